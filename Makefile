@@ -1,5 +1,5 @@
 # make env    .venv with everything constraints.txt pins, and the command patchline; does nothing when up to date
-# make demo   the whole campaign on scikit-learn's digits: shards to few-shot, with a worker killed on the way
+# make demo   the whole campaign on UCI's handwritten digits: shards to few-shot, with a worker killed on the way
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones, two at a time; says at the end how long each area took

@@ -45,10 +45,11 @@ import models
 from data.files import write_durably
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.checkpoints import checkpoint, restore
-from pipeline.checkpoints.checkpoint import Reader
+from pipeline.checkpoints import restore
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
+from pipeline.checkpoints.reader import Reader, verify
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.stage_checkpoints import Chosen, checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
@@ -72,7 +73,7 @@ class Contenders:
         self.metrics = self.folder / "metrics.jsonl"  # fsynced by every save of ours, as in a run
         if self.rank == 0:
             self.metrics.touch()
-        self.saver = Saver(self.folder / "ours", self.folder, quiet, keep=2, keep_every=0, max_failed_saves=1)
+        self.saver = Saver(checkpoints_in(self.folder / "ours"), quiet, keep=2, keep_every=0, max_failed_saves=1)
         self.rows: Rows = {}
         self.number = 0  # of the round
 
@@ -204,9 +205,10 @@ class Contenders:
         self.engine.state.refresh = note_and_refresh  # type: ignore[method-assign]
         with self.timed(f"ours, and the weights gathered, {where}"):
             began = time.monotonic()
-            chosen = checkpoint.choose_together(folder, 1, print)
+            checkpoints = checkpoints_in(folder)
+            chosen = restore.choose_together(checkpoints, 1, print)
             assert chosen is not None
-            restore.load_together(self.engine.load, folder, chosen, 1, print)
+            restore.load_together(self.engine.load, checkpoints, chosen, 1, print)
         self.engine.state.refresh = refresh  # type: ignore[method-assign]
 
     def load_as_before(self, where: str) -> None:
@@ -214,10 +216,10 @@ class Contenders:
         folder = committed(self.folder / "ours")[0]
         with self.timed(f"ours as before, {where}"):
             if self.rank == 0:
-                checkpoint.verify(folder)
+                verify(folder)
             dist.barrier()
             manifest = read_manifest(folder)
-            restore.load(self.engine.load, checkpoint.Chosen(folder, manifest))
+            restore.load(self.engine.load, Chosen(folder.name, folder, manifest))
 
     def load_dcp(self, where: str) -> None:
         """Let DCP load into the same tensors."""

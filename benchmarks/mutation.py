@@ -55,25 +55,32 @@ PRELOADED = (
 
 # Which tests run which modules in processes of their own, where coverage does not see them; the beginnings of names.
 RUNS = "tests/test_checkpoint_runs.py::test_"
-SHORT = ("tests/test_short_ways.py", "tests/test_train.py")
+ENGINE = "tests/test_pipeline/engine/test_engine.py"
+TWIN = "tests/test_pipeline/test_twin.py"
+SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
 STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails", f"{RUNS}a_stage_does_not_end")
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
+CHECKPOINTS = (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
 CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
-    "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, "tests/test_twin.py"),
-    "pipeline/engine/engine.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
-    "pipeline/engine/exact.py": ("tests/test_exact.py",),
+    "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, TWIN),
+    "pipeline/engine/engine.py": (
+        ENGINE,
+        *SHORT,
+        TWIN,
+    ),
+    "pipeline/engine/exact.py": ("tests/test_pipeline/engine/test_exact.py",),
     "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/worker.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT),
-    "pipeline/reports.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, "tests/test_twin.py"),
+    "pipeline/reports.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/health.py": (*GOES_BACK, *SHORT),
-    "pipeline/objectives.py": (*SHORT, "tests/test_twin.py"),
-    "pipeline/checkpoints/checkpoint.py": GOES_BACK,
-    "pipeline/checkpoints/commit.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
-    "pipeline/checkpoints/saver.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
-    "pipeline/checkpoints/snapshot.py": (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES),
+    "pipeline/objectives.py": (*SHORT, TWIN),
+    "pipeline/checkpoints/reader.py": GOES_BACK,
+    "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
+    "pipeline/checkpoints/saver.py": CHECKPOINTS,
+    "pipeline/checkpoints/snapshot.py": CHECKPOINTS,
     "pipeline/checkpoints/disk_space.py": ("tests/test_full_disk.py",),
     "pipeline/evaluation/evaluate.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probe.py": CAMPAIGN,
@@ -81,8 +88,16 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
     "pipeline/monitoring/telemetry.py": (*SHORT, f"{RUNS}a_commit_implies", f"{RUNS}a_log_that", *CAMPAIGN),
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
-    "pipeline/optimization.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
-    "pipeline/engine/deepspeed.py": ("tests/test_engine.py", *SHORT, "tests/test_twin.py"),
+    "pipeline/optimization.py": (
+        ENGINE,
+        *SHORT,
+        TWIN,
+    ),
+    "pipeline/engine/deepspeed.py": (
+        ENGINE,
+        *SHORT,
+        TWIN,
+    ),
 }
 
 

@@ -42,24 +42,23 @@ from data.index.document import SUFFIX, load_index, seal_of
 from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
+from data.storage import MANIFEST, Folder
 from jobs.ownership import claim_attempt
 from jobs.recipe.changes import newest_attempt_name
 from jobs.workers.node_copies import ASKED_AT_A_LOOK
 from jobs.workers.node_files import Change, NodeActor, take_over
 from jobs.workers.worker_files import SeenRecords, records, worker_file
-from pipeline.checkpoints.checkpoint import Reader
-from pipeline.checkpoints.commit import records_of
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
-    MANIFEST,
-    FileRecord,
+    ChunkedRecord,
     Manifest,
     attempt_of_stage,
     chunk_bytes_of,
     digest,
     read_manifest,
-    seal,
+    sealed,
 )
+from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
 
@@ -336,7 +335,7 @@ def measure_one_manifest(checkpoint: Path, world: int) -> None:
     digests = "0" * DIGEST_LENGTH * (2**30 // chunk_bytes)
     results = []
     for rank in range(world):
-        record: FileRecord = {
+        record: ChunkedRecord = {
             "bytes": 2**30,
             "sha256": f"{rank:064x}",
             "chunk_bytes": chunk_bytes,
@@ -345,14 +344,14 @@ def measure_one_manifest(checkpoint: Path, world: int) -> None:
         results.append(WrittenFile(f"rank-{rank:05d}.safetensors", record))
     for result in results:
         (checkpoint / result.name).touch()
-    files = records_of(results)
+    files = {result.name: result.record for result in results if result.record}
     manifest = Manifest(world, 0, 0, "0" * 64, 1, world, 2, {}, "key", "code", files=files)
-    text = seal(manifest)
+    text = sealed(manifest)
     seals, writes, reads, stats = [], [], [], []
     for _ in range(ROUNDS):
-        seals.append(cpu_ms(lambda: seal(manifest)))
+        seals.append(cpu_ms(lambda: sealed(manifest)))
         began = time.perf_counter()
-        write_durably(checkpoint / MANIFEST, text.encode())
+        write_durably(checkpoint / MANIFEST, text)
         writes.append(1000 * (time.perf_counter() - began))
         reads.append(cpu_ms(lambda: read_manifest(checkpoint)))
         stats.append(cpu_ms(lambda: [(checkpoint / result.name).stat() for result in results]))
@@ -367,7 +366,7 @@ def measure_restore(folder: Path) -> None:
     for world in WORLDS:
         checkpoint = folder / str(world)
         checkpoint.mkdir()
-        files: dict[str, FileRecord] = {}
+        files: dict[str, ChunkedRecord] = {}
         for rank in range(world):
             path = checkpoint / f"rank-{rank:05d}.safetensors"
             views = {f"w|{kind}|{rank * 16}": torch.zeros(16) for kind in KINDS}
@@ -377,7 +376,7 @@ def measure_restore(folder: Path) -> None:
             measure_one_restore(checkpoint, files, next_world)
 
 
-def measure_one_restore(checkpoint: Path, files: dict[str, FileRecord], next_world: int) -> None:
+def measure_one_restore(checkpoint: Path, files: dict[str, ChunkedRecord], next_world: int) -> None:
     """Print the row of a worker of one world that loads what another has saved."""
     part = len(files) * 16 // next_world
     rank = next_world // 3
@@ -410,7 +409,7 @@ def measure_attempts(folder: Path) -> None:
         for number in range(1, count + 1):
             (run / "attempts" / f"{number:06d}.json").write_text("{}")
             (stage / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
-        claim = statistics.median(cpu_ms(lambda run=run: claim_attempt(run)) for _ in range(ROUNDS))
+        claim = statistics.median(cpu_ms(lambda run=run: claim_attempt(Folder(run))) for _ in range(ROUNDS))
         counted = statistics.median(cpu_ms(lambda s=stage, c=count: attempt_of_stage(s, c)) for _ in range(ROUNDS))
         newest = statistics.median(cpu_ms(lambda stage=stage: newest_attempt_name(stage)) for _ in range(ROUNDS))
         row(count, f"{claim:.1f}", f"{counted:.1f}", f"{newest:.1f}")
@@ -436,9 +435,9 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.order import Order
 try:
+    from data.shards.index import load_index  # where it was before
+except ModuleNotFoundError:
     from data.index.document import load_index
-except ModuleNotFoundError:  # where it was before
-    from data.shards.index import load_index
 from data.shards.reader import Reader
 
 def private_mib(pid="self"):
@@ -477,14 +476,16 @@ print(loaded - start, 1000 * (first - loaded), 10 * (done - first), held, in_dec
 """
 
 
-def write_large_index(path: Path, shards: int) -> None:
-    """Write an index of so many shards of 10,000 samples, which are not there."""
+def write_large_index(path: Path, shards: int, schema: int) -> None:
+    """Write an index of so many shards of 10,000 samples, which are not there; schema 2 is that of the code before."""
     rows = []
     for number in range(shards):
         digests = [sha256(f"{kind} {number}".encode()).hexdigest() for kind in ("tar", "table")]
         rows.append([f"train-{number:06d}.tar", 10_000, 1_100_000_000, *digests])
     counts = [shards * 10_000]
-    content: dict[str, object] = {"schema": 2, "directory": ".", "class_counts": counts}
+    content: dict[str, object] = {"schema": schema, "directory": ".", "class_counts": counts}
+    if schema == 1:
+        content |= {"names": [], "origin": None, "refused": {}, "first_refused": {}}
     content |= {"digest": digest_of([Shard(*values) for values in rows], counts), "shards": rows}
     path.write_text(json.dumps(content | {"seal": seal_of(content)}, indent=1))
 
@@ -499,23 +500,26 @@ def measure_index(folder: Path) -> None:
     trees["before"].mkdir()
     archive = subprocess.run(["git", "archive", BEFORE_COLUMNS, "data"], check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(trees["before"])], check=True, input=archive)
-    small = folder / f"small{SUFFIX}"
-    write_large_index(small, 1)
+    schemas = {"before": 2, "after": 1}
+    small = {name: folder / f"small-{name}{SUFFIX}" for name in trees}
+    for name, path in small.items():
+        write_large_index(path, 1, schemas[name])
     row(
         "samples", "shards", "JSON, MB", "", "load, CPU s", "first batch, ms", "next, ms",
         "private MiB of a worker", "of a decoding process",
     )  # fmt: skip
     for shards in (3_000, 30_000, 300_000):
-        path = folder / f"s{shards}{SUFFIX}"
-        write_large_index(path, shards)
+        paths = {name: folder / f"s{shards}-{name}{SUFFIX}" for name in trees}
+        for name, path in paths.items():
+            write_large_index(path, shards, schemas[name])
         began = time.process_time()
-        mapped = load_index(path)
+        mapped = load_index(paths["after"])
         made_s = time.process_time() - began
         assert mapped.samples == sum(shard.samples for shard in mapped.shards), "which touches all that is mapped"
         measured: dict[str, list[list[float]]] = {name: [] for name in trees}
         for turn in range(3):
             for name in sorted(trees, reverse=turn % 2 == 0):
-                words = [sys.executable, "-P", "-c", INDEX_COSTS, str(path), str(small)]
+                words = [sys.executable, "-P", "-c", INDEX_COSTS, str(paths[name]), str(small[name])]
                 environment = {**os.environ, "PYTHONPATH": str(trees[name])}
                 output = subprocess.run(words, check=True, capture_output=True, text=True, env=environment).stdout
                 measured[name].append([float(value) for value in output.split()])
@@ -524,7 +528,7 @@ def measure_index(folder: Path) -> None:
             load_s, first_ms, next_ms, worker_mib, decoder_mib = medians
             what = name if name == "before" else f"after (made once a node, in {made_s:.1f} CPU s)"
             cells = (f"{load_s:.2f}", f"{first_ms:.0f}", f"{next_ms:.2f}", f"{worker_mib:.1f}", f"{decoder_mib:.1f}")
-            row(f"{shards * 10_000:,}", f"{shards:,}", f"{path.stat().st_size / 1e6:.0f}", what, *cells)
+            row(f"{shards * 10_000:,}", f"{shards:,}", f"{paths[name].stat().st_size / 1e6:.0f}", what, *cells)
 
 
 MEASUREMENTS: dict[str, Callable[[Path], None]] = {

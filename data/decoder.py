@@ -94,7 +94,7 @@ class Layout:
         return -(-size // PAGE) * PAGE
 
     def arrays(self, memory: mmap | bytearray | np.ndarray, offset: int = 0) -> Arrays:
-        """The arrays of the micro-batch that begins at `offset` of some memory."""
+        """Return the arrays of the micro-batch that begins at `offset` of some memory."""
         side = self.image_size
         # The int64 arrays come first: they begin at multiples of 8 there, and bytes may begin anywhere.
         ids = np.ndarray((self.b, 3), np.int64, memory, offset)
@@ -144,7 +144,7 @@ class Decoder:
         self.encoded: list[Encoded] = []
 
     def __getstate__(self) -> dict[str, object]:
-        """The decoder for another process, where the order takes the shards' sizes from the index."""
+        """Return the decoder for another process, where the order takes the shards' sizes from the index."""
         # Those of a large set are mapped memory that processes share; pickled, each process would have a copy.
         return self.__dict__ | {"order": self.order.without_sizes()}
 
@@ -178,7 +178,7 @@ class Decoder:
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.said)
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
-        """What each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""
+        """Return what each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""
         return key_of(SEED_DOMAIN, self.seed, *ids.T)
 
     def fill_slot(self, task: Task, row: int, key: int, arrays: Arrays) -> list[BadSample]:
@@ -237,7 +237,7 @@ class Decoder:
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: int = 128) -> float | None:
-    """Images of the set's first shard that one core decodes in a second, measured here and now; None if it cannot.
+    """Measure how many images of the set's first shard one core decodes in a second; None if it cannot.
 
     `most` images are decoded.
     """
@@ -259,7 +259,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: in
 
 
 def measure_decoding(reader: Reader, shard: int, images: int, cfg: AugmentConfig, out: np.ndarray) -> float:
-    """Processor seconds that the first images of a shard take; `out` (S, S, 3) holds each in turn."""
+    """Measure the processor seconds that the first images of a shard take; `out` (S, S, 3) holds each in turn."""
     start = process_time()
     for sample in range(images):
         # A bad image costs time in training too, so it counts.

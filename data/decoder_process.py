@@ -87,7 +87,7 @@ class DecoderProcess:
             self.connection.send((task, offset))
 
     def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
-        """The oldest task, the offset of its arrays, which `lend` must be given, and what became of it.
+        """Return the oldest task, the offset of its arrays, which `lend` must be given, and what became of it.
 
         Raises what the process met, and DataError where the task costs one process after another its life.
         """
@@ -99,7 +99,7 @@ class DecoderProcess:
         return task, offset, answer
 
     def lend(self, offset: int) -> Arrays:
-        """The arrays of a task that was answered; no other task overwrites them while anybody holds one of them."""
+        """Return the arrays of an answered task; no other task overwrites them while one of them is held."""
         place = np.ndarray(self.decoder.layout.bytes, np.uint8, self.memory, offset)
         if self.free_offsets:
             # Every array and every tensor on the place holds it: it ends with the last of them.
@@ -124,7 +124,7 @@ class DecoderProcess:
         )
 
     def hear(self, timeout_s: float) -> Done | Exception | None:
-        """The next answer; None where nothing came for `timeout_s`, not even word that a shard is arriving."""
+        """Return the next answer; None where nothing came for `timeout_s`, not even word that a shard is arriving."""
         while self.connection.poll(timeout_s):
             message = self.connection.recv()
             if message is not None:  # None is a sign of life

@@ -14,7 +14,7 @@ ROUNDS = 6  # Feistel rounds; 4 suffice in theory for large domains (Luby & Rack
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al. 2014): a bijection of uint64 that looks random."""
+    """Apply SplitMix64's finaliser (Steele et al. 2014): a bijection of uint64 that looks random."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -32,7 +32,7 @@ def key_of(*parts: np.ndarray | int) -> np.ndarray:
 
 
 def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Element-wise: where the permutation of 0 … size−1 named by `key` sends x; all are arrays of one length.
+    """Send each x where the permutation of 0 … size−1 named by its key sends it; all are arrays of one length.
 
     A Feistel network permutes the a·b numbers of Z_a × Z_b, a little more than `size` (Black & Rogaway 2002).
     """
@@ -52,7 +52,7 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """One pass through the network: each half in turn is shifted by a hash of the other one; all are uint64."""
+    """Pass once through the network: each half in turn is shifted by a hash of the other half; all are uint64."""
     left = x // b
     right = x % b
     for turn in range(0, ROUNDS, 2):
@@ -74,7 +74,7 @@ class Draws:
         self.state = key
 
     def uniform(self) -> float:
-        """A number in [0, 1)."""
+        """Return a number in [0, 1)."""
         # Python's integers do not wrap around as the uint64 of the original do: MASK keeps the lower 64 bits.
         self.state = (self.state + GOLDEN) & MASK
         x = self.state
@@ -84,5 +84,5 @@ class Draws:
         return (x >> 11) * 2.0**-53  # the 53 bits that a float holds
 
     def below(self, n: int) -> int:
-        """A whole number in 0 … n−1 (0 where n is 0)."""
+        """Return a whole number in 0 … n−1 (0 where n is 0)."""
         return int(self.uniform() * n)

@@ -89,7 +89,7 @@ class WentBack(PatchlineError):
 
 
 def exit_code(error: BaseException) -> int:
-    """The code that a process ends with because of this exception; never None, which would end it with 0."""
+    """Return the code that a process ends with because of this exception; never None, which would end it with 0."""
     own_code = getattr(error, "exit_code", None)
     if own_code is not None:
         return int(own_code)

@@ -44,7 +44,7 @@ class EvaluationBatch:
 
 
 @dataclass(frozen=True)
-class Row:
+class LoadedSample:
     """One sample on its way into a batch: its image and labels, or what is wrong with it."""
 
     place: tuple[int, int]  # shard, sample
@@ -94,7 +94,7 @@ class EvaluationSet:
         return self.batches
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
-        running: deque[list[Future[Row]]] = deque()  # the batch in hand and the next one
+        running: deque[list[Future[LoadedSample]]] = deque()  # the batch in hand and the next one
         with ThreadPoolExecutor(self.threads) as pool:
             # A worker whose samples have run out goes on with batches of padding: all workers give equally many.
             for first in range(0, self.batches * self.batch_size, self.batch_size):
@@ -104,7 +104,7 @@ class EvaluationSet:
             for futures in running:
                 yield self.collate(futures)
 
-    def submit(self, pool: ThreadPoolExecutor, rows: range) -> list[Future[Row]]:
+    def submit(self, pool: ThreadPoolExecutor, rows: range) -> list[Future[LoadedSample]]:
         """Read the bytes of a batch here, in order, and have the threads decode them."""
         # One thread reads: the reader closes the longest unused shard, which another thread might be reading from.
         futures = []
@@ -114,12 +114,12 @@ class EvaluationSet:
         return futures
 
     def place(self, row: int) -> tuple[int, int]:
-        """Shard and sample of the row-th sample of the set."""
+        """Return shard and sample of the row-th sample of the set."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return shard, row - int(self.starts[shard])
 
-    def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> Row:
-        """One sample of (key, image bytes, label bytes), preprocessed, or what is wrong with it."""
+    def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
+        """Preprocess a sample of (key, image bytes, label bytes), or say what is wrong with it."""
         key, encoded, raw_labels = stored
         try:
             labels = read_labels(raw_labels, self.index, self.max_labels)
@@ -127,12 +127,12 @@ class EvaluationSet:
         except BadImage as error:
             shard, _ = place
             problem = BadSample(self.index.shards[shard].name, key, str(error))
-            return Row(place, None, (), problem)
+            return LoadedSample(place, None, (), problem)
         if image.shape != self.shape:
             raise ValueError(f"ops {self.ops!r} give images of several sizes; end them with a crop or a resize")
-        return Row(place, image, labels, None)
+        return LoadedSample(place, image, labels, None)
 
-    def collate(self, futures: list[Future[Row]]) -> EvaluationBatch:
+    def collate(self, futures: list[Future[LoadedSample]]) -> EvaluationBatch:
         """Stack a batch's rows, once they are decoded, and pad them to `batch_size`."""
         images = np.zeros((self.batch_size, *self.shape), self.dtype)
         labels = np.full((self.batch_size, self.max_labels), -1)

@@ -158,7 +158,7 @@ def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
             os.fsync(file.fileno())
 
 
-def create_exclusively(path: Path, content: str) -> bool:
+def create_exclusively(path: Path, content: str | bytes) -> bool:
     """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
 
     Raises StorageError where the file system has no hard links, which make this possible.
@@ -166,7 +166,7 @@ def create_exclusively(path: Path, content: str) -> bool:
     temporary = temporary_name(path)
     try:
         with naming(path, instead_of=temporary):
-            write_durably(temporary, content.encode())
+            write_durably(temporary, content.encode() if isinstance(content, str) else content)
         # A rename would replace the other's file in silence, and O_EXCL would show a file that is still empty. A link
         # fails where the name exists, and the file is whole when it appears.
         os.link(temporary, path)

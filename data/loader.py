@@ -135,7 +135,7 @@ class TrainLoader:
         return batches
 
     def fetching_ahead(self, batches: Generator[Batch]) -> Generator[Batch]:
-        """The same batches, while a thread fetches the shards of coming steps."""
+        """Give the same batches, while a thread fetches the shards of coming steps."""
         ahead = Ahead(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
         self.ahead = ahead
         try:
@@ -159,7 +159,7 @@ class TrainLoader:
                 self.decoder.reader.begin_again()
 
     def tasks(self) -> Iterator[Task]:
-        """Every micro-batch to come, step by step."""
+        """Give every micro-batch to come, step by step."""
         for step in count(self.start_step):
             for part in self.parts:
                 yield Task(step, part.start, part.stop)
@@ -172,7 +172,7 @@ class TrainLoader:
             self.ahead.stop()
 
     def waits_for(self) -> str:
-        """What the first batch waits for."""
+        """Return what the first batch waits for."""
         return waited_for(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
 
     def from_here(self) -> Generator[Batch]:
@@ -237,7 +237,7 @@ class TrainLoader:
     def decode_on_device(
         self, task: Task, done: Done, images: Tensor, labels: Tensor, ids: Tensor
     ) -> tuple[Tensor, tuple[BadSample, ...]]:
-        """The images (b, S, S, 3) on the device, with those decoded that were left encoded; and what was bad there.
+        """Return the images (b, S, S, 3) on the device, the encoded ones decoded there; and what was bad.
 
         A row that the device refuses is decoded here as `decode: cpu` would, in place, label and id included.
         """
@@ -261,7 +261,7 @@ class TrainLoader:
 
 
 def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
-    """The micro-batches of a step; a given number of them is equal to within one sample."""
+    """Return the micro-batches of a step; a given number of them is equal to within one sample."""
     if accumulation is None:
         return [slots[first : first + micro_batch] for first in range(0, len(slots), micro_batch)]
     if accumulation * micro_batch < len(slots):
@@ -272,7 +272,7 @@ def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]
 
 
 def moved_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same micro-batches, their images and labels on the device; ids stay in host memory, where they are read.
+    """Give the same micro-batches, their images and labels on the device; ids stay in host memory, where they are read.
 
     The host is ahead of the device: while it asks for a micro-batch, the device computes the one before, or gathers
     weights. On a stream of its own the copy does not wait for that, and the host does not wait for the copy.
@@ -294,5 +294,5 @@ def moved_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own, pinned where there is CUDA."""
+    """Return a copy in memory of its own, pinned where there is CUDA."""
     return torch.empty_like(tensor, pin_memory=torch.cuda.is_available()).copy_(tensor)

@@ -79,7 +79,7 @@ class Mixture:
         return np.concatenate([order.shard_samples for order in self.orders])
 
     def batch(self, step: int) -> Ids:
-        """As `Order.batch`; epochs are each set's own."""
+        """Return what `Order.batch` does; epochs are each set's own."""
         epochs = []
         shards = []
         samples = []
@@ -92,18 +92,18 @@ class Mixture:
         return Ids(np.concatenate(epochs)[slots], np.concatenate(shards)[slots], np.concatenate(samples)[slots])
 
     def without_sizes(self) -> Mixture:
-        """As `Order.without_sizes`."""
+        """Do as `Order.without_sizes`."""
         mixture = copy(self)
         mixture.orders = [order.without_sizes() for order in self.orders]
         return mixture
 
     def with_sizes(self, shard_samples: np.ndarray) -> None:
-        """As `Order.with_sizes`; the sizes are of all sets."""
+        """Do as `Order.with_sizes`; the sizes are of all sets."""
         for group, order in enumerate(self.orders):
             order.with_sizes(shard_samples[self.starts[group] : self.starts[group + 1]])
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """As `Order.replacement`, from the same set."""
+        """Return what `Order.replacement` does, from the same set."""
         # From the slot back to the set that fills it, and to the slot of that set's own batch.
         place = int(self.order_of_slots[slot])
         ends = np.cumsum(self.shares)

@@ -83,7 +83,14 @@ class Order:
         self.tail = tail
         self.lanes = min(DEFAULT_LANES, batch_size) if lanes is None else lanes
         self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # the last epochs' permuted shards
-        check_order(self)
+        if batch_size < 1 or shuffle_block < 1 or self.lanes < 1:
+            raise ValueError(
+                f"batch_size {batch_size}, lanes {self.lanes}, shuffle_block {shuffle_block}: each must be 1 or more"
+            )
+        if self.samples == 0:
+            raise ValueError("the shards hold no samples; pack some first")
+        if tail == "drop" and self.samples < batch_size:
+            raise ValueError(f'{self.samples} samples do not fill one batch of {batch_size}; use tail="carry"')
 
         self.samples_per_epoch = self.samples
         if tail == "drop":
@@ -91,12 +98,12 @@ class Order:
             self.samples_per_epoch = self.samples // batch_size * batch_size
 
     def batch(self, step: int) -> Ids:
-        """The sample of every slot of the global batch `step`: arrays of `batch_size`."""
+        """Return the sample of every slot of the global batch `step`: arrays of `batch_size`."""
         epoch, position = self._places(step)
         return self._look_up(epoch, self._shuffle(epoch, position))
 
     def without_sizes(self) -> Order:
-        """A copy that lacks the shards' sizes, for another process that has them already (`with_sizes`)."""
+        """Return a copy that lacks the shards' sizes, for another process that has them already (`with_sizes`)."""
         order = copy(self)
         order.with_sizes(np.empty(0, np.int64))
         return order
@@ -107,7 +114,7 @@ class Order:
         self._starts = {}
 
     def replacement(self, step: int, slot: int, attempt: int) -> SampleId:
-        """The sample to use where the one in `slot` is bad: the attempt-th after it, lane after lane."""
+        """Return the sample to use where the one in `slot` is bad: the attempt-th after it, lane after lane."""
         # The replacement keeps its own place in the order as well: without it, all later steps would change.
         epochs, positions = self._places(step)
         epoch = epochs[slot : slot + 1]
@@ -116,7 +123,7 @@ class Order:
         return SampleId(int(ids.epoch[0]), int(ids.shard[0]), int(ids.sample[0]))
 
     def _places(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(epoch, position before the shuffle) of every slot."""
+        """Return (epoch, position before the shuffle) of every slot."""
         at = step * self.batch_size  # counted over all epochs
         end = at + self.batch_size
         epochs = []
@@ -131,7 +138,7 @@ class Order:
         return np.concatenate(epochs), np.concatenate(positions)
 
     def _positions(self, first: int, stop: int) -> np.ndarray:
-        """The positions that an epoch gives as its samples number `first` to `stop` − 1, lane after lane."""
+        """Return the positions that an epoch gives as its samples number `first` to `stop` − 1, lane after lane."""
         given_before = self._given_by_lanes(first)  # (L,)
         counts = self._given_by_lanes(stop) - given_before  # (L,)
         first_slots = np.cumsum(counts) - counts  # (L,) where each lane's part of these slots begins
@@ -140,16 +147,16 @@ class Order:
         return np.repeat(shifts, counts) + np.arange(stop - first)
 
     def _given_by_lanes(self, samples: int) -> np.ndarray:
-        """(L,) how many samples each lane has given when an epoch has given `samples`: equal to within one."""
+        """Return (L,) how many samples each lane has given when an epoch has given `samples`: equal to within one."""
         one_more = np.arange(self.lanes) < samples % self.lanes
         return samples // self.lanes + one_more
 
     def _lane_starts(self, lane: np.ndarray) -> np.ndarray:
-        """The first position of each of these lanes; the first N mod L lanes hold one sample more than the others."""
+        """Return the first position of each lane; the first N mod L lanes hold one sample more than the others."""
         return lane * (self.samples // self.lanes) + np.minimum(lane, self.samples % self.lanes)
 
     def _shuffle(self, epoch: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Where each position is sent inside its lane's block."""
+        """Return where each position is sent inside its lane's block."""
         length = self.samples // self.lanes
         longer_lanes = self.samples % self.lanes  # the first ones, of length + 1
         end_of_longer = longer_lanes * (length + 1)
@@ -170,7 +177,7 @@ class Order:
         return block_start + permute(position - block_start, block_size, key)
 
     def _look_up(self, epoch: np.ndarray, position: np.ndarray) -> Ids:
-        """The shard in which each position of its epoch lies, and the number of the sample in there."""
+        """Return the shard in which each position of its epoch lies, and the number of the sample in there."""
         shard = np.empty_like(position)
         sample = np.empty_like(position)
         for number in np.unique(epoch):
@@ -182,7 +189,7 @@ class Order:
         return Ids(epoch, shard, sample)
 
     def _epoch_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's order of shards and the position at which each starts; empty shards are left out."""
+        """Return the epoch's order of shards and the position at which each starts; empty shards are left out."""
         known = self._starts.get(epoch)
         if known is not None:
             return known
@@ -193,31 +200,14 @@ class Order:
         starts = np.zeros(len(shards), np.int64)
         np.cumsum(self.shard_samples[shards[:-1]], out=starts[1:])
         if len(shards) >= MANY_SHARDS:
-            give_back_freed_memory()
+            # Freed memory goes back to the system; glibc keeps some for the process, of which a node has 64 and more.
+            with suppress(AttributeError, OSError):  # of another C library
+                ctypes.CDLL(None).malloc_trim(0)
         # The epoch before is kept: a batch may lie across both. The dict is a new one, because the thread that fetches
         # shards ahead reads the old one at the same time.
         newest = list(self._starts.items())[-1:]
         self._starts = {**dict(newest), epoch: (shards, starts)}
         return shards, starts
-
-
-def give_back_freed_memory() -> None:
-    """Return freed memory to the system; glibc keeps some for the process, of which a node has 64 and more."""
-    with suppress(AttributeError, OSError):  # of another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def check_order(order: Order) -> None:
-    """Raise ValueError where the numbers do not fit one another."""
-    if order.batch_size < 1 or order.shuffle_block < 1 or order.lanes < 1:
-        raise ValueError(
-            f"batch_size {order.batch_size}, lanes {order.lanes}, shuffle_block {order.shuffle_block}: "
-            "each must be 1 or more"
-        )
-    if order.samples == 0:
-        raise ValueError("the shards hold no samples; pack some first")
-    if order.tail == "drop" and order.samples < order.batch_size:
-        raise ValueError(f'{order.samples} samples do not fill one batch of {order.batch_size}; use tail="carry"')
 
 
 # ----------------------------------------------------------------------------- the proof of what was consumed
@@ -231,11 +221,11 @@ class Ledger:
 
     @classmethod
     def start(cls, index_digest: str, seed: int) -> Ledger:
-        """The ledger before the first step."""
+        """Return the ledger before the first step."""
         return cls(sha256(f"{index_digest} {seed}".encode()).hexdigest())
 
     def update(self, step: int, epoch: np.ndarray, shard: np.ndarray, sample: np.ndarray) -> Ledger:
-        """The ledger after the global batch `step`."""
+        """Return the ledger after the global batch `step`."""
         # Little-endian on every machine, so that all of them give the same ledger.
         step_bytes = int(step).to_bytes(8, "little", signed=True)
         ids = np.stack([epoch, shard, sample]).astype("<i8")

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.bucket import open_storage
 from data.errors import PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
+from data.storage import Storage
 from jobs.cluster_config import ClusterConfig
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,16 @@ class Context:
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
     remote: str | None = None  # URL of the run in an object store; `run` is then a local folder on every node
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
+
+    @property
+    def storage(self) -> Storage:
+        """Return where the run keeps its files."""
+        return open_storage(self.run, self.remote)
+
+    @property
+    def checkpoints(self) -> StageCheckpoints:
+        """Return the checkpoints of this stage."""
+        return StageCheckpoints(self.storage, self.directory.name)
 
 
 def reference(value: str) -> tuple[str, str] | None:

@@ -16,10 +16,9 @@ from pathlib import Path
 import psutil
 
 from data.errors import ConfigError, RunOwned
-from data.files import create_exclusively, make_folder, take_lock
-from data.store import Store
-from pipeline.checkpoints.manifest import newest_attempt
-from pipeline.checkpoints.stored import ATTEMPTS, newest_attempt_in
+from data.files import make_folder, take_lock
+from data.storage import Storage
+from pipeline.checkpoints.manifest import ATTEMPTS, newest_attempt
 
 OWNER_FILE = "owner.json"
 LONGEST_NAME = 255  # bytes of a file's or folder's name (NAME_MAX of Linux)
@@ -91,22 +90,14 @@ def owner_name(path: Path) -> str:
     return "another process that has not said its name yet"
 
 
-def claim_attempt(run: Path, remote: str | None = None, stage: str = "") -> int:
-    """Claim the next attempt number, ours alone, by creating attempts/000007.json: in the store where there is one.
+def claim_attempt(storage: Storage, stage: str = "") -> int:
+    """Claim the next attempt number of a run, ours alone, by creating attempts/000007.json.
 
-    `remote` is the run's URL, `stage` the name of the folder of the stage that the attempt is for.
+    `stage` is the name of the folder of the stage that the attempt is for. Raises StorageError, OSError.
     """
-    folder = run / "attempts"
-    make_folder(folder, run)
-    # Another process may create the same number between our look and our link; then we look again.
+    claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "stage": stage}
+    # Another process may create the same number between our look and our creation; then we look again.
     while True:
-        claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "stage": stage}
-        if remote is None:
-            number = newest_attempt(run) + 1
-            is_ours = create_exclusively(folder / f"{number:06d}.json", json.dumps(claim))
-        else:
-            store = Store(remote)
-            number = newest_attempt_in(store) + 1
-            is_ours = store.create(f"{ATTEMPTS}/{number:06d}.json", json.dumps(claim).encode())
-        if is_ours:
+        number = newest_attempt(storage) + 1
+        if storage.create_once(f"{ATTEMPTS}/{number:06d}.json", json.dumps(claim).encode()):
             return number

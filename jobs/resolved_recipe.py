@@ -13,9 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from data.bucket import open_storage
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
 from data.index.index import Index
+from data.storage import Storage
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context, index_if_made, reference
 from jobs.trackers_config import TrackersConfig
@@ -153,7 +155,12 @@ class Campaign:
     @property
     def place(self) -> str:
         """Return where the run is kept, for people."""
-        return self.remote or str(self.run)
+        return self.storage.address()
+
+    @property
+    def storage(self) -> Storage:
+        """Return where the run keeps its files."""
+        return open_storage(self.run, self.remote)
 
     def stage(self, name: str) -> Stage:
         """Return the stage of this name. Raises ConfigError, which suggests the nearest name."""

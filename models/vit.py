@@ -305,7 +305,7 @@ class ViT(nn.Module):
         `kept` (B, K) are the patches that are not left out, as `encode` takes them.
         """
         queries = None
-        # Nothing reads the last block's other tokens: logits and gradients stay the same (tests/test_models_vit.py).
+        # Nothing reads the last block's other tokens: logits and gradients stay the same (test_models/test_vit.py).
         if self.config.pool == "token" and self.skip_unread:
             queries = 1  # the class token is the first
         grid = (images.shape[2] // self.config.stride[0], images.shape[3] // self.config.stride[1])

@@ -1,31 +1,31 @@
 """What a stage hands on, and the proof that it is still what the stage wrote: sealed records, digests of files.
 
-1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with the sha256 of itself: `seal`.
+1. A record (stage.json, task.json, provenance.json, done.json) is JSON that ends with the sha256 of itself
+   (`write_record`).
 2. A stage's done.json, or the provenance.json of imported or exported weights, holds bytes and sha256 of every file
    that is handed on: `digests`.
 3. Whoever reads such a file compares it first: `check_files` for all files of a finished stage, `check_weights` for
    weights that something starts from. A difference is a DataError that names the file, who wrote it, and the way out.
 
 In:  {"key": "1a2b…", "seconds": 3.2}
-Out: {"schema": 2, "key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry a line
-
-Records and weights from before there were digests are read as ever; who reads them says that they are unverified.
+Out: {"schema": 1, "key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, one entry a line (data/seal.py)
 """
 
 import hashlib
-import json
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import CheckpointError, DataError
 from data.files import naming, write_whole
-from data.store import Store
-from pipeline.checkpoints.manifest import FileRecord, bring
+from data.seal import Unsealed, seal, unseal
+from data.storage import Storage
+from pipeline.checkpoints.manifest import FileRecord
 
-SCHEMA = 2  # of a record; 1 had neither this entry nor a digest
+SCHEMA = 1  # of a record
 # As models/weights/files.py has them. Importing that imports torch, which `status` has no other use for.
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
@@ -43,42 +43,22 @@ SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
 # ------------------------------------------------------------------------ records
 
 
-class Record(NamedTuple):
-    """Holds what a record says, without its seal."""
-
-    values: dict[str, Any]  # JSON: whoever wrote the record knows what it is
-    is_sealed: bool  # False for a record of schema 1, of which nothing can be said
-
-
-def seal(entries: Mapping[str, object]) -> str:
-    """Return the text of a record: the entries, then their sha256; there is exactly one text for given entries."""
-    body = json.dumps(entries, indent=1, default=str)
-    digest = hashlib.sha256(body.encode()).hexdigest()
-    return json.dumps({**entries, "sha256": digest}, indent=1, default=str)
-
-
 def write_record(path: Path, values: Mapping[str, object]) -> None:
     """Write a record that carries its own digest; it appears whole or not at all."""
     write_whole(path, seal({"schema": SCHEMA, **values}))
 
 
-def read_record(path: Path) -> Record:
-    """Read a record and compare it with its digest. Raises DataError where it is torn or altered, OSError."""
-    encoded = path.read_bytes()
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a record, and compare it with its digest. Raises DataError where it is torn or altered, OSError.
+
+    The values are JSON: whoever wrote the record knows what it is.
+    """
     try:
-        values = json.loads(encoded)
-    except ValueError:  # neither JSON nor UTF-8
-        raise altered(path, "it is torn or altered, no JSON", None) from None
-    if not isinstance(values, dict):
-        raise altered(path, "it is torn or altered, no record", None)
-    # One changed bit can hide one of these two entries, never both.
-    if "schema" not in values and "sha256" not in values:
-        return Record(values, is_sealed=False)
-    values.pop("sha256", None)
-    if encoded != seal(values).encode():
-        raise altered(path, "it does not match its own sha256", None)
+        values = unseal(path.read_bytes())
+    except Unsealed as error:
+        raise altered(path, str(error), None) from None
     values.pop("schema", None)
-    return Record(values, is_sealed=True)
+    return values
 
 
 def read_done(folder: Path) -> dict[str, Any] | None:
@@ -86,7 +66,7 @@ def read_done(folder: Path) -> dict[str, Any] | None:
     path = folder / DONE
     if not path.exists():
         return None
-    return read_record(path).values
+    return read_record(path)
 
 
 # ------------------------------------------------------------------------ files
@@ -128,7 +108,7 @@ def covering_record(folder: Path) -> Covering | None:
         path = folder / name
         if not path.exists():
             continue
-        values = read_record(path).values
+        values = read_record(path)
         if "files" in values:
             return Covering(path, values, values["files"])
     return None
@@ -208,34 +188,48 @@ def check_class_names(folder: Path, covering: Covering) -> None:
         raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
 
 
-def fetch_weights(remote: str, run: Path, folder: Path) -> None:
-    """Bring the weights that a finished stage of a run in an object store handed on into the stage's local folder.
+def fetch_weights(storage: Storage, stage: str) -> None:
+    """Make sure that this node has the weights that a finished stage of the run handed on, in the bytes of its record.
 
-    `remote` is the run's URL, `run` its local folder. What is here in its bytes stays. Raises DataError where the stage
-    has not finished or its files are not what it wrote, StorageError, OSError.
+    Raises DataError where the stage has not finished or its files are not what it wrote, StorageError, OSError.
     """
-    store = Store(remote)
-    stage = folder.relative_to(run).as_posix()
-    record = store.get(f"{stage}/{DONE}")
+    folder = storage.local / stage
+    record = storage.read(f"{stage}/{DONE}")
     if record is None:
-        raise DataError(f"{store.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
+        raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
+    if storage.is_shared:
+        return  # the driver has compared them, where they are
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DONE, record)
-    covering = covering_record(folder)
-    files = covering.files if covering is not None else {}
+    files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})
     for name in WEIGHT_FILES:
         if name in files:
-            try:
-                bring(store, f"{stage}/{name}", folder / name, files[name])
-            except CheckpointError as error:
-                raise DataError(str(error)) from None
+            bring(storage, f"{stage}/{name}", files[name])
     # Class names that an earlier owner has left here are not of these weights.
-    if covering is not None and CLASSES not in files:
+    if CLASSES not in files:
         (folder / CLASSES).unlink(missing_ok=True)
     check_weights(folder, lambda text: None)
 
 
-# ------------------------------------------------------------------------ what to say
+def bring(storage: Storage, name: str, record: FileRecord) -> None:
+    """Make sure that this node has a file of the run in the bytes of its record.
+
+    Raises DataError where the storage has other bytes, StorageError, OSError.
+    """
+    try:
+        storage.bring(name, record["bytes"], partial(has_bytes_of, record))
+    except CheckpointError as error:
+        raise DataError(str(error)) from None
+
+
+def has_bytes_of(record: FileRecord, path: Path) -> bool:
+    """Return whether there is a file with the bytes of a record."""
+    if not path.is_file() or path.stat().st_size != record["bytes"]:
+        return False
+    return digest_of(path)["sha256"] == record["sha256"]
+
+
+# ------------------------------------------------------------------------ errors
 
 
 def altered(path: Path, difference: str, covering: Covering | None) -> DataError:

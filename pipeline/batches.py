@@ -21,12 +21,12 @@ import torch
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import DROPOUT, seed_of_micro_batch
 from pipeline.token_dropping import phases
 from pipeline.worker import Worker
 
-SAY_EVERY_S = 20.0  # what the first batch waits for, until it is there
+LOG_EVERY_S = 20.0  # what the first batch waits for, until it is there
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
 
 # b samples of a micro-batch, S image side
@@ -89,12 +89,12 @@ def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Ba
 
     threading.Thread(target=fetch, name="first batch", daemon=True).start()
     first = None
-    said_at = time.monotonic()
+    logged_at = time.monotonic()
     while first is None:
         with suppress(queue.Empty):
             first = answers.get(timeout=STOP_POLL_S)
-        if first is None and time.monotonic() - said_at > SAY_EVERY_S:
-            said_at = time.monotonic()
+        if first is None and time.monotonic() - logged_at > LOG_EVERY_S:
+            logged_at = time.monotonic()
             worker.telemetry.say(f"waiting for the first batch: {loader.waits_for()}")
         # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
         is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()

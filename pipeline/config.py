@@ -1,9 +1,9 @@
 """Typed configuration: how a recipe becomes frozen dataclasses, and what a change of it means for a resume.
 
-1. `read_yaml` reads the recipe and puts the `key=value` overrides on top.
-2. `plain_yaml` resolves interpolations such as ${oc.env:USER}, `with_home` paths such as ~/runs.
-3. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
-4. `tagged` tells apart what a resume may change and what it may not; `digest` makes a stage's key of the latter.
+1. `read_recipe` reads the recipe, once a command: `read_yaml` puts the `key=value` overrides on top, `plain_yaml`
+   resolves interpolations such as ${oc.env:USER}, `with_home` paths such as ~/runs.
+2. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
+3. `tagged` tells apart what a resume may change and what it may not; `digest` makes a stage's key of the latter.
 
     recipe.yaml  pretrain: {optim: {lr: 1e-3}}        override  pretrain.steps=100
     build(TrainConfig, {"optim": {"lr": 0.001}, "steps": 100}, "pretrain")  →  TrainConfig(steps=100, …)
@@ -56,6 +56,21 @@ def require(condition: bool, message: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ reading a recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A recipe as it was read, with its overrides: all that a command goes on with."""
+
+    values: Mapping[str, Any]  # nested and plain; environment variables and `~` are the reader's
+    source: str  # what it is called in messages
+    default_run: str  # the run directory, where it names none
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, or env:NAME, with `key=value` overrides on top. Raises ConfigError as `read_yaml`."""
+    values = with_home(plain_yaml(read_yaml(path, overrides)))
+    return Recipe(values, str(path), f"runs/{path.stem}")
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:

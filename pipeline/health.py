@@ -10,13 +10,11 @@ In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of 
 Out: left-out.json holds the stretches [[10, 17]]: the next attempt loads step 10 and goes on with step 17
 """
 
-import json
 import math
 import statistics
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from data.checks import printable
 from data.errors import DataError, Diverged, WentBack
 from data.loader import Batch
 from pipeline.artifacts import read_record, write_record
-from pipeline.checkpoints.stored import committed_steps
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
@@ -50,12 +48,9 @@ class StepRecord:
 class Health:
     """Watches every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
 
-    def __init__(
-        self, cfg: TrainConfig, directory: Path, checkpoints: Path, telemetry: Telemetry, remote: str | None = None
-    ) -> None:
+    def __init__(self, cfg: TrainConfig, directory: Path, checkpoints: StageCheckpoints, telemetry: Telemetry) -> None:
         self.cfg = cfg
         self.directory = directory  # of the stage
-        self.remote = remote  # URL of the run, where the nodes share no folder
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
@@ -146,14 +141,14 @@ class Health:
 
         The caller has committed the save in flight, so that the run goes back no further than it must.
         """
-        last_committed = newest_committed_step(self.directory, self.remote)
+        last_committed = newest_committed_step(self.checkpoints)
         happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
         # Where nothing was committed since the run went back, it would go back to the same step and fail once more.
         if self.left_out and last_committed <= self.left_out[-1].stop:
             stretch = self.left_out[-1]
             raise Diverged(
                 f"{happened}, and leaving out steps {stretch.start + 1} … {stretch.stop} had not helped\n"
-                f"  the last good weights are in {self.checkpoints}\n"
+                f"  the last good weights are in {self.checkpoints.address}\n"
                 "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
             )
         # The earlier stretches stay in the file: a run that falls back behind them must leave them out again.
@@ -197,20 +192,10 @@ def read_left_out(directory: Path) -> list[range]:
     path = directory / LEFT_OUT
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():
-        stretches = [left_out_of(path)]
+        # One changed bit would leave out other steps, and train other weights than the run that wrote it.
+        stretches = [read_record(path)["stretches"]]
     dist.broadcast_object_list(stretches, src=0)
     return [range(first, stop) for first, stop in stretches[0]]
-
-
-def left_out_of(path: Path) -> list[list[int]]:
-    """Return the stretches [first, stop) that the file holds. Raises DataError where it is torn or altered."""
-    with suppress(ValueError):
-        content = json.loads(path.read_bytes())
-        # A list is of a version that wrote no digest with it.
-        if isinstance(content, list):
-            return content
-    # One changed bit would leave out other steps, and train other weights than the run that wrote it.
-    return read_record(path).values["stretches"]
 
 
 def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
@@ -219,10 +204,10 @@ def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
     write_record(directory / LEFT_OUT, {"stretches": pairs})
 
 
-def newest_committed_step(directory: Path, remote: str | None) -> int:
+def newest_committed_step(checkpoints: StageCheckpoints) -> int:
     """Collective: return what rank 0 sees, 0 for none; others may have an older listing of a shared folder."""
     step = [0]
     if dist.get_rank() == 0:
-        step = committed_steps(directory, remote)[:1] or [0]
+        step = checkpoints.committed_steps()[:1] or [0]
     dist.broadcast_object_list(step, src=0)
     return step[0]

@@ -26,24 +26,23 @@ import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
+from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
-from pipeline.arithmetic import batch_arithmetic, steps_of
-from pipeline.checkpoints import checkpoint, restore, stored_restore
-from pipeline.checkpoints.checkpoint import Chosen
+from pipeline.arithmetic import batch_arithmetic, exact_gradient_bytes, steps_of
+from pipeline.checkpoints import restore
 from pipeline.checkpoints.disk_space import checkpoint_bytes
 from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.stored import StoredCheckpoints
+from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from pipeline.engine.engine import Engine
-from pipeline.engine.exact import ExactEngine, say_price
+from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
-from pipeline.monitoring.telemetry import Telemetry, Window
+from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight.identity import device_name
-from pipeline.preflight.machine import processor
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
@@ -62,7 +61,7 @@ class Joined:
     world: int  # size: workers of the group
     telemetry: Telemetry
     network: str  # a line about the interfaces between the workers; "" for a single one
-    remote: StoredCheckpoints | None  # None: the run's folder is on storage that the nodes share
+    checkpoints: StageCheckpoints
 
 
 def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
@@ -76,13 +75,13 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     worker = build(cfg, job, joined, init=job.init if chosen is None else None)
     progress, manifest = load(worker, joined, chosen)
 
-    say_how_it_starts(worker, progress, manifest)
+    report_start(worker, progress, manifest)
     # A slow collective is most often one over the wrong interface.
     if joined.rank == 0 and joined.network:
         joined.telemetry.say(joined.network)
     if isinstance(worker.engine, ExactEngine):
         # Measured in every attempt, because the nodes and the links between them may be others now.
-        say_price(worker.engine, cfg, joined.telemetry, progress.step)
+        report_exact(worker.engine, cfg, joined.telemetry, progress.step)
     return worker, progress
 
 
@@ -98,9 +97,10 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
     rank = dist.get_rank()
     network = network_line()
     directory = Path(job.directory)
-    remote = None
-    if job.remote is not None:
-        remote = StoredCheckpoints(job.remote, directory, has_all_metrics=is_drivers_folder(job))
+    storage = job.storage
+    stage = directory.relative_to(job.run).as_posix()
+    # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines.
+    checkpoints = StageCheckpoints(storage, stage, sends_metrics=storage.is_shared or is_drivers_folder(job))
     telemetry = Telemetry(directory, rank, job.attempt)
     check_start(
         run=Path(job.run),
@@ -110,11 +110,11 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
         claimed=job.claimed,
         device=device,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=job.remote is None,
+        is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
         say=telemetry.say,
     )
-    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, remote)
+    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
 
 
 def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None:
@@ -122,22 +122,13 @@ def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None
 
     Raises CheckpointError, also where it is of another stage.
     """
-    checkpoints = checkpoints_of(job)
     # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with joined.phases.led("restore", 0, joined.rank == 0):
-        if joined.remote is None:
-            chosen = checkpoint.choose_together(checkpoints, job.attempt, joined.telemetry.say)
-        else:
-            chosen = stored_restore.choose_together(joined.remote, job.attempt, joined.telemetry.say)
+        chosen = restore.choose_together(joined.checkpoints, job.attempt, joined.telemetry.say)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
-        check_stage(cfg, job, chosen.manifest, checkpoints)
+        check_stage(cfg, job, chosen.manifest, joined.checkpoints.address)
     return chosen
-
-
-def checkpoints_of(job: Job) -> Path:
-    """Return the folder of the stage's checkpoints."""
-    return Path(job.directory) / "checkpoints"
 
 
 def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worker:
@@ -154,8 +145,8 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
     model_config: ModelConfig = models.from_dict(job.model)
     labelled = [path for path in (*job.train, job.evaluate) if path is not None]
     check_model(cfg, model_config, {path: sets[path].classes for path in labelled})
-    if init is not None and job.remote is not None:
-        fetch_init(job.remote, job.run, init)
+    if init is not None:
+        fetch_init(job.storage, init)
     model = build_model(cfg, init, model_config, joined.telemetry).to(joined.device)
 
     joined.phases.enter("engine", 0)
@@ -180,21 +171,19 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         model_config=model_config,
         engine=engine,
         saver=saver,
-        health=Health(cfg, Path(job.directory), saver.folder, joined.telemetry, job.remote),
+        health=Health(cfg, Path(job.directory), joined.checkpoints, joined.telemetry),
     )
 
 
 def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelConfig) -> Saver:
     """Return what saves this stage's checkpoints."""
     return Saver(
-        checkpoints_of(job),
-        Path(job.run),
+        joined.checkpoints,
         joined.telemetry,
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
-        remote=joined.remote,
         needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
@@ -209,12 +198,9 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
         return Progress(step=0, bad_samples=0, ledger=ledger), None
     job = worker.job
     worker.phases.enter("load", 0)
-    if joined.remote is None:
-        checkpoints = checkpoints_of(job)
-        chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
-        check_stage(worker.cfg, job, chosen.manifest, checkpoints)  # it may be an older one than before
-    else:
-        stored_restore.load(worker.engine.load, chosen)
+    checkpoints = joined.checkpoints
+    chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
+    check_stage(worker.cfg, job, chosen.manifest, checkpoints.address)  # it may be an older one than before
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
     worker.saver.last_committed = manifest.step
@@ -224,20 +210,20 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
 def is_drivers_folder(job: Job) -> bool:
     """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
     try:
-        left = artifacts.read_record(Path(job.directory) / artifacts.TASK).values["job"]
+        left = artifacts.read_record(Path(job.directory) / artifacts.TASK)["job"]
     except (OSError, DataError):
         return False
     return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
 
 
-def fetch_init(remote: str, run: str, init: str) -> None:
-    """Collective: one worker of each node fetches the weights that another stage of this run handed on.
+def fetch_init(storage: Storage, init: str) -> None:
+    """Collective: one worker of each node makes sure that it has the weights that another stage of this run handed on.
 
     Raises DataError where they are not what that stage wrote, StorageError.
     """
     # A path outside the run is on every node, or this node says that it is missing.
-    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(run):
-        artifacts.fetch_weights(remote, Path(run), Path(init))
+    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
+        artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
     dist.barrier()
 
 
@@ -297,7 +283,7 @@ def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engin
     return Engine(model, decayed, cfg.optim, settings, cfg.polyak)
 
 
-def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: Path) -> None:
+def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: str) -> None:
     """Raise CheckpointError with the differences where a checkpoint belongs to another stage."""
     if manifest.key == job.key:
         return
@@ -309,15 +295,25 @@ def check_stage(cfg: TrainConfig, job: Job, manifest: Manifest, folder: Path) ->
     )
 
 
-def say_how_it_starts(worker: Worker, progress: Progress, manifest: Manifest | None) -> None:
-    """Say in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
+def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) -> None:
+    """Log in one line how training starts and what is therefore ignored, and what the cache needs; rank 0 only."""
     if worker.rank != 0:
         return
     cfg = worker.cfg
     job = worker.job
     arithmetic = worker.arithmetic
-    text = how_it_starts(cfg, job, manifest)
-    attempt = attempt_of_stage(Path(job.directory), job.attempt)
+    # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
+    if manifest is not None:
+        ignored = f"init {job.init}" if job.init else "random weights"
+        attempt = attempt_of_stage(Path(job.directory), manifest.attempt)
+        text = (
+            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
+            f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
+        )
+    elif job.init:
+        text = f"weights from {job.init}, optimizer fresh, step 0"
+    else:
+        text = f"random weights from seed {cfg.seed}, step 0"
     precision: str = cfg.precision
     if precision == "bf16":
         precision = "bf16, gradients summed in fp32"
@@ -325,26 +321,21 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: Manifest | N
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
     worker.telemetry.say(
-        f"attempt {attempt}: {text}; {worker.world} workers on {device_name(worker.device)} "
-        f"× micro_batch {arithmetic.micro_batch} × accumulation "
-        f"{arithmetic.accumulation} = batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} "
-        f"{precision}"
+        f"attempt {attempt_of_stage(Path(job.directory), job.attempt)}: {text}; "
+        f"{worker.world} workers on {device_name(worker.device)} "
+        f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
+        f"batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} {precision}"
     )
     record = {
         "step": progress.step,
         "text": text,
         "world": worker.world,
-        # For `trial`, whose driver may run on another machine.
-        "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
         "drop": cfg.data.drop,
     }
     worker.telemetry.report("start", record)
-    for _, index in sorted(worker.sets.items()):
-        if not index.sees_rot:
-            worker.telemetry.say(index.lack)
     if worker.index.remote:
         # A node's workers have neighbouring ranks, so their slots are one range; rank 0's node is the example.
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
@@ -353,16 +344,32 @@ def say_how_it_starts(worker: Worker, progress: Progress, manifest: Manifest | N
         worker.telemetry.say(f"this node needs {needed}")
 
 
-def how_it_starts(cfg: TrainConfig, job: Job, manifest: Manifest | None) -> str:
-    """Return the words for which of the three ways of starting it is."""
-    # The order is that of the list at the top of this file; what loses is named, so that nobody looks for its effect.
-    if manifest is not None:
-        ignored = f"init {job.init}" if job.init else "random weights"
-        attempt = attempt_of_stage(Path(job.directory), manifest.attempt)
-        return (
-            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
-            f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
-        )
-    if job.init:
-        return f"weights from {job.init}, optimizer fresh, step 0"
-    return f"random weights from seed {cfg.seed}, step 0"
+def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
+    """Collective: measure and report the price of the exact sum.
+
+    Reports too what has changed since the attempt before, of the conditions that the bits depend on.
+    """
+    tree_s, plain_s = engine.price()
+    if dist.get_rank() != 0:
+        return
+    world = dist.get_world_size()
+    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
+    line = (
+        f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
+        f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
+    )
+    # What the last bits of a gradient depend on beside the config: with 2 threads instead of 1, 20,218,211 of the
+    # 21,669,514 gradient elements of S/16 differed (docs/exact.md).
+    processor = torch.backends.cpu.get_cpu_capability()
+    if torch.cuda.is_available():
+        processor = torch.cuda.get_device_name()
+    now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}
+    # Read before this attempt's own record is written.
+    earlier = read_metrics(telemetry.directory, "exact")
+    telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
+    if not earlier:
+        return
+    before = {key: earlier[-1][key] for key in now}
+    changed = config.differences(before, now)
+    if changed:
+        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")

@@ -31,22 +31,16 @@ from data.errors import Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
-from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.manifest import FileRecord, Manifest, read_manifest
+from pipeline.checkpoints.manifest import FileRecord, Manifest
+from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
+from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.objectives import OBJECTIVES
 from pipeline.optimization import learning_rate
-from pipeline.reports import (
-    asks_beside,
-    end_in_loop,
-    evaluate_at_the_end,
-    evaluate_between,
-    make_up_for_evaluation,
-    report_training,
-)
+from pipeline.reports import report_training
 from pipeline.start import set_up
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Worker
@@ -77,18 +71,24 @@ def train(task: Mapping[str, Any]) -> StageResult:
     # 1. Everything that the loop works with, and the step that it starts from.
     worker, progress = set_up(cfg, job)
     notice_sigterm(worker.sigterm)
-    begin_counting(worker, progress)
+    # Building and restoring are not training: without this the first report's images per second would hold them.
+    worker.window.clear()
+    worker.since_line.clear()
+    worker.loop_price.begin(progress.step)
     engine = worker.engine
     phases = worker.phases
     health = worker.health
     saver = worker.saver
     objective = OBJECTIVES[cfg.objective]
     accumulation = worker.arithmetic.accumulation
+    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
+    # over the batch, also where workers own different numbers of samples.
+    weight = worker.world * accumulation / cfg.batch_size
     rate = 0.0  # of learning, in the last step
     # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
     first_step = progress.step + 1
-    if not make_up_for_evaluation(worker, progress):
+    if not evaluate_unfinished(worker, progress):
         raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
 
     while progress.step < worker.steps:
@@ -115,7 +115,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
             sums.ids += batch.ids.tolist()
             images = begin_forward(worker, step, batch)
             micro_batch_loss = objective(worker, step, images, batch)
-            add_gradients(worker, step, micro_batch_loss)
+            phases.enter("backward", step)
+            engine.backward(micro_batch_loss * weight)
             sums.loss = sums.loss + micro_batch_loss.detach()
             # Their memory is free before the optimizer steps, which needs some of its own.
             del batch, images, micro_batch_loss
@@ -141,9 +142,9 @@ def train(task: Mapping[str, Any]) -> StageResult:
             finish_save(worker, progress)
         if due.is_saved:
             begin_save(worker, progress)
-        # Whoever evaluates it beside training waits for the commit; the steps do not.
-        is_left_to_another = due.is_evaluated and due.is_saved and asks_beside(worker, progress.step)
-        if due.is_evaluated and not is_left_to_another and not stopping:
+        # An evaluation beside training waits for the commit; the steps do not.
+        is_async = due.is_evaluated and due.is_saved and request_async(worker, progress.step)
+        if due.is_evaluated and not is_async and not stopping:
             stopping = not evaluate_here(worker, progress, rate)
         if stopping and progress.step < worker.steps:
             stop(worker, progress)
@@ -155,7 +156,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         begin_save(worker, progress)
         finish_save(worker, progress)
     end_saving(worker, progress)
-    evaluate_the_end(worker, progress)
+    evaluate_at_the_end(worker, progress)
     return end(worker, progress)
 
 
@@ -175,23 +176,6 @@ class Due:
     has_line: bool  # in the log
     is_saved: bool
     is_evaluated: bool
-
-
-def begin_counting(worker: Worker, progress: Progress) -> None:
-    """Have the reports count from here on, with the step that the loop starts from."""
-    # Building and restoring are not training: without this the first report's images per second would hold them.
-    worker.window.clear()
-    worker.since_line.clear()
-    worker.loop_price.begin(progress.step)
-
-
-def add_gradients(worker: Worker, step: int, loss: torch.Tensor) -> None:
-    """Add the gradient of a micro-batch's summed loss to that of the step."""
-    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the
-    # mean over the batch, also where workers own different numbers of samples.
-    weight = worker.world * worker.arithmetic.accumulation / worker.cfg.batch_size
-    worker.phases.enter("backward", step)
-    worker.engine.backward(loss * weight)
 
 
 def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
@@ -227,11 +211,11 @@ def due_after(worker: Worker, step: int, first_step: int, *, stopping: bool) -> 
     cfg = worker.cfg
     is_last = step == worker.steps
     is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
-    # Where somebody beside training may evaluate it, it must be there to read.
-    is_wanted_beside = is_evaluated and cfg.evaluate_on == "spare"
+    # An evaluation beside training reads the checkpoint.
+    may_be_async = is_evaluated and cfg.evaluate_on == "spare"
     # A commit amid non-finite steps would pass for progress since the last time that the run went back.
     is_calm = worker.health.skipped_in_a_row == 0
-    is_planned = is_calm and (is_wanted_beside or step % cfg.save_every == 0)
+    is_planned = is_calm and (may_be_async or step % cfg.save_every == 0)
     return Due(
         has_line=step % cfg.log_every == 0 or step == first_step or is_last or stopping,
         is_saved=is_planned or is_last or stopping,
@@ -264,16 +248,6 @@ def stop(worker: Worker, progress: Progress) -> NoReturn:
     is_committed = worker.saver.last_committed == progress.step
     how = "after committing it" if is_committed else "which could not be committed"
     raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
-
-
-def evaluate_the_end(worker: Worker, progress: Progress) -> None:
-    """Collective: evaluate what the stage hands on: the averaged weights, where there are such."""
-    polyak = worker.cfg.polyak
-    if polyak:
-        with worker.engine.averaged():
-            evaluate_at_the_end(worker, progress, f"  of the weights averaged by {polyak}")
-    else:
-        evaluate_at_the_end(worker, progress)
 
 
 def notice_sigterm(asked: threading.Event) -> None:
@@ -377,25 +351,24 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so
     # what is read is compared with its digests once more.
     last = worker.saver.newest()
-    manifest = read_manifest(last)
-    weights = checkpoint.export(last, worker.model_config)
+    weights = export(last.folder, worker.model_config)
     names = worker.job.class_names
     models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)
-    remote = worker.saver.remote
+    checkpoints = worker.saver.checkpoints
     # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
-    if remote is None or remote.has_all_metrics:
+    if checkpoints.sends_metrics:
         spent = account(read_metrics(directory, None))
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
-    if remote is not None:
-        remote.send(artifacts.WEIGHT_FILES)
+    for name in artifacts.WEIGHT_FILES:
+        checkpoints.storage.send(f"{checkpoints.stage}/{name}")
     return {
         "step": progress.step,
-        "samples_seen": manifest.samples_seen,
-        "ledger": manifest.ledger,
-        "bad_samples": manifest.bad_samples,
+        "samples_seen": last.manifest.samples_seen,
+        "ledger": last.manifest.ledger,
+        "bad_samples": last.manifest.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
         "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),

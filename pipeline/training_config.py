@@ -23,7 +23,7 @@ from data.remote.cache import CacheConfig
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation.evaluate import ProbeConfig, check_ops
+from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 
@@ -351,7 +351,7 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
         f"{count} shards, {size / 2**30:.3g} GiB, for steps {step} … {last_step}; "
         f"the cache keeps {limit / 2**30:.3g} GiB"
     )
-    if count and index.sees_rot:
+    if count:
         line += "; until a shard is there, its samples are read by range"
     if size <= limit:
         return line

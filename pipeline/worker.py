@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from data.bucket import open_storage
 from data.index.index import Index
 from data.mixture import Mixture
 from data.order import Ledger, Order
+from data.storage import Storage
 from models import ModelConfig
 from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints import manifest
@@ -44,6 +46,11 @@ class Job:
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
     remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
     device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
+
+    @property
+    def storage(self) -> Storage:
+        """Return where the run keeps its files."""
+        return open_storage(Path(self.run), self.remote)
 
     @property
     def attempt_folder(self) -> Path:

@@ -5,6 +5,7 @@ deepspeed already, and fork their workers, so that a run costs seconds.
 """
 
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import multiprocessing
@@ -26,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 import models
+from data import storage
+from data.bucket import open_storage
 from data.decoder import Decoder
 from data.errors import CheckpointError, RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
@@ -33,17 +36,17 @@ from data.loader import Batch
 from jobs import terminal
 from jobs.ownership import owned
 from jobs.workers import processes, worker_files
-from pipeline import judge, objectives, reports, start, train
-from pipeline.checkpoints import checkpoint, commit, restore, shared_storage_check
+from pipeline import objectives, start, train
+from pipeline.checkpoints import restore, shared_storage_check
 from pipeline.checkpoints import saver as saving
-from pipeline.checkpoints.checkpoint import Chosen
 from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.shared_storage_check import WrittenFile
-from pipeline.checkpoints.stored import StoredCheckpoints
+from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints, checkpoints_in
 from pipeline.engine.engine import Engine, Fragment, ReadState
 from pipeline.engine.settings import deepspeed_config
-from pipeline.evaluation import evaluate
+from pipeline.evaluation import features, protocols
+from pipeline.evaluation import worker as evaluation
 from pipeline.health import Health
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
@@ -108,7 +111,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
 def write_durably_by(function: Callable[[Path, Any], None]) -> None:
     """Have all files of a save written by a function, the workers' and the manifest."""
-    saving.write_durably = commit.write_durably = function  # type: ignore[attr-defined]
+    storage.write_durably = function
 
 
 def slow_to_delete(more: str = "") -> None:
@@ -125,7 +128,7 @@ def slow_to_delete(more: str = "") -> None:
             delete(path, **options)
             file.write("done ")
 
-    checkpoint.shutil.rmtree = rmtree  # type: ignore[assignment]
+    storage.shutil.rmtree = rmtree  # type: ignore[assignment]
     if more:
         globals()[more]()
 
@@ -141,7 +144,7 @@ def full_disk() -> None:
 
 def full_disk_for_a_while() -> None:
     """Steps 10 and 15 cannot be saved by worker 1, step 20 not by rank 0's manifest."""
-    original = saving.write_durably
+    original = storage.write_durably
 
     def refuse(path: Path, blob: bytes) -> None:
         step, rank = int(path.parent.name.split("-")[1]), os.environ["RANK"]
@@ -154,7 +157,7 @@ def full_disk_for_a_while() -> None:
 
 def full_disk_at_the_end(step: int, times: int) -> None:
     """Rank 0 cannot write its file of this step so many times."""
-    original, left = saving.write_durably, [times]
+    original, left = storage.write_durably, [times]
 
     def refuse(path: Path, blob: bytes) -> None:
         if int(path.parent.name.split("-")[1]) == step and path.stem == "rank-00000" and left[0]:
@@ -174,7 +177,7 @@ def fates(seed: int) -> dict[str, tuple[str, str]]:
 
 def suffering_in_saves(seed: int) -> None:
     """The rank that writes the file is slow, or is killed, once: before, amid or after the write."""
-    original, all_fates = saving.write_durably, fates(seed)
+    original, all_fates = storage.write_durably, fates(seed)
 
     def suffer(path: Path, blob: bytes) -> None:
         step = path.parent.name.split("-")[1]
@@ -250,10 +253,10 @@ def hanging(places: str) -> None:
     attempts = {place: number for number, place in enumerate(places.split(","), 1)}
     before(train, "agree", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
     before(start, "build_model", lambda *args: args[-1].attempt == attempts.get("build") and on_rank_1(), sleep)
-    before(checkpoint, "choose", lambda folder, attempt, *args: attempt == attempts.get("restore"), sleep)
+    before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
-    batches, samples = train.micro_batches, reports.samples_of
+    batches, agreed = train.micro_batches, evaluation.Evaluator.with_progress
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
@@ -261,13 +264,14 @@ def hanging(places: str) -> None:
                 sleep()
             yield batch
 
-    def samples_of(worker: start.Worker, step: int, path: str) -> Any:
-        for batch in samples(worker, step, path):
-            if at(attempts.get("evaluate", 0), rank=1)(worker):
+    def with_progress(evaluator: evaluation.Evaluator, *args: Any) -> Any:
+        for batch in agreed(evaluator, *args):
+            if evaluator.folder.name == f"attempt-{attempts.get('evaluate', 0):06d}" and on_rank_1():
                 sleep()
             yield batch
 
-    train.micro_batches, reports.samples_of = micro_batches, samples_of  # type: ignore[assignment]
+    train.micro_batches = micro_batches  # type: ignore[assignment]
+    evaluation.Evaluator.with_progress = with_progress  # type: ignore[method-assign]
 
 
 def on_rank_1() -> bool:
@@ -285,10 +289,10 @@ def killed_amid_a_window() -> None:
 
 def stopped_in_an_evaluation() -> None:
     """Every batch that a worker judges adds its rank to the file "judged"; in the third, rank 0 waits for the stop."""
-    original = evaluate.hits
+    original = features.normalise
     judged = [0]
 
-    def hits(*args: Any) -> torch.Tensor:
+    def normalise(*args: Any) -> torch.Tensor:
         judged[0] += 1
         with open("judged", "a") as file:
             file.write(os.environ["RANK"])
@@ -296,7 +300,7 @@ def stopped_in_an_evaluation() -> None:
             time.sleep(0.02)
         return original(*args)
 
-    evaluate.hits = hits  # type: ignore[assignment]
+    features.normalise = normalise  # type: ignore[assignment]
 
 
 def spare_core() -> None:
@@ -314,7 +318,7 @@ def evaluator_dies(how: str = "SIGKILL", times: int = 1) -> None:
             Path(f"struck-{struck}").touch()
             os.kill(os.getpid(), getattr(signal, how))
 
-    before(judge, "few_shot_metrics", lambda *args: True, strike)
+    in_commits(strike)
 
 
 def slow_evaluator() -> None:
@@ -326,7 +330,19 @@ def slow_evaluator() -> None:
         while not Path("go").exists():
             time.sleep(0.02)
 
-    before(judge, "few_shot_metrics", lambda *args: True, wait)
+    in_commits(wait)
+
+
+def in_commits(act: Callable[[], None]) -> None:
+    """Whoever evaluates a commit does this before the few-shot probe."""
+    row = protocols.PROTOCOLS["fewshot"]
+
+    def compute(*args: Any) -> Any:
+        if not dist.is_initialized():  # the workers that train are a group
+            act()
+        return row.compute(*args)
+
+    protocols.PROTOCOLS["fewshot"] = dataclasses.replace(row, compute=compute)
 
 
 def no_first_batch() -> None:
@@ -396,14 +412,14 @@ def troubled_probe() -> None:
 
 def slow_probe() -> None:
     """Few-shot: every batch takes a while."""
-    original = evaluate.watched
+    original = evaluation.watched
 
     def watched(samples: Any, phases: Any, step: int = 0) -> Any:
         for batch in original(samples, phases, step):
             time.sleep(0.2)
             yield batch
 
-    evaluate.watched = watched  # type: ignore[assignment]
+    evaluation.watched = watched  # type: ignore[assignment]
 
 
 def poison(steps: range, factor: float = torch.nan) -> None:
@@ -550,17 +566,18 @@ ALONE = SimpleNamespace(
 def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen | None:
     """What a start of one worker goes on from, after it has read all of it; None where there is nothing."""
     chosen = None
-    real = checkpoint.dist
-    checkpoint.dist = restore.dist = ALONE  # type: ignore[assignment]
+    real = restore.dist
+    restore.dist = ALONE  # type: ignore[assignment]
+    checkpoints = checkpoints_in(folder)
     try:
-        chosen = checkpoint.choose_together(folder, attempt, say)
+        chosen = restore.choose_together(checkpoints, attempt, say)
         if chosen is not None:
             engine = FakeEngine(0, 1, 0)
-            chosen = restore.load_together(engine.load, folder, chosen, attempt, say)
+            chosen = restore.load_together(engine.load, checkpoints, chosen, attempt, say)
             for kind, state in engine.restored.items():
                 assert torch.equal(state, known("w", kind, 0, 96) + chosen.manifest.step)
     finally:
-        checkpoint.dist = restore.dist = real
+        restore.dist = real
     return chosen
 
 
@@ -577,11 +594,9 @@ class Quiet:
         pass
 
 
-def saver_of(
-    folder: Path, run: Path, telemetry: Any = None, keep: int = 1000, remote: StoredCheckpoints | None = None
-) -> Saver:
+def saver_of(checkpoints: StageCheckpoints, telemetry: Any = None, keep: int = 1000) -> Saver:
     """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
-    return Saver(folder, run, telemetry or Quiet(), keep=keep, keep_every=0, max_failed_saves=1000, remote=remote)
+    return Saver(checkpoints, telemetry or Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
 
 
 class WorkerGroup:
@@ -598,8 +613,8 @@ class WorkerGroup:
     ) -> None:
         self.run, self.attempt, self.world, self.rank = run, attempt, world, 0
         self.folder = run / "stage" / "checkpoints"
-        self.stored = StoredCheckpoints(remote, run / "stage") if remote else None
-        self.savers = [saver_of(self.folder, run, telemetry, keep, self.stored) for _ in range(world)]
+        self.checkpoints = StageCheckpoints(open_storage(run, remote), "stage")
+        self.savers = [saver_of(self.checkpoints, telemetry, keep) for _ in range(world)]
         self.dist = SimpleNamespace(
             get_rank=lambda: self.rank,
             get_world_size=lambda: world,
@@ -607,6 +622,14 @@ class WorkerGroup:
             broadcast_object_list=self.tell,
         )
         self.told: list[list[str]] = []  # what lay in the folder when the other workers heard of a decision
+
+    def checkpoints_anew(self) -> StageCheckpoints:
+        """The same checkpoints, as a start sees them."""
+        return StageCheckpoints(self.checkpoints.storage, "stage")
+
+    def temporary(self, step: int) -> Path:
+        """Where the files of a save are written."""
+        return self.run / self.checkpoints.staged_name(manifest(step, self.attempt, self.world))
 
     def tell(self, values: list[Any], src: int) -> None:
         self.told.append(sorted(path.name for path in self.folder.iterdir()))
@@ -686,7 +709,7 @@ def save_known(task: dict[str, Any]) -> None:
         made = engine(zero, *task.get("size", ()))
         made.restore(known)
         made.updates = 7
-        saver = saver_of(folder, Path(task["run"]))
+        saver = saver_of(checkpoints_in(folder))
         saver.begin(made.fragments(), manifest(7, 1, world, zero))
         assert saver.finish() is not None, saver.failure
         made.close()
@@ -703,7 +726,7 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
             for f in made.fragments():
                 for view in f.tensors.values():
                     view.detach().fill_(torch.nan)
-            chosen = checkpoint.choose_together(folder, 2, print)
+            chosen = restore.choose_together(checkpoints_in(folder), 2, print)
             assert chosen is not None
             assert restore.load(made.load, chosen) == ""
             assert made.updates == chosen.manifest.updates == 7
@@ -734,7 +757,7 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
     run = Path(task["run"])
     good = run / "good"
     made = engine(2)
-    saver = saver_of(good, run)
+    saver = saver_of(checkpoints_in(good))
     for step in (10, 20):
         made.restore(lambda name, kind, start, count, step=step: known(name, kind, start, count) + step)
         saver.begin(made.fragments(), manifest(step, 1, 2))
@@ -759,9 +782,10 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
         said: list[str] = []
         outcome: dict[str, Any] = {"step": 0, "wrong": 0, "error": ""}
         try:
-            chosen = checkpoint.choose_together(folder, 2, said.append)
+            checkpoints = checkpoints_in(folder)
+            chosen = restore.choose_together(checkpoints, 2, said.append)
             assert chosen is not None
-            chosen = restore.load_together(made.load, folder, chosen, 2, said.append)
+            chosen = restore.load_together(made.load, checkpoints, chosen, 2, said.append)
             outcome["step"] = chosen.manifest.step
             for f in made.fragments():
                 for kind, view in f.tensors.items():
@@ -806,7 +830,7 @@ def save_apart(task: dict[str, Any]) -> str:
     shared_storage_check.SEEN_WITHIN_S = 0.5
     if rank == 1 and task["apart"]:
         with_a_disk_of_its_own(task["run"])
-    saver = saver_of(run / "stage" / "checkpoints", run)
+    saver = saver_of(checkpoints_in(run / "stage" / "checkpoints"))
     saver.begin(FakeEngine(rank, 2, 10).fragments(), manifest(10, 1, 2))
     saver.finish()
     return saver.failure

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data.storage import Folder
 from jobs.ownership import claim_attempt
 from pipeline.checkpoints.manifest import newest_attempt
 from tests.drives import WorkerGroup, start_from
@@ -52,7 +53,7 @@ class Acknowledgements:
 def act(run: Path, say: Callable[..., None]) -> None:
     """A new attempt on a run with steps 10, 20 and 30: claim, save 40, prune, save 50, prune."""
     try:
-        attempt = claim_attempt(run)
+        attempt = claim_attempt(Folder(run))
         say("attempt", attempt)
         group = WorkerGroup(run, attempt, telemetry=Acknowledgements(say), keep=2)
         say("ready", 0)
@@ -93,9 +94,9 @@ def hit(shim: Any, run: Path, how: int, at: int, error: int) -> dict[str, Any]:
         "at": at,
         "said": said,
         "killed": killed,
-        "loads": found and found[1].step,
+        "loads": found and found.manifest.step,
         "complaints": complaints,
-        "attempt": newest_attempt(run),
+        "attempt": newest_attempt(Folder(run)),
     }
 
 

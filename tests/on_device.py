@@ -1,4 +1,4 @@
-"""What the workers of tests/test_on_gpu.py run, on GPUs or, to rehearse it, on CPUs; workers import it by name."""
+"""What the workers of test_on_gpu.py run, on GPUs or, to rehearse it, on CPUs; workers import it by name."""
 
 import hashlib
 from pathlib import Path
@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import models
-from pipeline.checkpoints import checkpoint, manifest, restore
+from pipeline.checkpoints import manifest, restore
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
@@ -99,15 +100,14 @@ def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
         engine = start(zero, micro_batch, device)
         losses = steps(engine, 0, 4, micro_batch, device)
         folder = Path(task["folder"]) / f"zero-{zero}"
-        saver = Saver(
-            folder / "checkpoints", folder, Telemetry(folder, rank, 1), keep=2, keep_every=0, max_failed_saves=1
-        )
+        checkpoints = checkpoints_in(folder / "checkpoints")
+        saver = Saver(checkpoints, Telemetry(folder, rank, 1), keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 4 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(engine.fragments(), manifest.Manifest(4, updates=4, attempt=1, world=world, zero=zero, **described))
         saver.finish()
         saved = state_of(engine)
         steps(engine, 4, 6, micro_batch, device)
-        chosen = checkpoint.choose_together(folder / "checkpoints", 2, print)
+        chosen = restore.choose_together(checkpoints, 2, print)
         assert chosen is not None
         assert restore.load(engine.load, chosen) == "", "every byte is the one that was committed"
         restored = state_of(engine)

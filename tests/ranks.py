@@ -16,13 +16,13 @@ from torch import nn
 
 import models
 from data.errors import DataError
-from pipeline.checkpoints import checkpoint, manifest, restore
+from pipeline.checkpoints import manifest, restore
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
-from pipeline.evaluation.evaluate import EvaluationFailed, EvaluationStopped
-from pipeline.evaluation.rank_zero import at_rank_0_alone
+from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
@@ -248,14 +248,14 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     if task["save"]:
         steps(engine, 0, 3)
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
-        saver = Saver(folder, folder.parent, quiet, keep=2, keep_every=0, max_failed_saves=1)
+        saver = Saver(checkpoints_in(folder), quiet, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(
             engine.fragments(), manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described)
         )
         saver.finish()
     else:
-        found = checkpoint.choose_together(folder, 2, print)
+        found = restore.choose_together(checkpoints_in(folder), 2, print)
         assert found is not None
         assert restore.load(engine.load, found) == ""
     steps(engine, 3, 6)
@@ -307,7 +307,7 @@ def hear_of_rank_0(task: dict[str, Any]) -> list[list[str]]:
     heard: list[str] = []
     for work, stop in ((lambda beat: "done", bool), (fail, bool), (work_for_ever, wants_stop)):
         try:
-            value = at_rank_0_alone(work, "probe", phases=phases, wants_stop=stop, device=device, log=phases.log)
+            value = EvaluationGroup(phases, device, stop).at_rank_0_alone(work, "protocol")
             heard.append(str(value))
         except (EvaluationFailed, EvaluationStopped) as error:
             heard.append(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
 """Training, evaluation and the few-shot probe once more, in plain torch and NumPy, after docs/design/SPEC.md.
 
-It shares no line with `pipeline/`: tests/test_reference_loop.py holds the product against it. Only the network is the
+It shares no line with `pipeline/`: test_reference_loop.py holds the product against it. Only the network is the
 product's, and it is held to the original's arrays by tests of its own. Everything runs in float32 or in float64: how
 far the two are apart is the noise that a correct float32 run may have.
 

@@ -1,4 +1,4 @@
-"""How tests/test_reference_loop.py runs the product: its sets, its cases, and what the workers do.
+"""How test_reference_loop.py runs the product: its sets, its cases, and what the workers do.
 
 A module of its own, because workers import it by name. Nothing of the product is replaced: shards, order, loader,
 engine, evaluation and probe are real. Training crops nothing, so that a sample's pixels are those that were packed.
@@ -24,7 +24,7 @@ from data.shards.packing import pack
 from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
-from pipeline.evaluation.evaluate import ProbeConfig
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
 from pipeline.versions import code_version

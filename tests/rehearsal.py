@@ -43,7 +43,7 @@ from models import layers, vit
 from models.catalog import FAMILIES
 from pipeline import config
 from pipeline.checkpoints.snapshot import host_memory
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.gpu_kernels import fused_attention
 from pipeline.plan.live_bytes import Kind, LiveBytes

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 import models
+from data.errors import CheckpointError
 from jobs.__main__ import main
 from jobs.command_line import campaigns
 from jobs.recipe import campaign
 from models.weights import files
 from pipeline import artifacts, train
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import manifest
+from pipeline.checkpoints.stage_checkpoints import Chosen
 from tests.conftest import RECIPE
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -173,21 +175,6 @@ def test_the_way_out_that_is_printed_makes_the_same_weights_again(made, tmp_path
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 
-def test_a_run_from_before_there_were_digests_goes_on_and_says_that_it_is_unverified(made, tmp_path, shards, capsys):
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
-    shutil.copytree(made.parent / "run", tmp_path / "run")
-    for record in (tmp_path / "run").glob("*/*.json"):
-        values = json.loads(record.read_text())
-        for entry in ("schema", "sha256", "files"):
-            values.pop(entry, None)
-        record.write_text(json.dumps(values, indent=1))
-    assert main(["run", str(recipe), "finetune.steps=3"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("unverified: it finished before stages recorded digests") == 3
-    assert f"unverified: {stage_folder(recipe, 'resize')} has no digests" in out, "the new stage says it of its weights"
-
-
 def test_imported_weights_are_verified_and_a_folder_without_digests_is_accepted_and_said(made, tmp_path, capsys):
     models.save(models.build("mu/8", 24, 10), tmp_path / "bare")
     assert main(["import", str(tmp_path / "bare"), str(tmp_path / "in")]) == 0
@@ -226,13 +213,13 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
-        saver=SimpleNamespace(newest=lambda: newest),
+        saver=SimpleNamespace(newest=lambda: Chosen(newest.name, newest, manifest.read_manifest(newest))),
         model_config=loaded.stage("pretrain").model,
     )
     progress: Any = SimpleNamespace(step=24)
     weights = (folder / "weights.safetensors").read_bytes()
     for file in sorted(newest.glob("*.safetensors")):
-        with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(checkpoint.CheckpointError, match=file.name):
+        with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(CheckpointError, match=file.name):
             train.hand_on(worker, progress)
     assert (folder / "weights.safetensors").read_bytes() == weights
 

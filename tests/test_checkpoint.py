@@ -28,16 +28,18 @@ import xxhash
 from safetensors.torch import save_file
 
 import models
-from data import files
+from data import files, storage
 from data.errors import CheckpointError
+from data.storage import Folder
 from jobs.cluster.backends import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline import train
-from pipeline.checkpoints import checkpoint, commit, disk_space, fragment_file, saver, shared_storage_check
+from pipeline.checkpoints import disk_space, reader, saver, shared_storage_check
 from pipeline.checkpoints import manifest as manifests
-from pipeline.checkpoints.checkpoint import MOST_OPEN, Reader, choose, prune, verify
-from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, seal, step_of
+from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, sealed, step_of
+from pipeline.checkpoints.reader import MOST_OPEN, Reader
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring import watchdog
 from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
@@ -69,17 +71,15 @@ def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
 
 def reseal(step: Path, **changes: object) -> None:
     """A manifest that fits what the folder holds now, as somebody with bad intentions would write it."""
-    files = {
-        p.name: {"bytes": p.stat().st_size, "sha256": sha256(p.read_bytes()).hexdigest()}
-        for p in step.iterdir()
-        if p.name != "MANIFEST.json"
-    }
-    sealed = replace(json_manifest(step), files=files, **changes)  # type: ignore[arg-type]
-    (step / "MANIFEST.json").write_text(seal(sealed))
+    files = {p.name: digest(memoryview(p.read_bytes())) for p in step.iterdir() if p.name != "MANIFEST.json"}
+    manifest = replace(json_manifest(step), files=files, **changes)  # type: ignore[arg-type]
+    (step / "MANIFEST.json").write_bytes(sealed(manifest))
 
 
 def json_manifest(step: Path) -> Manifest:
-    return Manifest(**json.loads(json.loads((step / "MANIFEST.json").read_text())["body"]))
+    values = json.loads((step / "MANIFEST.json").read_text())
+    del values["sha256"]
+    return Manifest(**values)
 
 
 def back(folder: Path, good: Path) -> None:
@@ -226,20 +226,11 @@ def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read_whole(share,
     assert len(holding) <= MOST_OPEN, "neither descriptors nor chunks of all files"
 
 
-def test_the_checkpoint_of_schema_1_loads_for_ever() -> None:
-    step = Path(__file__).parent / "checkpoints" / "schema-1" / "step-0000000007"
-    manifest = verify(step)
-    assert (manifest.schema, manifest.step, manifest.updates, manifest.world, manifest.zero) == (1, 7, 7, 2, 2)
-    reader = Reader(step, manifest.files)
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(reader("head.bias", kind, 0, 10), drives.known("head.bias", kind, 0, 10))
-
-
 def test_a_newer_schema_is_refused_and_left_alone(group) -> None:
     newest = committed(group.folder)[0]
     reseal(newest, schema=SCHEMA + 1)
     with pytest.raises(CheckpointError, match=r"has schema 2, this code reads up to 1\n  update Patchline"):
-        choose(group.folder, 2, print)
+        group.checkpoints_anew().choose(2, print)
     assert newest.is_dir()
 
 
@@ -330,16 +321,16 @@ def test_when_nothing_is_whole_a_person_decides(group) -> None:
     for step in committed(group.folder):
         (step / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
-        choose(group.folder, 2, print)
+        group.checkpoints_anew().choose(2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2
-    assert choose(group.folder, 3, print) is None  # the same command again: from step 0
+    assert group.checkpoints_anew().choose(3, print) is None  # the same command again: from step 0
 
 
 def test_failing_storage_condemns_no_checkpoint(group, monkeypatch) -> None:
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(fragment_file.os, "preadv", refuse)
+    monkeypatch.setattr(reader.os, "preadv", refuse)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*Permission denied"):
         pick(group.folder)
     assert len(committed(group.folder)) == 2
@@ -355,7 +346,7 @@ def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error_that_all_workers_he
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
 
     told: list[object] = []
-    monkeypatch.setattr(checkpoint.os, "rename", refuse)
+    monkeypatch.setattr(storage.os, "rename", refuse)
     monkeypatch.setattr(drives.ALONE, "broadcast_object_list", lambda values, src: told.extend(values))
     with pytest.raises(CheckpointError) as raised:
         drives.start_from(group.folder, 2, print)
@@ -464,20 +455,6 @@ def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> 
         assert record["chunks"] == "".join(xxhash.xxh3_64(chunk).hexdigest() for chunk in chunks)
 
 
-def test_an_older_checkpoint_without_digests_of_chunks_is_verified_whole(group) -> None:
-    """As the code before there were chunks wrote its manifest: each file has a size and a sha256."""
-    for step in committed(group.folder):
-        reseal(step)
-    newest = committed(group.folder)[0]
-    assert "chunks" not in (newest / "MANIFEST.json").read_text() and pick(group.folder)[0] == 20
-    file = newest / "rank-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    step, said = pick(group.folder)
-    assert step == 10 and "rank-00001.safetensors: its sha256 is not the manifest's" in said[0]
-
-
 # ------------------------------------------------------------------------ order and ownership
 
 
@@ -495,9 +472,9 @@ def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
             os.utime(group.folder / step, (then, then))
             os.utime(group.folder / step / "MANIFEST.json", (then, then))
         assert [p.name for p in committed(group.folder)] == expected
-        found = choose(group.folder, 3, print)
+        found = group.checkpoints_anew().choose(3, print)
         assert found is not None and found[1].attempt == 2
-    assert [p.name for p in prune(group.folder, 2, 0)] == expected[2:]
+    assert group.checkpoints.prune(2, 0) == expected[2:]
 
 
 def test_a_folder_under_another_steps_name_is_refused(group) -> None:
@@ -510,9 +487,9 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
     """20 owners freeze between writing their file and committing, while another attempt takes over."""
     run = tmp_path / "run"
     for round in range(20):
-        former = drives.WorkerGroup(run, claim_attempt(run))
+        former = drives.WorkerGroup(run, claim_attempt(Folder(run)))
         former.begin(100 + round)
-        claim_attempt(run)  # meanwhile somebody else starts
+        claim_attempt(Folder(run))  # meanwhile somebody else starts
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
         with pytest.raises(
             CheckpointError, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"
@@ -535,7 +512,7 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
     monkeypatch.setattr(shared_storage_check, "SEEN_WITHIN_S", 0.2)
     for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
         group.begin(30)
-        path = group.savers[0].temporary / "rank-00001.safetensors"
+        path = group.temporary(30) / "rank-00001.safetensors"
         path.unlink()
         if seen is not None:
             path.write_bytes(seen)
@@ -554,7 +531,7 @@ def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -
     telemetry.say = said.append  # type: ignore[method-assign]
     group = drives.WorkerGroup(tmp_path / "run", telemetry=telemetry)
     group.begin(30)
-    path = group.savers[0].temporary / "rank-00001.safetensors"
+    path = group.temporary(30) / "rank-00001.safetensors"
     hidden = tmp_path / "hidden"
     path.rename(hidden)
     threading.Timer(1.2, hidden.rename, [path]).start()
@@ -588,24 +565,24 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
 
 def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:
     """Not the room that there is again when the files of the failed save are deleted."""
-    original = commit.write_durably
+    original = storage.write_durably
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "MANIFEST.json":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, content)
 
-    monkeypatch.setattr(commit, "write_durably", full)
+    monkeypatch.setattr(storage, "write_durably", full)
     monkeypatch.setattr(files, "free_bytes", lambda path: 1_000 if path.parent.exists() else 9_000_000)
     assert group.save(30) is None
     assert group.savers[0].failure.endswith("MANIFEST.json (1.0 kB free)")
 
 
 def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
-    assert claim_attempt(tmp_path) == 1
+    assert claim_attempt(Folder(tmp_path)) == 1
     for name in ("notes.json", ".000009.123", ".000009.json.123.tmp"):
         (tmp_path / "attempts" / name).write_text("")
-    assert claim_attempt(tmp_path) == 2
+    assert claim_attempt(Folder(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("starts", [2, 20])
@@ -635,7 +612,7 @@ def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
     group = drives.WorkerGroup(tmp_path / "run")
     for step in range(10, 80, 10):
         group.save(step)
-    prune(group.folder, 2, 40)
+    group.checkpoints.prune(2, 40)
     assert [step_of(p) for p in committed(group.folder)] == [70, 60, 40]
     assert not list(group.folder.glob(".tmp-*"))
 
@@ -651,7 +628,7 @@ def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
         disk.may_delete.wait(10)
         rmtree(path, **options)
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", delete)
+    monkeypatch.setattr(storage.shutil, "rmtree", delete)
     yield disk
     disk.may_delete.set()
 
@@ -702,7 +679,7 @@ def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(del
 
 
 def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(deleting, slow_disk, monkeypatch) -> None:
-    def shortage(temporary: Path, needed_bytes: int) -> str:
+    def shortage(checkpoints: object, manifest: Manifest, needed_bytes: int) -> str:
         return "full" if (deleting.folder / OLD).exists() else ""
 
     monkeypatch.setattr(saver, "shortage", shortage)
@@ -720,7 +697,7 @@ def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, 
     said = heard(deleting)
     deleting.begin(40)
     assert deleting.finish_only() is not None and not said
-    monkeypatch.setattr(saver, "shortage", lambda temporary, needed_bytes: "full")
+    monkeypatch.setattr(saver, "shortage", lambda checkpoints, manifest, needed_bytes: "full")
     first = begin_alone(deleting, 50)
     assert first.thread is not None
     first.thread.join(5)
@@ -736,7 +713,7 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
@@ -759,14 +736,14 @@ def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -
     assert len(said) == 1 and said[0].startswith("old checkpoints stay: ValueError: invalid literal"), said
     # What a disk deletes in part only.
     first.needed = tuple
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **options: None)
+    monkeypatch.setattr(storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
     assert len(said) == 2 and OLD in said[1] and "could not be deleted whole" in said[1], said
 
 
 def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
     refused = [group.folder]
-    sync = commit.sync
+    sync = storage.sync
 
     def refuse(path: Path) -> None:
         if path in refused:
@@ -774,7 +751,7 @@ def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_ag
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         sync(path)
 
-    monkeypatch.setattr(commit, "sync", refuse)
+    monkeypatch.setattr(storage, "sync", refuse)
     assert group.save(30) is None and "Input/output error" in group.savers[0].failure
     assert sorted(path.name for path in group.folder.iterdir()) == ["step-0000000010", "step-0000000020"]
     assert group.save(30) is not None
@@ -784,15 +761,16 @@ def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_ag
 def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypatch) -> None:
     model = models.config_of("mu/8", 16, 10)
     cfg = TrainConfig(steps=1000, save_every=10)
-    needed, _ = disk_space.bytes_to_come(cfg, model, tmp_path)
+    checkpoints = checkpoints_in(tmp_path)
+    needed, _ = disk_space.bytes_to_come(cfg, model, checkpoints)
     (tmp_path / OLD).mkdir()
     (tmp_path / OLD / "rank-00000.safetensors").write_bytes(bytes(40_000))
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 40_000)
-    disk_space.check_disk_space(cfg, model, tmp_path)
+    disk_space.check_disk_space(cfg, model, checkpoints)
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 40_001)
     with pytest.raises(CheckpointError, match=r"less 40.0 kB of .tmp-\* there, which the start deletes"):
-        disk_space.check_disk_space(cfg, model, tmp_path)
-    assert choose(tmp_path, 1, print) is None and not list(tmp_path.iterdir()), "it does"
+        disk_space.check_disk_space(cfg, model, checkpoints)
+    assert checkpoints.choose(1, print) is None and not list(tmp_path.iterdir()), "it does"
 
 
 def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tmp_path, monkeypatch) -> None:
@@ -843,14 +821,17 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights
         checkpoints * (copies * 4 * parameters + disk_space.HEADER_BYTES) + 4 * parameters
     )  # fp32: four bytes a number
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed)
-    disk_space.check_disk_space(cfg, model, tmp_path)
+    disk_space.check_disk_space(cfg, model, checkpoints_in(tmp_path))
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(CheckpointError, match=f"{checkpoints} checkpoints of"):
-        disk_space.check_disk_space(cfg, model, tmp_path)
+        disk_space.check_disk_space(cfg, model, checkpoints_in(tmp_path))
 
 
 def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
-    (tmp_path / "rank-00000.safetensors").write_bytes(bytes(60_000))
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 40_000)
-    assert disk_space.shortage(tmp_path, 100_000) == ""
-    assert "(100.1 kB needed, 40.0 kB free)" in disk_space.shortage(tmp_path, 100_100)
+    group = drives.WorkerGroup(tmp_path / "run")
+    group.temporary(10).mkdir(parents=True)
+    (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: 40_000)
+    manifest = drives.manifest(10, 1, 2)
+    assert disk_space.shortage(group.checkpoints, manifest, 100_000) == ""
+    assert "(100.1 kB needed, 40.0 kB free)" in disk_space.shortage(group.checkpoints, manifest, 100_100)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from data.errors import CheckpointError
-from pipeline.checkpoints.checkpoint import verify
+from data.storage import Folder
 from pipeline.checkpoints.manifest import committed, newest_attempt
+from pipeline.checkpoints.reader import verify
 from tests.drives import start_from
 from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
 from tests.powercut import Recording, build
@@ -124,10 +125,10 @@ def restart(state: dict[str, bytes | None], folder: Path, known: dict[str, int])
     said: list[str] = []
     try:
         found = start_from(run / "stage" / "checkpoints", 99, said.append)
-        if found is None or found[1].step < max(30, known.get("saved", 0)):
+        if found is None or found.manifest.step < max(30, known.get("saved", 0)):
             said.append(f"loads {found}, acknowledged was {known}")
-        if newest_attempt(run) < known.get("attempt", 1):
-            said.append(f"attempt {newest_attempt(run)}, acknowledged was {known}")
+        if newest_attempt(Folder(run)) < known.get("attempt", 1):
+            said.append(f"attempt {newest_attempt(Folder(run))}, acknowledged was {known}")
         for step in committed(run / "stage" / "checkpoints"):  # the older ones may be needed one day
             verify(step)
     except (CheckpointError, OSError) as error:

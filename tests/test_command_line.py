@@ -17,6 +17,7 @@ from jobs.cluster import embedded
 from jobs.recipe import campaign
 from jobs.run import early_start, session
 from jobs.workers import processes
+from pipeline.config import read_recipe
 
 pytestmark = pytest.mark.quick
 
@@ -147,7 +148,7 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
 def test_a_cluster_that_is_joined_is_not_touched_early(recipe, monkeypatch):
     monkeypatch.setattr(embedded, "start_guard", Mock(side_effect=AssertionError))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    early_start.start_early(recipe, ["cluster.backend=ray"])
+    early_start.start_early(read_recipe(recipe, ["cluster.backend=ray"]))
     assert not embedded.is_started()
 
 
@@ -179,7 +180,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
 def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, monkeypatch, overrides, kind, expected):
     asked = []
     monkeypatch.setattr(early_start.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
-    early_start.start_early(recipe, overrides, kind)
+    early_start.start_early(read_recipe(recipe, overrides), kind)
     assert asked == expected
     # The same as the session finds, which knows the typed stages.
     if kind is None and expected:
@@ -203,7 +204,7 @@ def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, 
     if status is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "status.json").write_text(status)
-    early_start.start_early(recipe, [])
+    early_start.start_early(read_recipe(recipe))
     assert bool(asked) == is_started
 
 
@@ -218,10 +219,11 @@ def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, 
 )
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
-    monkeypatch.setattr("jobs.recipe.campaign.load", lambda path, overrides: (path, overrides))
+    monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document: document)
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
-    assert calls == [((recipe, ["a=1", "b=2"]), True)]
+    ((document, fresh),) = calls
+    assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

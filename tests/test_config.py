@@ -16,7 +16,7 @@ from jobs.recipe.sweeps import SweepConfig
 from jobs.stages import fewshot, pack, resize, sweep
 from pipeline import config
 from pipeline.arithmetic import batch_arithmetic, steps_of
-from pipeline.evaluation.evaluate import ProbeConfig
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 

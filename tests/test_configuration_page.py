@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from jobs.cluster_config import ClusterConfig
-from jobs.commands.keys import configuration_page
-from jobs.recipe.configuration_page import all_keys
+from jobs.recipe.configuration_page import all_keys, configuration_page
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
@@ -59,7 +58,8 @@ class Example:
 def test_the_committed_page_is_what_the_dataclasses_say() -> None:
     written = COMMITTED.read_text() if COMMITTED.exists() else ""
     assert written == configuration_page(), (
-        "docs/configuration.md is out of date\n  write it again: python -m jobs.commands.keys > docs/configuration.md"
+        "docs/configuration.md is out of date\n"
+        "  write it again: python -m jobs.recipe.configuration_page > docs/configuration.md"
     )
 
 

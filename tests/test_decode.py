@@ -163,7 +163,7 @@ def test_flipping_mirrors_the_same_crop():
     assert 4 <= flipped <= 16
 
 
-def test_an_image_that_needs_no_resize_is_synced_too():
+def test_an_image_that_needs_no_resize_is_mirrored_too():
     image = scene(32, 32)
     mirrored = 0
     for number in range(20):

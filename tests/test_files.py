@@ -19,6 +19,7 @@ import torch
 import models
 from data import files
 from data.errors import ConfigError, StorageError
+from data.storage import Folder
 from jobs.ownership import claim_attempt, owned
 from models.weights.files import write_tensors
 
@@ -147,7 +148,7 @@ def test_a_file_system_that_cannot_sync_folders_still_takes_files(code, tmp_path
     monkeypatch.setattr(os, "fsync", refusing(os.fsync, code, is_folder))
     files.write_whole(tmp_path / "file", "content")
     files.make_folder(tmp_path / "a" / "b", tmp_path)
-    assert claim_attempt(tmp_path) == 1
+    assert claim_attempt(Folder(tmp_path)) == 1
     assert (tmp_path / "file").read_text() == "content"
 
 
@@ -173,7 +174,7 @@ def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_p
 def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(os, "link", refusing(os.link, code, lambda *_: True))
     with pytest.raises(StorageError, match="has no hard links") as refusal:
-        claim_attempt(tmp_path)
+        claim_attempt(Folder(tmp_path))
     assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
 
 

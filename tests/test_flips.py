@@ -35,10 +35,10 @@ from data.sources.samples import Sample, digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.ending import write_status
-from pipeline import health
-from pipeline.checkpoints import checkpoint
+from pipeline import artifacts, health
+from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.monitoring.telemetry import Telemetry
-from tests.test_telemetry import REPORT
+from tests.test_pipeline.monitoring.test_telemetry import REPORT
 
 FLIPS = 300
 SEED = int(os.environ.get("FAULT_SEED", "20261122"))
@@ -208,14 +208,14 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
     if kind == "journal of a packing":
         return packed_to_the_end(made)
     if kind == "left-out.json":
-        return calling(lambda: health.left_out_of(file))
+        return calling(lambda: artifacts.read_record(file))
     if kind == "exported weights":
         return run(["export", str(file.parent), str(made.folder / "out"), "--format", "timm"])
     if kind in ("shard", "index and tables"):
         return calling(lambda: contents(load_index(file.parent)))
     if kind == "checkpoint":
         answer = run(["checkpoints", "verify", str(file.parents[2])])
-        chosen = calling(lambda: checkpoint.verify(file.parent))  # what a resume decides by
+        chosen = calling(lambda: checkpoint_reader.verify(file.parent))  # what a resume decides by
         assert (chosen.code == 0) == (answer.code == 0)
         return answer
     if kind == "record or weights of a stage":
@@ -340,15 +340,13 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
 # ------------------------------------------------------------------------ what only interrupted commands leave behind
 
 
-def test_any_bit_of_the_left_out_steps_is_found_and_a_file_without_a_digest_is_read(tmp_path):
+def test_any_bit_of_the_left_out_steps_is_found(tmp_path):
     health.write_left_out(tmp_path, [range(10, 17), range(30, 31)])
     file = tmp_path / health.LEFT_OUT
-    assert health.left_out_of(file) == [[10, 17], [30, 31]]
+    assert artifacts.read_record(file)["stretches"] == [[10, 17], [30, 31]]
     for bit in range(8 * file.stat().st_size):
         with flipped(file, bit), pytest.raises(DataError, match=r"left-out\.json has changed"):
-            health.left_out_of(file)
-    file.write_text("[[10, 17]]")
-    assert health.left_out_of(file) == [[10, 17]]
+            artifacts.read_record(file)
 
 
 def test_a_bit_of_the_journal_of_a_stopped_packing_makes_no_other_set(tmp_path):

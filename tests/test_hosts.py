@@ -500,6 +500,11 @@ def test_a_preflight_names_the_slow_link_and_is_content_when_it_is_mended(cluste
     code, said_now = preflight(cluster, shared / "preflight", "cluster.workers=3", "pretrain.batch_size=24")
     assert code == 0 and re.search("^OK   links", said_now, re.M) and "on 3 nodes" in said_now
     assert re.search(r"^OK   clocks      within [\d.]+ m?s of the driver's", said_now, re.M)
+    assert "spare node" not in said_now
+    # Two workers leave a host without one, to which an attempt after a fault may move.
+    code, said_of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
+    assert code == 0 and re.search(r"^OK   workers     2 on .*; \d spare nodes? looked at too", said_of_two, re.M)
+    assert re.search(r"^OK   run folder  the same for the driver and 3 nodes", said_of_two, re.M)
     assert not (shared / "preflight").exists()
 
 

@@ -165,15 +165,3 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
         Reader(made).read(0, 0)
     assert main(["data", "check", str(tmp_path / "set")]) == 65
     assert "altered or replaced" in capsys.readouterr().out
-
-
-def test_the_doctor_says_of_a_set_of_schema_1_that_it_has_no_digests(tmp_path, capsys):
-    pack([Sample(f"s{n}", picture(n), (n % 2,)) for n in range(4)], tmp_path / "set", name="set")
-    path = tmp_path / "set" / "set.index.json"
-    content = json.loads(path.read_text())
-    content["schema"] = 1
-    content["shards"] = [row[:4] for row in content["shards"]]
-    del content["seal"]
-    path.write_text(json.dumps(content))
-    assert main(["data", "check", str(tmp_path / "set")]) == 0
-    assert "the index has no digests of samples (schema 1)" in capsys.readouterr().out

@@ -24,11 +24,11 @@ from jobs.cluster.ray import ROOT, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
 from jobs.monitor import job_metadata
-from jobs.recipe.portable_recipe import VARIABLE, carried
+from jobs.recipe.portable_recipe import VARIABLE, portable
 from jobs.stages.kinds import KINDS
 from jobs.submit import submission
 from jobs.workers.worker_group import LOOPBACK
-from pipeline.config import section_kind
+from pipeline.config import read_recipe, section_kind
 from pipeline.versions import COMMIT_VARIABLE
 
 TRAIN = """
@@ -323,7 +323,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
     secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
-        carried(home / "mine.yaml", secret, str(here.run), home)
+        portable(read_recipe(home / "mine.yaml", secret), str(here.run), home)
     assert main(["plan", "env:NOTHING"]) == 78
     assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 

@@ -35,7 +35,11 @@ HEAVY = {
 }
 
 
-WALLS = (("pipeline.checkpoints", "pipeline.engine"),)  # the first does not import the second
+WALLS = (
+    ("pipeline.checkpoints", "pipeline.engine"),
+    ("pipeline.evaluation", "pipeline.engine"),
+    ("pipeline.evaluation", "pipeline.checkpoints"),
+)  # the first does not import the second
 
 
 # ----------------------------------------------------------------------------- what the source says

@@ -19,7 +19,7 @@ import models
 from benchmarks.memory import CASES, counting_allocator, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.commands.preflight import stage_need
+from jobs.commands.preflight import stage_requirements
 from jobs.recipe.campaign import load
 from pipeline.objectives import patches_to_keep
 from pipeline.plan import memory, memory_remedies, memory_traces
@@ -339,7 +339,7 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, ca
     assert "finetune: whether it fits cluster.gpu_memory_gb=5 is not known: the step could not" in said
 
     campaign = load(recipe, [])
-    assert stage_need(campaign, campaign.stage("pretrain"), campaign.stage("pretrain").config, 2).memory_bytes is None
+    assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None
 
 
 def test_what_fits_a_budget_for_activations_is_not_guessed(recipe, capsys, untraceable):

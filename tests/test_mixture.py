@@ -20,7 +20,8 @@ from jobs.__main__ import main
 from jobs.commands.replay import rebuild
 from jobs.recipe import campaign
 from pipeline import config
-from pipeline.checkpoints import checkpoint, manifest
+from pipeline.checkpoints import manifest
+from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.training_config import TrainConfig, training_order
 
 RECIPE = """
@@ -61,7 +62,7 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     loaded = campaign.load(mixed, [])
     folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
     last = manifest.committed(folder / "checkpoints")[0]
-    whole = checkpoint.verify(last)
+    whole = checkpoint_reader.verify(last)
 
     sets = [load_index(shards / name) for name in ("high", "low")]  # by name
     index = join(sets, [0.3, 0.7])
@@ -91,7 +92,7 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     capsys.readouterr()
     assert main(["run", str(mixed)]) == 0
     assert "resumed from step 16" in capsys.readouterr().out
-    again = checkpoint.verify(manifest.committed(folder / "checkpoints")[0])
+    again = checkpoint_reader.verify(manifest.committed(folder / "checkpoints")[0])
     assert (again.step, again.ledger, again.files) == (24, whole.ledger, whole.files)
 
 

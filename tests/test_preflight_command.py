@@ -15,13 +15,12 @@ import models
 from data.errors import ExitCode
 from data.remote.reach import read_some
 from jobs.__main__ import main
-from jobs.commands import preflight
-from jobs.commands.findings import judge
-from jobs.commands.needs import Finding, Needs, StageNeed
+from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
+from jobs.resolved_recipe import CheckResult
 from pipeline.preflight import folder as folders
 from pipeline.preflight.network import pairs_to_measure, rounds_of
 
-STAGE = StageNeed(
+STAGE = StageRequirements(
     name="pretrain",
     gradient_bytes=344_000_000,
     reductions=2.0,
@@ -31,7 +30,7 @@ STAGE = StageNeed(
     checkpoint_bytes=3 * 10**9,
     disk_bytes=12 * 10**9,
 )
-NEEDS = Needs(
+REQUIREMENTS = Requirements(
     workers=3, gpus_per_worker=0, code="a" * 64, stages=[STAGE], sets={"/data": 10e6}, not_made=["/run/packed"]
 )
 
@@ -51,18 +50,18 @@ def report() -> Any:
         workers.append(copy.deepcopy(worker))
     pairs = [{"ranks": ranks, "latency_s": 0.0001, "seconds": 0.02} for ranks in ([0, 1], [0, 2], [1, 2])]
     network = {"latency_s": 0.0002, "bytes": 2**24, "seconds": 0.01, "message_bytes": 2**20, "pairs": pairs}
-    return {"workers": workers, "network": {**network, "all_pairs": True}, "seconds": 2.0}
+    return {"workers": workers, "spares": [], "network": {**network, "all_pairs": True}}
 
 
-def of(findings: list[Finding], subject: str) -> Finding:
+def of(findings: list[CheckResult], subject: str) -> CheckResult:
     """The one finding on a subject; the worst where there are several."""
     here = [finding for finding in findings if finding.subject == subject]
     return max(here, key=lambda finding: ["OK", "WARN", "FAIL"].index(finding.level))
 
 
 def test_what_is_well_is_ok_and_says_its_figures() -> None:
-    findings = judge(report(), NEEDS)
-    text = "\n".join(line for finding in findings for line in finding.lines())
+    findings = check_report(report(), REQUIREMENTS)
+    text = "\n".join(line for line in shown(findings))
     assert {finding.level for finding in findings} == {"OK"}, text
     # 16.8 MB in 10 ms are 1.7 GB/s; 344 MB twice, and the latency, are 410 ms; 3 × 16.8 MB in 0.1 s are 503 MB/s.
     for figure in ("1.7 GB/s", "about 410 ms a step, 41% of the 1.0 s that plan assumes", "503.3 MB/s", "about 6.0 s"):
@@ -72,7 +71,7 @@ def test_what_is_well_is_ok_and_says_its_figures() -> None:
     assert "/run/packed: not there yet" in text
 
 
-def ill(change: str) -> list[Finding]:
+def ill(change: str) -> list[CheckResult]:
     """What is judged of the three workers when something is changed: "workers.1.machine.shm_free = 7"."""
     changed = report()
     path, _, value = change.partition(" = ")
@@ -81,7 +80,7 @@ def ill(change: str) -> list[Finding]:
     for name in names:
         place = place[int(name)] if name.isdigit() else place[name]
     place[last] = json.loads(value)
-    return judge(changed, NEEDS)
+    return check_report(changed, REQUIREMENTS)
 
 
 @pytest.mark.parametrize(
@@ -119,35 +118,60 @@ def test_what_is_not_well_is_named_with_its_place_and_a_remedy(change, subject, 
 
 
 def test_memory_is_not_well_where_the_step_could_not_be_traced() -> None:
-    needs = dataclasses.replace(NEEDS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
-    finding = of(judge(report(), needs), "memory")
+    needs = dataclasses.replace(REQUIREMENTS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
+    finding = of(check_report(report(), needs), "memory")
     assert finding.level == "WARN" and "without the steps of pretrain, which could not be traced" in finding.text
 
 
 def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> None:
-    own = folders.report_on_own(tmp_path / "here", 1)
+    own = folders.report_on(tmp_path / "here", "1", is_shared=False)
     assert own["written_bytes"] == 2**24 and own["free_bytes"] > 0 and not (tmp_path / "here").exists()
     changed = report()
     for worker in changed["workers"]:
         worker["folder"] = own
-    needs = dataclasses.replace(NEEDS, is_shared=False, stages=[])
-    findings = judge(changed, needs)
+    needs = dataclasses.replace(REQUIREMENTS, is_shared=False, stages=[])
+    findings = check_report(changed, needs)
     assert (of(findings, "run folder").level, of(findings, "clocks").level) == ("OK", "OK")
     assert of(findings, "clocks").text.startswith("not measured")
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "said"),
+    [
+        ({"identity": {"code": "b"}}, "code", "the spare node n9 runs other code than this command"),
+        ({"folder": {"sees_driver": False}}, "run folder", "not shared: the spare node n9 does not see"),
+        ({"sets": {"/data": {"error": "gone"}}}, "data", "the spare node n9 cannot read /data: gone"),
+        ({"machine": {"open_files": 256}}, "open files", "256 for a worker on n9, about 536 needed"),
+    ],
+)
+def test_a_node_without_a_worker_is_looked_at_as_well(change, subject, said) -> None:
+    changed = report()
+    spare = report()["workers"][0]
+    spare["identity"] |= {"rank": -1, "node": "n9"}
+    changed["spares"].append(spare)
+    results = check_report(changed, REQUIREMENTS)
+    assert {result.level for result in results} == {"OK"}
+    assert of(results, "workers").text == "3 on 3 nodes (n0: 0, n1: 1, n2: 2), on cpu; 1 spare node looked at too"
+
+    for part, values in change.items():
+        for key, value in values.items():
+            spare[part][key] = value if not isinstance(value, dict) else spare[part][key] | value
+    result = of(check_report(changed, REQUIREMENTS), subject)
+    assert result.level != "OK" and said in result.text
 
 
 def test_of_several_slow_pairs_the_node_they_share_is_named() -> None:
     changed = report()
     changed["network"]["pairs"][1]["seconds"] = 0.5  # 0–2
     changed["network"]["pairs"][2]["seconds"] = 0.4  # 1–2
-    finding = of(judge(changed, NEEDS), "links")
+    finding = of(check_report(changed, REQUIREMENTS), "links")
     assert "slowest 0–2 (n0, n2)" in finding.text and "2 pairs are up to 25 × as slow" in finding.text
     assert finding.remedy.startswith("look at n2's cable")
 
 
 def test_a_worker_that_wants_a_gpu_and_has_none_fails() -> None:
-    needs = Needs(3, gpus_per_worker=1, code="a" * 64, stages=[], sets={})
-    finding = of(judge(report(), needs), "GPUs")
+    needs = Requirements(3, gpus_per_worker=1, code="a" * 64, stages=[], sets={})
+    finding = of(check_report(report(), needs), "GPUs")
     assert (finding.level, finding.exit_code) == ("FAIL", ExitCode.UNAVAILABLE)
     assert "3 asked for, 0 on the workers' nodes; worker 0 on n0 (and 2 more) computes on the CPU" in finding.text
 
@@ -183,8 +207,8 @@ def test_the_driver_answers_and_its_clock_is_told_from_the_answer(tmp_path, monk
     here = threading.current_thread()
     # The node's clock is an hour ahead of the driver's, which answers in a thread of its own.
     monkeypatch.setattr(time, "time", lambda: clock() + 3600 * (threading.current_thread() is here))
-    with preflight.answering(tmp_path):
-        found_out = folders.report_on(tmp_path, 3)
+    with folders.answering(tmp_path):
+        found_out = folders.report_on(tmp_path, "3")
     assert found_out["sees_driver"] and found_out["is_answered"]
     assert found_out["skew_s"] == pytest.approx(3600, abs=found_out["uncertainty_s"] + 0.001)
     assert found_out["uncertainty_s"] < 1.0
@@ -194,9 +218,9 @@ def test_the_driver_answers_and_its_clock_is_told_from_the_answer(tmp_path, monk
 def test_a_folder_without_the_driver_is_not_shared_and_a_lock_that_is_not_held_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("pipeline.checkpoints.shared_storage_check.SEEN_WITHIN_S", 0.1)
     monkeypatch.setattr(folders, "ANSWERED_WITHIN_S", 0.1)
-    assert folders.report_on(tmp_path, 0)["sees_driver"] is False
+    assert folders.report_on(tmp_path, "0")["sees_driver"] is False
     (tmp_path / folders.DRIVER_FILE).touch()
-    alone = folders.report_on(tmp_path, 0)
+    alone = folders.report_on(tmp_path, "0")
     assert (alone["sees_driver"], alone["is_answered"], alone["skew_s"]) == (True, False, None)
     assert alone["lacks"] == ["a lock (flock) that the driver holds is not seen"]
 

@@ -1,5 +1,6 @@
 """A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
 
+import gc
 import re
 import threading
 import time
@@ -57,7 +58,9 @@ def faulty(s3, monkeypatch):
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: None)
     yield s3
     s3.fault = lambda path: None
-    # What was on its way when a test ended would count as a request of the next one.
+    # What was on its way when a test ended would count as a request of the next one. The threads of a reader end with
+    # it, and readers refer to themselves.
+    gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("ranges"):
             thread.join(30)
@@ -271,12 +274,6 @@ def test_a_shard_that_is_gone_or_rotten_in_the_store_ends_the_run_as_before(faul
     monkeypatch.setattr(Index, "table", lambda self, number: tables[number])
     with pytest.raises(DataError, match=r"train-00000\d.tar: its sha256 is not the one in the index"):
         take(other, CacheConfig(str(tmp_path / "b"), **PATIENT))
-
-
-def test_an_index_without_digests_of_samples_is_read_by_whole_shards(faulty, tmp_path):
-    blind = replace(faulty.index, shards=tuple(replace(shard, table="") for shard in faulty.index.shards))
-    assert Reader(blind, by_range=True).ranges is None and Reader(faulty.index, by_range=True).ranges is not None
-    assert Reader(faulty.index).ranges is None, "whoever reads all samples of a shard waits for it"
 
 
 @pytest.mark.parametrize("far", [0, 100, 1 << 17])

@@ -19,7 +19,7 @@ from jobs.ownership import owned
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from jobs.workers.worker_files import records
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from tests.scrape import Scraper
@@ -42,7 +42,7 @@ def pretrain_of(recipe: Path, *overrides: str) -> Path:
 
 def final_files(folder: Path) -> dict:
     """Digests of the last checkpoint's files: masters, moments of every rank, and the ledger."""
-    manifest = checkpoint.verify(committed(folder / "checkpoints")[0])
+    manifest = checkpoint_reader.verify(committed(folder / "checkpoints")[0])
     return {"step": manifest.step, "ledger": manifest.ledger, **manifest.files}
 
 

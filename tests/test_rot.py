@@ -1,6 +1,5 @@
 """A shard, a table or an index that changes after it was made is found when it is read, whatever its time says."""
 
-import hashlib
 import json
 import os
 import random
@@ -13,7 +12,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import data.remote.cache as cache_module
@@ -31,8 +29,6 @@ from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.sources.samples import digits
 from jobs.__main__ import main
-
-NO_SCHEMA_2 = "has no digests of samples (schema 1), so that a shard that rots after its first reading would go unseen"
 
 
 @pytest.fixture(autouse=True)
@@ -87,25 +83,6 @@ def image_start(path: Path, number: int = 0) -> int:
     """Where the encoded image of a sample begins, by Python's own tar reader."""
     with tarfile.open(path) as tar:
         return [member for member in tar.getmembers() if member.name.endswith(".jpg")][number].offset_data
-
-
-def as_schema_1(folder: Path) -> None:
-    """Write the index of a folder as versions before schema 2 did: neither seal nor digests."""
-    path = next(folder.glob("*.index.json"))
-    content = json.loads(path.read_text())
-    del content["seal"]
-    content["schema"] = 1
-    content["shards"] = [row[:4] for row in content["shards"]]
-    whole = json.dumps([1, content["shards"], content["class_counts"]])
-    assert content["digest"] == hashlib.sha256(whole.encode()).hexdigest(), "what schema 1 took a set's digest of"
-    path.write_text(json.dumps(content, indent=1))
-    for table_path in folder.glob("*.npy"):
-        table = np.load(table_path)
-        columns = [name for name in table.dtype.names if name != "digest"]
-        old = np.empty(len(table), [(name, table.dtype[name]) for name in columns])
-        for name in columns:
-            old[name] = table[name]
-        np.save(table_path, old)
 
 
 # ------------------------------------------------------------------------------------------- shards
@@ -313,29 +290,13 @@ def test_a_table_of_another_set_is_refused_at_reading_and_by_data_check(made, tm
     assert "train-000000.npy: no table of train-000000.tar: its sha256" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------- schema 1
-
-
-def test_an_index_of_schema_1_works_says_what_it_lacks_and_is_made_anew_by_what_it_types(made, tmp_path, capsys):
-    as_schema_1(tmp_path / "set")
-    old = load_index(tmp_path / "set")
-    assert (old.digest, old.sees_rot, made.sees_rot) == (made.digest, False, True)
-    assert read_all(old) == contents_by_tarfile(made) and check(old).ok
-
-    recipe = tmp_path / "run.yaml"
-    recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", steps=2))
-    assert main(["run", str(recipe)]) == 0
-    said = capsys.readouterr().out
-    assert said.count(NO_SCHEMA_2) == 3, "once of training, once of each set of the few-shot stage"
-    command = said.partition(NO_SCHEMA_2)[2].partition("type: ")[2].splitlines()[0]
-    assert main(shlex.split(command)[3:]) == 0
-    new = load_index(tmp_path / "set")
-    assert new == made and new.sees_rot
-    capsys.readouterr()
-    assert main(["run", str(recipe)]) == 0
-    assert "pretrain: skipped, finished with the same config and inputs" in capsys.readouterr().out
-    assert main(["run", str(recipe), "pretrain.seed=7"]) == 0
-    assert NO_SCHEMA_2 not in capsys.readouterr().out
+def test_an_index_of_another_schema_is_refused_with_what_to_type(made, tmp_path):
+    path = next((tmp_path / "set").glob("*.index.json"))
+    content = json.loads(path.read_text())
+    assert content["schema"] == 1
+    path.write_text(json.dumps(content | {"schema": 2}))
+    with pytest.raises(DataError, match=r"schema 2, this version reads 1; run `python -m jobs index` again"):
+        load_index(path)
 
 
 def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(made, tmp_path):
@@ -350,21 +311,3 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
         Reader(index).read(1, 0)
     assert main(shlex.split(str(caught.value).partition("type: ")[2])[3:]) == 0
     assert load_index(tmp_path / "index") == index and Reader(index).read(1, 0)
-
-
-def test_the_doctor_finds_a_stale_table_of_schema_1_too(made, tmp_path):
-    as_schema_1(tmp_path / "set")
-    first, second = (tmp_path / "set" / f"train-00000{number}.npy" for number in (0, 1))
-    table = np.load(first)
-    table["label"] = np.roll(table["label"], 1)
-    np.save(first, table)
-    second.write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': '<u4(\n")  # numpy's own reader ends with TokenError
-    index = load_index(tmp_path / "set")
-    problems = [shard.problem for shard in check(index).shards]
-    assert (
-        "its table is not of this tar" in problems[0]
-        and "no table of train-000001.tar" in problems[1]
-        and not problems[2]
-    )
-    with pytest.raises(DataError, match=r"train-000001.npy: no table of train-000001.tar"):
-        Reader(index).read(1, 0)

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
+from data.bucket import Bucket
 from data.index.document import load_index
+from data.storage import Folder
 from jobs.beside.evaluations import Evaluations
 from jobs.beside.places import NoPlace
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.workers.worker_group import WorkerGroupError
-from pipeline import reports
-from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import prune
+from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.evaluate import EvaluationStopped
+from pipeline.evaluation.group import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
@@ -198,6 +199,7 @@ class Stage:
         self.said: list[str] = []
         no = lambda *args: None  # noqa: E731
         context: Any = SimpleNamespace(directory=folder, run=folder, say=self.said.append, tick=no, stopping=no)
+        context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
         self.evaluations = Evaluations(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
@@ -286,16 +288,16 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
-    removed = prune(tmp_path / "checkpoints", 2, 0, async_evaluation.due(tmp_path))
-    assert [step_of(path) for path in removed] == [20]
+    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.due(tmp_path))
+    assert removed == ["step-0000000020"]
 
 
 def test_nor_does_the_command_prune_it(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
-    monkeypatch.setattr(checkpoint, "verify", lambda folder: None)
-    assert list(checkpoints.prune(tmp_path, 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
+    monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
+    assert list(checkpoints.prune(str(tmp_path), 2, 0)) == [f"{tmp_path.name}: step-0000000020 deleted"]
 
 
 def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:
@@ -366,14 +368,14 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
 @pytest.fixture
 def alone(tmp_path, monkeypatch) -> Any:
     """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
-    monkeypatch.setattr(reports.dist, "broadcast_object_list", lambda values, src: None)
+    monkeypatch.setattr(evaluate.dist, "broadcast_object_list", lambda values, src: None)
     said: list[str] = []
 
     def report(kind: str, values: Any, line: str) -> bool:
         said.append(line)
         return True
 
-    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, remote=None)
+    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, storage=Folder(tmp_path))
     telemetry = SimpleNamespace(say=said.append, report=report)
     cfg = TrainConfig(steps=100, evaluate_every=10)
     price = async_evaluation.LoopPrice(is_reported=True)
@@ -390,12 +392,12 @@ def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_i
 ) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on)
     progress: Any = SimpleNamespace(step=10)
-    monkeypatch.setattr(reports, "evaluate", stop)
-    alone.job.remote = "s3://bucket/run"
-    assert not reports.evaluate_between(alone, progress)
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    alone.job.storage = Bucket("s3://bucket/run", tmp_path)
+    assert not evaluate.evaluate_between(alone, progress)
     assert alone.said == ["evaluate step 10: stopped, it is left out"] and not async_evaluation.due(tmp_path)
-    alone.job.remote = None
-    assert not reports.evaluate_between(alone, progress)
+    alone.job.storage = Folder(tmp_path)
+    assert not evaluate.evaluate_between(alone, progress)
     assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and async_evaluation.due(tmp_path) == {10}
 
 
@@ -407,27 +409,27 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
         async_evaluation.request(tmp_path, step, async_evaluation.REQUESTED)
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
     evaluated = []
-    monkeypatch.setattr(reports, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
     progress: Any = SimpleNamespace(step=10)
     for _ in range(2):
-        assert reports.make_up_for_evaluation(alone, progress)
+        assert evaluate.evaluate_unfinished(alone, progress)
     assert evaluated == [10] and not async_evaluation.due(tmp_path)
-    assert alone.said == ["evaluate step 5 SKIPPED: nothing is judged beside training any more"], "20 is taken again"
+    assert alone.said == ["evaluate step 5 SKIPPED: nothing is evaluated beside training any more"], "20 is taken again"
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
-    monkeypatch.setattr(reports, "evaluate", stop)
-    assert not reports.make_up_for_evaluation(alone, progress) and async_evaluation.due(tmp_path) == {10}
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    assert not evaluate.evaluate_unfinished(alone, progress) and async_evaluation.due(tmp_path) == {10}
 
 
 def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    assert not reports.asks_beside(alone, 10) and async_evaluation.requested(tmp_path) == []
+    assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    reports.end_in_loop(alone, 10)
+    evaluate.end_in_loop(alone, 10)
     assert not async_evaluation.due(tmp_path)
     (tmp_path / async_evaluation.SPARE_FILE).touch()
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
-    assert reports.asks_beside(alone, 10) and not async_evaluation.requested(tmp_path, async_evaluation.IN_LOOP)
+    assert evaluate.request_async(alone, 10) and not async_evaluation.requested(tmp_path, async_evaluation.IN_LOOP)
 
 
 # ------------------------------------------------------------------------ on Ray

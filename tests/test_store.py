@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from data import store as store_module
-from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
+from data import bucket as bucket_module
+from data.bucket import REFUSED, SWEPT, Bucket, check_store_url
+from data.errors import CheckpointError, ConfigError, DataError, Preempted, RunOwned, StorageError
 from data.remote import urls
-from data.store import Store, check_store_url
+from data.seal import seal
 from jobs.__main__ import main
 from jobs.attempts import supervisor
 from jobs.cluster_config import ClusterConfig
@@ -32,14 +33,15 @@ from jobs.run import sync
 from jobs.run.sync import synced
 from jobs.workers.worker_group import WorkerGroupError
 from pipeline import artifacts
-from pipeline.checkpoints import commit, saver, stored, stored_restore
-from pipeline.checkpoints.checkpoint import Chosen, Reader
-from pipeline.checkpoints.stored import REFUSED, StoredCheckpoints, committed_steps
-from pipeline.checkpoints.stored_restore import choose_together, fetch_together
+from pipeline.checkpoints import restore, saver, stage_checkpoints
+from pipeline.checkpoints.reader import Reader
+from pipeline.checkpoints.restore import choose_together, fetch_together
+from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from tests import drives
 from tests.stores import Proxy, store
 
 BUCKET = "images"
+SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
 STAGE = "stage"  # the folder of drives.WorkerGroup
 ALONE = SimpleNamespace(  # torch.distributed, of one worker
     get_rank=lambda: 0,
@@ -61,8 +63,8 @@ def server() -> Iterator[Proxy]:
 @pytest.fixture
 def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The proxy before the store; requests are made again at once, and are given up after a second."""
-    monkeypatch.setattr(store_module, "BACKOFF_S", 0.001)
-    monkeypatch.setattr(store_module, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(bucket_module, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 1.0)
     monkeypatch.setattr(saver, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
     yield server
     server.fault_of_any = lambda method, path: None
@@ -96,13 +98,13 @@ def objects(bucket: Any, run: str) -> dict[str, bytes]:
 def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None:
     content = random.Random(0).randbytes(100_000)
     (tmp_path / "file").write_bytes(content)
-    folder = Store(run)
+    folder = Bucket(run, SCRATCH)
     folder.put("a.json", b"{}")
     folder.put("a.json", b"[]")
     folder.put_file("b/file", tmp_path / "file")
     assert objects(bucket, run) == {"a.json": b"[]", "b/file": content}
-    assert folder.sizes() == {"a.json": 2, "b/file": 100_000} and folder.sizes("b") == {"b/file": 100_000}
-    assert folder.get("a.json") == b"[]" and folder.get("nothing") is None and folder.sizes("nothing") == {}
+    assert folder.list() == {"a.json": 2, "b/file": 100_000} and folder.list("b") == {"b/file": 100_000}
+    assert folder.read("a.json") == b"[]" and folder.read("nothing") is None and folder.list("nothing") == {}
     folder.fetch("b/file", tmp_path / "fetched", 100_000)
     assert (tmp_path / "fetched").read_bytes() == content
     folder.delete(["b/file", "nothing"])
@@ -111,7 +113,7 @@ def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None
 
 def test_of_twenty_who_create_a_name_one_has_created_it(run, bucket) -> None:
     def create(number: int) -> bool:
-        return Store(run).create("attempts/000001.json", f"{number}".encode())
+        return Bucket(run, SCRATCH).create_once("attempts/000001.json", f"{number}".encode())
 
     with ThreadPoolExecutor(20) as threads:
         answers = list(threads.map(create, range(20)))
@@ -122,13 +124,13 @@ def test_of_twenty_who_create_a_name_one_has_created_it(run, bucket) -> None:
 def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> None:
     faults = iter(["deaf"])
     proxy.fault_of_any = lambda method, path: next(faults, None) if method == "PUT" else None
-    assert Store(run).create("name", b"mine")
-    assert not Store(run).create("name", b"another's")
+    assert Bucket(run, SCRATCH).create_once("name", b"mine")
+    assert not Bucket(run, SCRATCH).create_once("name", b"another's")
 
 
 def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
     """MinIO answers so; the proxy's 412 has no content at all."""
-    assert Store(run).create("name", b"mine")
+    assert Bucket(run, SCRATCH).create_once("name", b"mine")
     asked = []
 
     def refuse(method: str, path: str) -> int | None:
@@ -138,26 +140,26 @@ def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
         return 412
 
     proxy.fault_of_any = refuse
-    assert not Store(run).create("name", b"another's") and len(asked) == 1
-    assert Store(run).create("name", b"mine")
+    assert not Bucket(run, SCRATCH).create_once("name", b"another's") and len(asked) == 1
+    assert Bucket(run, SCRATCH).create_once("name", b"mine")
 
 
 def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(store_module, "PIECE", 10_000)
-    monkeypatch.setattr(store_module, "ATTEMPTS", 30)
-    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bucket_module, "PIECE", 10_000)
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)
     chance = random.Random(0)
     proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
     proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.2 else None
-    folder = Store(run)
+    folder = Bucket(run, SCRATCH)
     contents = {f"file-{number}": chance.randbytes(30_000) for number in range(5)}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         folder.put_file(name, tmp_path / name)
-        assert folder.create(f"{name}.json", name.encode())
+        assert folder.create_once(f"{name}.json", name.encode())
         folder.fetch(name, tmp_path / "fetched", 30_000)
         assert (tmp_path / "fetched").read_bytes() == content
-    assert len(folder.sizes()) == 10
+    assert len(folder.list()) == 10
     folder.delete(f"{name}.json" for name in contents)
     proxy.fault_of_any = lambda method, path: None
     assert objects(bucket, run) == contents
@@ -167,18 +169,18 @@ def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket
 def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, proxy) -> None:
     proxy.fault_of_any = lambda method, path: code
     with pytest.raises(StorageError, match=rf"{run}/a.json: no answer after 3 attempts, last \w+; {remedy}") as error:
-        Store(run, attempts=3).put("a.json", b"{}")
+        Bucket(run, SCRATCH, 3).put("a.json", b"{}")
     assert "very-secret" not in str(error.value)
 
 
 def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy) -> None:
-    folder = Store(run, attempts=1000)
+    folder = Bucket(run, SCRATCH, 1000)
     asked: list[str] = []
 
     def refuse(method: str, path: str) -> int:
         asked.append(path)
         if len(asked) == 5:
-            folder.attempts = 3
+            folder.retry.attempts = 3
         return 503
 
     proxy.fault_of_any = refuse
@@ -187,10 +189,10 @@ def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy
 
 
 def test_a_forked_process_has_a_client_of_its_own(run) -> None:
-    Store(run).put("name", b"content")
+    Bucket(run, SCRATCH).put("name", b"content")
     child = os.fork()
     if child == 0:
-        os._exit(0 if Store(run).get("name") == b"content" else 1)
+        os._exit(0 if Bucket(run, SCRATCH).read("name") == b"content" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -199,20 +201,20 @@ def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_
     """And a store that would let two owners commit is refused: Google's emulator takes no notice of conditions."""
     urls.forget_credentials()
     with store(scheme, {}):
-        folder = Store(f"{scheme}://images/run")
+        folder = Bucket(f"{scheme}://images/run", SCRATCH)
         (tmp_path / "file").write_bytes(b"content")
         folder.put_file("a/file", tmp_path / "file")
         folder.fetch("a/file", tmp_path / "fetched", 7)
-        assert (tmp_path / "fetched").read_bytes() == b"content" and folder.sizes("a") == {"a/file": 7}
+        assert (tmp_path / "fetched").read_bytes() == b"content" and folder.list("a") == {"a/file": 7}
         folder.delete(["a/file", "nothing"])
-        assert folder.sizes("a") == {} and folder.get("a/file") is None
+        assert folder.list("a") == {} and folder.read("a/file") is None
         if scheme == "gs":
             with pytest.raises(StorageError, match="lets a second object take the place of one"):
                 folder.check_creates_once("attempts/000000.json")
         else:
             folder.check_creates_once("attempts/000000.json")
-            assert folder.create("name", b"mine") and not folder.create("name", b"another's")
-            assert folder.get("name") == b"mine"
+            assert folder.create_once("name", b"mine") and not folder.create_once("name", b"another's")
+            assert folder.read("name") == b"mine"
     urls.forget_credentials()
 
 
@@ -238,19 +240,23 @@ def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
 def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> drives.WorkerGroup:
     """A run with committed steps 10 and 20 of attempt 1, of two workers."""
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert claim_attempt(tmp_path / "run", run) == 1
+    assert claim_attempt(Bucket(run, SCRATCH)) == 1
     made = drives.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(10) and made.save(20)
     return made
 
 
+def committed_steps(run: str) -> list[int]:
+    return StageCheckpoints(Bucket(run, SCRATCH), STAGE).committed_steps()
+
+
 def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Chosen | None, list[str]]:
     """What the next attempt of one worker would load on a machine with an empty disk, and what it says on the way."""
-    monkeypatch.setattr(stored_restore, "dist", ALONE)
+    monkeypatch.setattr(restore, "dist", ALONE)
     shutil.rmtree(scratch, ignore_errors=True)
     said: list[str] = []
-    attempt = claim_attempt(scratch, run)
-    return choose_together(StoredCheckpoints(run, scratch / STAGE), attempt, said.append), said
+    attempt = claim_attempt(Bucket(run, scratch))
+    return choose_together(StageCheckpoints(Bucket(run, scratch), STAGE), attempt, said.append), said
 
 
 def assert_is_step(chosen: Chosen | None, step: int) -> None:
@@ -265,7 +271,7 @@ def key(step: int, file: str, attempt: int = 1) -> str:
 
 
 def test_what_was_saved_on_one_machine_is_loaded_on_another(group, run, bucket, tmp_path, monkeypatch) -> None:
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert committed_steps(run) == [20, 10]
     assert not list(group.folder.iterdir()), "what is in the store is not kept here"
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
@@ -278,61 +284,63 @@ def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monk
     assert_is_step(chosen, 20)
     with pytest.raises(CheckpointError, match=r"step 30 is not committed: attempt 2 owns s3://.* now, this is"):
         group.finish()
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert committed_steps(run) == [20, 10]
 
 
 def test_a_frozen_owner_that_wakes_up_puts_no_metrics(group, run, tmp_path, monkeypatch) -> None:
-    group.stored.has_all_metrics = True
+    group.checkpoints.sends_metrics = True
     (tmp_path / "run" / STAGE / "metrics.jsonl").write_text("of the first owner\n")
     assert group.save(30)
-    assert Store(run).get(f"{STAGE}/metrics.jsonl") == b"of the first owner\n"
+    assert Bucket(run, SCRATCH).read(f"{STAGE}/metrics.jsonl") == b"of the first owner\n"
     start(run, tmp_path / "other", monkeypatch)
-    Store(run).put(f"{STAGE}/metrics.jsonl", b"of the second owner\n")
+    Bucket(run, SCRATCH).put(f"{STAGE}/metrics.jsonl", b"of the second owner\n")
     group.begin(40)
-    assert Store(run).get(f"{STAGE}/metrics.jsonl") == b"of the second owner\n"
+    assert Bucket(run, SCRATCH).read(f"{STAGE}/metrics.jsonl") == b"of the second owner\n"
 
 
 def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:
     """The last moment that there is: all files are put and looked at, no newer attempt was claimed."""
-    create = Store.create
+    create = Bucket.create_once
     starts: list[Any] = []
 
-    def create_late(self: Store, name: str, content: bytes) -> bool:
+    def create_late(self: Bucket, name: str, content: bytes) -> bool:
         if name == key(30, "MANIFEST.json") and not starts:
             starts.append(None)
             starts[0] = start(run, tmp_path / "other", monkeypatch)
         return create(self, name, content)
 
-    monkeypatch.setattr(Store, "create", create_late)
+    monkeypatch.setattr(Bucket, "create_once", create_late)
     with pytest.raises(CheckpointError, match="step 30 is not committed: a newer attempt has taken its place"):
         group.save(30)
     assert_is_step(starts[0][0], 20)
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert committed_steps(run) == [20, 10]
     assert key(30, "rank-00000.safetensors") not in objects(bucket, run), "what can never be committed is deleted"
 
 
 def test_an_owner_that_commits_while_the_next_one_starts_is_not_lost(group, run, tmp_path, monkeypatch) -> None:
     """Between the next one's look at what there is and its sweep, the commit of step 30 is faster."""
     group.begin(30)
-    listing = StoredCheckpoints.listing
+    listing = Bucket.files_of_sets
 
-    def listing_then_commit(self: StoredCheckpoints) -> dict[str, dict[str, int]]:
-        listed = listing(self)
+    def listing_then_commit(self: Bucket, folder: str) -> dict[str, set[str]]:
+        listed = listing(self, folder)
         if group.savers[0].thread is not None:
-            monkeypatch.setattr(StoredCheckpoints, "listing", listing)
-            monkeypatch.setattr(commit, "newest_attempt_in", lambda store: 1)  # it has looked before the claim
+            monkeypatch.setattr(Bucket, "files_of_sets", listing)
+            monkeypatch.setattr(
+                stage_checkpoints, "newest_attempt", lambda storage: 1
+            )  # it has looked before the claim
             assert group.finish() is not None
         return listed
 
-    monkeypatch.setattr(StoredCheckpoints, "listing", listing_then_commit)
+    monkeypatch.setattr(Bucket, "files_of_sets", listing_then_commit)
     chosen, _ = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 30)
 
 
 def test_a_torn_upload_is_never_committed(group, run, proxy, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: "torn" if method == "PUT" and "30-000001/rank-00001" in path else None
     assert group.save(30) is None
     assert "rank-00001" in group.savers[0].failure
@@ -365,20 +373,20 @@ def test_a_missing_and_a_cut_file_make_the_one_before_be_loaded(group, run, buck
     bucket.Object(f"{prefix}/{key(30, 'rank-00000.safetensors')}").delete()
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    assert "4 bytes, the manifest says" in said[0] and "no bytes, the manifest says" in said[1]
+    assert "4 bytes, the manifest says" in said[0] and "missing ['rank-00000.safetensors']" in said[1]
 
 
 def test_a_transfer_that_flips_a_bit_is_made_again_and_blames_no_checkpoint(group, run, tmp_path, monkeypatch) -> None:
-    read = Store.read
+    read = Bucket.read_range
     flips = [1]
 
-    def read_badly(self: Store, name: str, start: int, stop: int) -> bytes:
+    def read_badly(self: Bucket, name: str, start: int, stop: int) -> bytes:
         piece = bytearray(read(self, name, start, stop))
         if flips and name.endswith("rank-00001.safetensors"):
             piece[-1] ^= flips.pop()
         return bytes(piece)
 
-    monkeypatch.setattr(Store, "read", read_badly)
+    monkeypatch.setattr(Bucket, "read_range", read_badly)
     chosen, said = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
     assert said == [] and not flips
@@ -388,26 +396,26 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     def gather(values: list[Any], mine: Any) -> None:
         values[:] = [("", "good-node"), mine]
 
-    def keep_badly(self: StoredCheckpoints, checkpoint: str) -> Chosen:
+    def keep_badly(self: StageCheckpoints, name: str) -> Path:
         raise CheckpointError("its sha256 is not the manifest's")
 
     two_nodes = SimpleNamespace(**{**vars(ALONE), "get_world_size": lambda: 2, "all_gather_object": gather})
-    monkeypatch.setattr(stored_restore, "dist", two_nodes)
-    monkeypatch.setattr(stored_restore.socket, "gethostname", lambda: "bad-node")
-    monkeypatch.setattr(StoredCheckpoints, "fetch", keep_badly)
+    monkeypatch.setattr(restore, "dist", two_nodes)
+    monkeypatch.setattr(restore.socket, "gethostname", lambda: "bad-node")
+    monkeypatch.setattr(StageCheckpoints, "fetch", keep_badly)
     with pytest.raises(CheckpointError, match="bad-node cannot keep a good copy of step-0000000020-000001"):
-        choose_together(StoredCheckpoints(run, tmp_path / "other" / STAGE), 1, print)
+        choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
     assert key(20, REFUSED) not in objects(bucket, run)
 
 
 def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stored_restore, "dist", ALONE)
+    monkeypatch.setattr(restore, "dist", ALONE)
     folder = tmp_path / "shared" / STAGE
     (folder / "checkpoints" / "step-0000000010-000001").mkdir(parents=True)
     (folder / "checkpoints" / ".tmp-step-0000000010-000001-rank-00000.safetensors").write_text("of a save")
 
     def fetch(_: int) -> str:
-        return fetch_together(StoredCheckpoints(run, folder), "step-0000000020-000001")
+        return fetch_together(StageCheckpoints(Bucket(run, folder.parent), STAGE), "step-0000000020-000001")
 
     with ThreadPoolExecutor(8) as nodes:
         assert list(nodes.map(fetch, range(8))) == [""] * 8
@@ -417,21 +425,21 @@ def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tm
 def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tmp_path, monkeypatch) -> None:
     chance = random.Random(1)
     proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
-    monkeypatch.setattr(store_module, "ATTEMPTS", 30)
-    monkeypatch.setattr(store_module, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)
     made = drives.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(30) and made.save(40)
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
 
 def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: 503
     made = drives.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(30) is None and "no answer after 2 attempts" in made.savers[0].failure
-    monkeypatch.setattr(stored_restore, "dist", ALONE)
+    monkeypatch.setattr(restore, "dist", ALONE)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*\n  nothing was changed"):
-        choose_together(StoredCheckpoints(run, tmp_path / "other" / STAGE), 1, print)
+        choose_together(StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE), 1, print)
     proxy.fault_of_any = lambda method, path: None
     assert made.save(40) is not None
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
@@ -439,7 +447,7 @@ def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, 
 
 def test_where_a_file_cannot_be_put_the_store_is_asked_for_little_else(group, proxy) -> None:
     """Where the store is gone every question takes a minute, and a run that was told to stop waits for all of them."""
-    group.stored.store.attempts = 10
+    group.checkpoints.storage.retry.attempts = 10
     asked: list[str] = []
 
     def refuse(method: str, path: str) -> int:
@@ -496,7 +504,7 @@ def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
 def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
     group, run, proxy, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
 
     def fail(*_: Any, **options: Any) -> None:
         proxy.fault_of_any = lambda method, path: 503
@@ -519,8 +527,8 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(group, run, proxy, tmp_path, 
 def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
     group, run, proxy, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(store_module, "ATTEMPTS", 2)
-    group.stored.store.attempts = 2
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
+    group.checkpoints.storage.retry.attempts = 2
     proxy.fault_of_any = lambda method, path: "deaf" if path.endswith("30-000001/MANIFEST.json") else None
     assert group.save(30) is None and "no answer after 2 attempts" in group.savers[0].failure
     proxy.fault_of_any = lambda method, path: 503 if method == "PUT" and "30-000001/rank-00001" in path else None
@@ -531,7 +539,7 @@ def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
 
 def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
-    claim_attempt(tmp_path / "run", run)
+    claim_attempt(Bucket(run, SCRATCH))
     made = drives.WorkerGroup(tmp_path / "run", remote=run, keep=2)
     for step in (10, 20, 30):
         assert made.save(step)
@@ -541,46 +549,46 @@ def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_pat
     died = {key(40, "rank-00000.safetensors"), key(40, "rank-00001.safetensors")}
     assert objects(bucket, run).keys() == {"attempts/000001.json", *kept, *died}
     start(run, tmp_path / "other", monkeypatch)
-    markers = {key(40, "MANIFEST.json"), key(40, stored.SWEPT)}
+    markers = {key(40, "MANIFEST.json"), key(40, SWEPT)}
     assert objects(bucket, run).keys() == {"attempts/000001.json", "attempts/000002.json", *kept, *markers}
 
 
 def test_of_old_checkpoints_the_milestones_stay_and_two_at_least_are_kept(group, run, tmp_path) -> None:
     assert group.save(30) and group.save(40) and group.save(50)
-    deleted = StoredCheckpoints(run, tmp_path / "run" / STAGE).prune(keep=1, keep_every=20)
+    deleted = StageCheckpoints(Bucket(run, tmp_path / "run"), STAGE).prune(keep=1, keep_every=20)
     assert deleted == ["step-0000000030-000001", "step-0000000010-000001"]
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [50, 40, 20]
+    assert committed_steps(run) == [50, 40, 20]
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_checkpoint_without_its_files(
     group, run, bucket, tmp_path, monkeypatch
 ) -> None:
     assert group.save(30)
-    delete = Store.delete
+    delete = Bucket.delete
     calls: list[Any] = []
 
-    def delete_once(self: Store, names: Any) -> None:
+    def delete_once(self: Bucket, names: Any) -> None:
         calls.append(names)
         if len(calls) > 1:
             raise StorageError("the store is gone")
         delete(self, names)
 
-    monkeypatch.setattr(Store, "delete", delete_once)
+    monkeypatch.setattr(Bucket, "delete", delete_once)
     with pytest.raises(StorageError):
-        StoredCheckpoints(run, tmp_path / "run" / STAGE).prune(keep=2, keep_every=0)
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [30, 20]
-    monkeypatch.setattr(Store, "delete", delete)
+        StageCheckpoints(Bucket(run, tmp_path / "run"), STAGE).prune(keep=2, keep_every=0)
+    assert committed_steps(run) == [30, 20]
+    monkeypatch.setattr(Bucket, "delete", delete)
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 30)
     left = {name for name in objects(bucket, run) if "step-0000000010" in name}
-    assert left == {key(10, "MANIFEST.json"), key(10, stored.SWEPT)}, "the next attempt clears up"
+    assert left == {key(10, "MANIFEST.json"), key(10, SWEPT)}, "the next attempt clears up"
 
 
 def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, run, bucket, tmp_path) -> None:
     group.begin(30)
-    assert [claim_attempt(tmp_path / "other", run), claim_attempt(tmp_path / "third", run)] == [2, 3]
+    assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
     with pytest.raises(CheckpointError, match=r"attempt 3 owns .* now, this is attempt 2\n  nothing of the newer"):
-        StoredCheckpoints(run, tmp_path / "other" / STAGE).sweep(2)
+        StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE).choose(2, print)
     assert objects(bucket, run) == before
 
 
@@ -604,18 +612,18 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines, bucket) -> None:
-    with synced(machines[0], run, print) as put:
+    with synced(Bucket(run, machines[0]), print) as put:
         (machines[0] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[0] / "stage" / "checkpoints" / "rank-00000.safetensors").write_text("scratch")
         (machines[0] / "stage" / ".tmp-1-2-done.json").write_text("half")
         (machines[0] / "stage" / "done.json").write_text("done")
         put()
-        claim_attempt(machines[0], run, "stage")
+        claim_attempt(Bucket(run, SCRATCH), "stage")
         (machines[0] / "log.txt").write_text("the last line\n")
     (machines[1] / "stage").mkdir()
     (machines[1] / "stage" / "done.json").write_text("of an older owner")
     said: list[str] = []
-    with synced(machines[1], run, said.append):
+    with synced(Bucket(run, machines[1]), said.append):
         assert files_of(machines[1]) == {"stage/done.json": "done", "log.txt": "the last line\n"}
         assert (machines[1] / "stage" / "attempts" / "attempt-000001").is_dir()
         (machines[1] / "log.txt").write_text("the last line\nand one more\n")
@@ -624,29 +632,29 @@ def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines,
 
 
 def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, machines) -> None:
-    killed = sync.Sync(machines[0], run, print)
+    killed = sync.Sync(Bucket(run, machines[0]), print)
     killed.take_over()
     killed.note()
     (machines[0] / "log.txt").write_text("never put\n")
     said: list[str] = []
-    with synced(machines[0], run, said.append):
+    with synced(Bucket(run, machines[0]), said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
-        assert Store(run).get("log.txt") == b"never put\n", "workers on other nodes may need it"
+        assert Bucket(run, SCRATCH).read("log.txt") == b"never put\n", "workers on other nodes may need it"
     assert said == [], "who has the lock of the folder knows that its last owner is dead"
 
 
 def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machines, bucket) -> None:
     said: list[str] = []
     with (
-        synced(machines[0], run, print),
+        synced(Bucket(run, machines[0]), print),
         pytest.raises(RunOwned, match=rf"{run} is owned by process {os.getpid()} on"),
     ):
-        sync.Sync(machines[1], run, said.append).take_over()
+        sync.Sync(Bucket(run, machines[1]), said.append).take_over()
 
-    frozen = sync.Sync(machines[0], run, print)
+    frozen = sync.Sync(Bucket(run, machines[0]), print)
     frozen.take_over()
     (machines[0] / "log.txt").write_text("of the frozen one")
-    with synced(machines[1], run, said.append):
+    with synced(Bucket(run, machines[1]), said.append):
         assert "no sign of life: taking the run over" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
@@ -655,17 +663,17 @@ def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machine
 
 
 def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is(run, machines) -> None:
-    with synced(machines[0], run, print) as put:
+    with synced(Bucket(run, machines[0]), print) as put:
         (machines[0] / "log.txt").write_text("of the driver\n")
         put()
         # A worker of the same run, on another node than the driver, has its files there.
         (machines[1] / "stage" / "checkpoints").mkdir(parents=True)
         (machines[1] / "stage" / "metrics.jsonl").write_text("of this node\n")
         before = files_of(machines[1])
-        with sync.looked_at(machines[1], run) as folder:
+        with sync.looked_at(Bucket(run, machines[1])) as folder:
             assert files_of(folder) == {"log.txt": "of the driver\n"}
         assert files_of(machines[1]) == before | {"owner.json": ""} and not folder.exists()
-        with sync.looked_at(machines[0], run) as folder:
+        with sync.looked_at(Bucket(run, machines[0])) as folder:
             assert folder != machines[1]
 
 
@@ -676,45 +684,49 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     (made / "weights.safetensors").write_bytes(b"good weights")
     artifacts.write_record(made / "done.json", {"files": artifacts.digests(made)})
     for path in made.iterdir():
-        Store(run).put_file(f"stage/{path.name}", path)
+        Bucket(run, SCRATCH).put_file(f"stage/{path.name}", path)
 
     # A node has a bad copy of the right size, and class names of other weights.
     node = tmp_path / "node"
     (node / "stage").mkdir(parents=True)
     (node / "stage" / "weights.safetensors").write_bytes(b"baad weights")
     (node / "stage" / "classes.json").write_text("[]")
-    artifacts.fetch_weights(run, node, node / "stage")
+    artifacts.fetch_weights(Bucket(run, node), "stage")
     assert files_of(node) == files_of(made.parent)
 
     # A transfer flips a bit once; then the object itself is bad, and the good file is not replaced.
-    fetch = Store.fetch
+    fetch = Bucket.fetch
     flips = [b"baad weights"]
 
-    def fetch_badly(self: Store, name: str, file: Path, size: int) -> None:
+    def fetch_badly(self: Bucket, name: str, file: Path, size: int) -> None:
         fetch(self, name, file, size)
         if flips:
             file.write_bytes(flips.pop())
 
     records = artifacts.digests(made, ["weights.safetensors"])
-    monkeypatch.setattr(Store, "fetch", fetch_badly)
-    other = StoredCheckpoints(run, tmp_path / "other" / "stage")
-    other.directory.mkdir(parents=True)
-    other.bring_exactly(records)
-    assert (other.directory / "weights.safetensors").read_bytes() == b"good weights" and not flips
-    Store(run).put("stage/weights.safetensors", b"baad weights")
-    other.bring_exactly(records)
-    (other.directory / "weights.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
-        other.bring_exactly(records)
-    assert list(other.directory.iterdir()) == [], "a bad copy would be put by the driver"
+    monkeypatch.setattr(Bucket, "fetch", fetch_badly)
+    other = tmp_path / "other" / "stage"
+
+    def bring() -> None:
+        for name, record in records.items():
+            artifacts.bring(Bucket(run, other.parent), f"stage/{name}", record)
+
+    bring()
+    assert (other / "weights.safetensors").read_bytes() == b"good weights" and not flips
+    Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
+    bring()
+    (other / "weights.safetensors").unlink()
+    with pytest.raises(DataError, match=r"weights\.safetensors has changed: fetched twice"):
+        bring()
+    assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 
 
 def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, machines) -> None:
     stops = threading.Event()
     former = signal.signal(signal.SIGTERM, lambda number, frame: stops.set())
     said: list[str] = []
-    with synced(machines[0], run, said.append) as put:
-        sync.Sync(machines[1], run, print).renew(0)
+    with synced(Bucket(run, machines[0]), said.append) as put:
+        sync.Sync(Bucket(run, machines[1]), print).renew(0)
         assert stops.wait(10) and "taken over" in said[-1]
         with pytest.raises(RunOwned):
             put()
@@ -725,17 +737,17 @@ def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_
     run, machines, bucket, monkeypatch
 ) -> None:
     monkeypatch.setattr(sync, "BEAT_S", 1000.0)  # the threads do nothing meanwhile
-    put_file = Store.put_file
+    put_file = Bucket.put_file
     names: list[str] = []
 
-    def put_one(self: Store, name: str, file: Path) -> None:
+    def put_one(self: Bucket, name: str, file: Path) -> None:
         put_file(self, name, file)
         names.append(name)
         if len(names) == 15:
-            sync.Sync(machines[1], run, print).renew(0)
+            sync.Sync(Bucket(run, machines[1]), print).renew(0)
 
-    with pytest.raises(RunOwned), synced(machines[0], run, print) as put:
-        monkeypatch.setattr(Store, "put_file", put_one)
+    with pytest.raises(RunOwned), synced(Bucket(run, machines[0]), print) as put:
+        monkeypatch.setattr(Bucket, "put_file", put_one)
         (machines[0] / "stage").mkdir()
         for name in ("done.json", *(f"weights-{number}" for number in range(9))):
             (machines[0] / "stage" / name).write_text("first")
@@ -755,13 +767,13 @@ def test_a_command_that_has_lost_its_run_ends_with_73_whatever_has_ended_its_wor
     former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for end in (Preempted("stopped; run the same command again to go on"), CheckpointError("step 30 is not committed")):
         end_of_owner = "was taken over by process" if is_released else "is owned by process"
-        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, synced(machines[0], run, print):
-            sync.Sync(machines[1], run, print).renew(0, is_released)
+        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, synced(Bucket(run, machines[0]), print):
+            sync.Sync(Bucket(run, machines[1]), print).renew(0, is_released)
             raise end
         assert caught.value.exit_code == 73 and caught.value.__context__ is end
-        Store(run).delete(["owner.json"])
+        Bucket(run, SCRATCH).delete(["owner.json"])
     # Who is alone ends as it would.
-    with pytest.raises(Preempted), synced(machines[0], run, print):
+    with pytest.raises(Preempted), synced(Bucket(run, machines[0]), print):
         raise Preempted("stopped")
     signal.signal(signal.SIGTERM, former)
 
@@ -770,10 +782,10 @@ def test_a_command_that_has_lost_its_run_ends_with_73_whatever_has_ended_its_wor
 
 
 def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_path, capsys) -> None:
-    folder = Store(run)
+    folder = Bucket(run, SCRATCH)
     prefix = run.removeprefix(f"s3://{BUCKET}/")
     folder.put("status.json", json.dumps({"exit_code": 75, "message": "stopped at step 20", "time": "noon"}).encode())
-    folder.put(f"{STAGE}/stage.json", artifacts.seal({"started": 1.0}).encode())
+    folder.put(f"{STAGE}/stage.json", seal({"started": 1.0}).encode())
     record = {"kind": "train", "time": 1.0, "attempt": 1, "step": 20, "steps": 90, "loss": 2.5, "images_per_s": 7.0}
     record |= {"eta_s": 3.0, "seconds": 1.0, "losses": [2.5], "stalled_s": 0.0, "evaluated_s": 0.0}
     record |= {"wait": 0.0, "world": 2}
@@ -796,11 +808,11 @@ def test_status_and_checkpoints_read_a_run_in_a_store(group, run, bucket, tmp_pa
     assert "step-0000000010-000001  whole" in said
     # Nothing is deleted in favour of a bad one.
     assert main(["checkpoints", "prune", run]) == 74
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [20, 10]
+    assert committed_steps(run) == [20, 10]
     assert group.finish() and group.save(40) and group.save(50)
     capsys.readouterr()
     assert main(["checkpoints", "prune", run, "--keep", "2"]) == 0
-    assert committed_steps(tmp_path / "run" / STAGE, run) == [50, 40]
+    assert committed_steps(run) == [50, 40]
     assert f"{STAGE}: step-0000000020-000001 deleted" in capsys.readouterr().out
 
 

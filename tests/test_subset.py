@@ -169,7 +169,7 @@ def test_classes_are_counted_in_few_bytes_a_sample():
 
 
 def test_the_digest_stands_for_the_samples_and_not_for_the_way_they_were_chosen(tmp_path, parent):
-    """Two seeds may choose equally many of each shard: schema 3 would have taken them for one set."""
+    """Two seeds may choose equally many of each shard: without its rows a digest would take them for one set."""
     digests = Counter()
     for seed in range(4):
         digests[make_subset(parent, tmp_path / f"s{seed}", Rule(shots=1, seed=seed)).digest] += 1

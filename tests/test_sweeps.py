@@ -21,12 +21,13 @@ from jobs.attempts.restarts import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.recipe import campaign, changes, choices, render
-from jobs.recipe.portable_recipe import carried
+from jobs.recipe.portable_recipe import portable
 from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
 from jobs.run import ending, stage_metadata, stage_run
 from jobs.stages import sweep
 from pipeline import artifacts
+from pipeline.config import read_recipe
 from pipeline.evaluation import async_evaluation
 
 ROOT = Path(__file__).parents[1]
@@ -246,7 +247,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
-    return artifacts.read_record(folder / "sweep.json").values, said
+    return artifacts.read_record(folder / "sweep.json"), said
 
 
 def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
@@ -420,7 +421,7 @@ def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
         "    grid: {optim: {lr: [1]}, init: [weights/a, '@pretrain', /b]}\n"
         "    held_out: {data: {evaluate: shards/rest}}\n"
     )
-    text, changed = carried(recipe, [], "/runs/x", Path("/home/me"))
+    text, changed = portable(read_recipe(recipe), "/runs/x", Path("/home/me"))
     assert changed == [
         "finetune.init",
         "finetune.sweep.each.cars.data.train",
@@ -477,7 +478,7 @@ def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
     ]
     assert main(["run", "cifar10", *overrides]) == 0
     loaded = campaign.load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
-    table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json").values
+    table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json")
     assert list(table["rows"]) == ["pretrained", "finetuned"]
     for row in table["rows"].values():
         assert set(row) == {"top-1", "5shot", "25shot", "knn-20", "linear"}

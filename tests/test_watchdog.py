@@ -4,7 +4,7 @@ import pytest
 
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from pipeline.evaluation.evaluate import watched
+from pipeline.evaluation.worker import watched
 from pipeline.monitoring.watchdog import READ_AT_A_LOOK, SLOW_LOOKS, Phases, Place, Verdict, Watch
 
 pytestmark = pytest.mark.quick

@@ -1,4 +1,4 @@
-"""What the workers of tests/test_twin.py run: the product's training, fed with the batches of the original's own run.
+"""What the workers of test_twin.py run: the product's training, fed with the batches of the original's own run.
 
 A module of its own, because workers import it by name. Only the loader is replaced: it gives the rows that the trace's
 index table names. Engine, model, loss, schedule, clipping, reduction and the loop itself are the product's.

@@ -77,7 +77,7 @@ class Encoded:
 
 
 def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> Box:
-    """A box as tf.image.sample_distorted_bounding_box draws it: its height is uniform, not its area.
+    """Return a box as tf.image.sample_distorted_bounding_box draws it: its height is uniform, not its area.
 
     The last offset is never drawn, as in the original; after 100 attempts it is the whole image.
     """
@@ -105,12 +105,12 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
 
 
 def draw_flip(draws: Draws, cfg: AugmentConfig) -> bool:
-    """Whether to mirror the image; without `flip` no number is drawn."""
+    """Return whether to mirror the image; without `flip` no number is drawn."""
     return cfg.flip and draws.uniform() < 0.5
 
 
 def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
-    """The box of a training crop (all of the image for `crop: none`), and whether to flip it."""
+    """Return the box of a training crop (all of the image for `crop: none`), and whether to flip it."""
     # First the box, then the flip, on every path: in another order the same key would give other pixels.
     box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
@@ -142,7 +142,7 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
 
 
 def random_crop(data: bytes, image_size: int, draws: Draws) -> np.ndarray:
-    """A square of `image_size` from anywhere in the image, whose shorter side was made 8/7 of that: 256 for 224."""
+    """Cut a square of `image_size` from anywhere in the image, whose shorter side was made 8/7 of that: 256 for 224."""
     image = resize_small(decode_whole(data), image_size * 8 // 7)
     height, width = image.shape[:2]
     y = draws.below(height - image_size + 1)

@@ -56,7 +56,7 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Format and size from the first bytes; raises BadImage where odd, too large, or without an end."""
+    """Read format and size from the first bytes; raises BadImage where odd, too large, or without an end."""
     if not data:
         raise BadImage("no image")
     if len(data) > MAX_BYTES:
@@ -84,7 +84,7 @@ def read_header(data: bytes) -> Header:
 
 
 def read_jpeg(data: bytes) -> Header:
-    """The sides from the last frame header before the scan; raises BadImage, struct.error and IndexError."""
+    """Return the sides from the last frame header before the scan; raises BadImage, struct.error and IndexError."""
     header = None
     frame = 0
     at = 2  # behind the marker that every JPEG begins with
@@ -119,7 +119,7 @@ def read_jpeg(data: bytes) -> Header:
 
 
 def count_scans(data: bytes, first: int) -> int:
-    """How many scans begin at `first` or behind it; never fewer than a decoder would see.
+    """Return how many scans begin at `first` or behind it; never fewer than a decoder would see.
 
     Inside a scan's data 0xFF is followed by 0x00 or a restart marker, so the two bytes of a marker mean a scan, but
     for the rare table that contains them. NumPy takes 13 µs for 50 kB; `bytes.count` takes four times as long.
@@ -130,7 +130,7 @@ def count_scans(data: bytes, first: int) -> int:
 
 
 def read_png(data: bytes) -> Header:
-    """The sides from the first chunk; raises BadImage where the last one is missing, and struct.error."""
+    """Return the sides from the first chunk; raises BadImage where the last one is missing, and struct.error."""
     width, height = struct.unpack_from(">II", data, 16)
     if data.rfind(b"IEND") < 0:
         raise BadImage("truncated")
@@ -138,7 +138,7 @@ def read_png(data: bytes) -> Header:
 
 
 def read_webp(data: bytes) -> Header:
-    """The sides from the first chunk (RFC 9649: extended, lossless or lossy); raises BadImage and struct.error."""
+    """Read the sides from the first chunk (RFC 9649: extended, lossless or lossy); raises BadImage and struct.error."""
     (riff_bytes,) = struct.unpack_from("<I", data, 4)
     if len(data) < 8 + riff_bytes:
         raise BadImage("truncated")
@@ -161,13 +161,13 @@ def read_webp(data: bytes) -> Header:
 
 
 def decode(data: bytes) -> np.ndarray:
-    """The whole image as RGB (H, W, 3) uint8; raises BadImage."""
+    """Return the whole image as RGB (H, W, 3) uint8; raises BadImage."""
     read_header(data)
     return decode_whole(data)
 
 
 def decode_whole(data: bytes) -> np.ndarray:
-    """As `decode`, for bytes whose header has been read."""
+    """Decode bytes whose header has been read; otherwise as `decode`."""
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error:
@@ -178,7 +178,7 @@ def decode_whole(data: bytes) -> np.ndarray:
 
 
 def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndarray:
-    """The pixels inside `box`; of JPEGs at 1/2, 1/4 or 1/8 scale where `covering` pixels remain a side.
+    """Return the pixels inside `box`; of JPEGs at 1/2, 1/4 or 1/8 scale where `covering` pixels remain a side.
 
     Only the box is decoded; at a reduced scale its edges move by at most half a reduced pixel. `covering` 0
     keeps full scale. Raises BadImage.
@@ -203,7 +203,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
 
 
 def reduction(side: int, covering: int) -> int:
-    """The largest denominator that leaves `side` at `covering` pixels or more; 1 where `covering` is 0."""
+    """Return the largest denominator that leaves `side` at `covering` pixels or more; 1 where `covering` is 0."""
     if covering:
         for denominator in (8, 4, 2):
             if side >= denominator * covering:
@@ -212,7 +212,7 @@ def reduction(side: int, covering: int) -> int:
 
 
 def reduced_box(box: Box, header: Header, denominator: int) -> Box:
-    """The box in pixels of the image at 1/denominator scale, each number rounded, moved so that it lies inside."""
+    """Round the box to pixels of the image at 1/denominator scale, moved so that it lies inside."""
     half = denominator // 2
     height = (box.height + half) // denominator
     width = (box.width + half) // denominator

@@ -28,7 +28,7 @@ Decode = Callable[[list[Tensor], torch.device], list[Tensor]]  # encoded bytes t
 
 
 def torchcodec() -> Decode:
-    """The decoder of TorchCodec; raises DataError where it is not installed."""
+    """Return the decoder of TorchCodec; raises DataError where it is not installed."""
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
@@ -46,7 +46,7 @@ def torchcodec() -> Decode:
 def decode_rows(
     images: Tensor, encoded: Sequence[Encoded], reduced: bool, decode: Decode, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """`images` (b, S, S, 3) on the device, their encoded rows decoded; and the rows that were refused."""
+    """Return `images` (b, S, S, 3) on the device, their encoded rows decoded; and the rows that were refused."""
     # The rows lie in the loader's memory, padded by whatever stood there before: only the first bytes are the JPEG.
     sources = []
     for jpeg in encoded:
@@ -66,7 +66,7 @@ def decode_rows(
 
 
 def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> Sequence[Tensor | None]:
-    """Every image (3, H, W), None where it is refused. Raises OutOfMemoryError."""
+    """Return every image (3, H, W), None where it is refused. Raises OutOfMemoryError."""
     try:
         return decode(sources, device)
     except torch.OutOfMemoryError:
@@ -77,7 +77,7 @@ def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> S
 
 
 def decode_alone(source: Tensor, decode: Decode, device: torch.device) -> Tensor | None:
-    """One image (3, H, W), None where it is refused."""
+    """Decode an image (3, H, W), None where it is refused."""
     try:
         return decode([source], device)[0]
     except torch.OutOfMemoryError:
@@ -87,7 +87,7 @@ def decode_alone(source: Tensor, decode: Decode, device: torch.device) -> Tensor
 
 
 def crop(whole: Tensor, jpeg: Encoded, size: int, reduced: bool) -> Tensor:
-    """The box of an image (3, H, W) as (3, S, S) uint8.
+    """Return the box of an image (3, H, W) as (3, S, S) uint8.
 
     It is averaged where the processes would decode at a reduced scale, and then resized.
     """

@@ -39,7 +39,7 @@ Region = tuple[int, int, int, int]  # y, x, h, w in pixels of the reduced image
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The binding, compiled if need be; None where there is no compiler or Pillow is not the wheel."""
+    """Return the binding, compiled if need be; None where there is no compiler or Pillow is not the wheel."""
     if os.environ.get("PATCHLINE_JPEG") == "opencv":
         return None
     try:
@@ -82,7 +82,7 @@ def compile_binding() -> Path:
 
 
 def bundled_libjpeg() -> Path:
-    """The libjpeg-turbo that Pillow's wheel brings along; raises FileNotFoundError where Pillow was built otherwise."""
+    """Return the libjpeg-turbo of Pillow's wheel; raises FileNotFoundError where Pillow was built otherwise."""
     for file in files("pillow") or ():
         if file.name.startswith("libjpeg-"):
             return Path(str(file.locate())).resolve()
@@ -99,7 +99,7 @@ def require_binding() -> None:
 
 
 def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
-    """The region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
+    """Return the region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
     # Without the binding nothing is lost but time: the pixels are the same, bit for bit (docs/design/decoding.md).
     binding = library()
     if binding is None:
@@ -111,7 +111,7 @@ def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray |
 
 
 def cut_from_whole(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
-    """As `decode_region`, by OpenCV, which decodes all of the image."""
+    """Decode the region by OpenCV, which decodes all of the image; otherwise as `decode_region`."""
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error:
@@ -126,7 +126,7 @@ def cut_from_whole(data: bytes, denominator: int, region: Region) -> np.ndarray 
 
 
 def add_restarts(data: bytes) -> bytes:
-    """The same image, to the pixel, with restart markers inside its rows of blocks; unchanged if it cannot.
+    """Return the same image, to the pixel, with restart markers inside its rows of blocks; unchanged if it cannot.
 
     Progressive files become sequential, metadata goes; a crop then need not even read what it leaves out.
     Raises OSError without the binding.
@@ -136,12 +136,12 @@ def add_restarts(data: bytes) -> bytes:
 
 
 def is_damaged(data: bytes) -> bool:
-    """Whether libjpeg warns of this JPEG, which it decodes all the same; False without the binding."""
+    """Return whether libjpeg warns of this JPEG, which it decodes all the same; False without the binding."""
     return library() is not None and rewritten(data) is None
 
 
 def rewritten(data: bytes) -> bytes | None:
-    """The JPEG with restart markers, or None where libjpeg fails or warns."""
+    """Return the JPEG with restart markers, or None where libjpeg fails or warns."""
     binding = library()
     assert binding is not None, "the callers have asked for it"
     out = ctypes.c_void_p()

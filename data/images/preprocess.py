@@ -45,7 +45,7 @@ def preprocess(image: np.ndarray, ops: str) -> np.ndarray:
 
 @lru_cache(maxsize=32)
 def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
-    """The functions and arguments that an op string names; raises ValueError where an op is unknown."""
+    """Return the functions and arguments that an op string names; raises ValueError where an op is unknown."""
     parsed = []
     for part in ops.split("|"):
         text = part.strip()
@@ -62,7 +62,7 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
 
 
 def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
-    """The plain values between the brackets of an op: "224" → (224,); raises ValueError on anything else."""
+    """Return the plain values between the brackets of an op: "224" → (224,); raises ValueError on anything else."""
     if not arguments:
         return ()
     # The one argument that the original's strings name.
@@ -74,7 +74,7 @@ def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
 
 
 def corrections(ops: str) -> dict[str, int]:
-    """The corrections that changed what these ops give; keys of stages and protocols name them beside the ops.
+    """Return the corrections that changed what these ops give; keys of stages and protocols name them beside the ops.
 
     Without them, one key would stand for the pixels from before a correction and for those from after it.
     """
@@ -90,7 +90,7 @@ def corrections(ops: str) -> dict[str, int]:
 
 @lru_cache(maxsize=32)
 def shape_of(ops: str) -> tuple[int, ...]:
-    """The shape (h, w, 3) that the ops make of a white image of 1024 × 1024.
+    """Return the shape (h, w, 3) that the ops make of a white image of 1024 × 1024.
 
     Raises ValueError where an op cannot do with its arguments, or where black and white do not stay 0 and 255, as
     which evaluation takes them.
@@ -136,7 +136,7 @@ def check_sides(op: Op, arguments: tuple[object, ...], text: str) -> None:
 
 
 def unchanged(image: np.ndarray) -> np.ndarray:
-    """The image itself: it is decoded before the ops are applied."""
+    """Return the image itself: it is decoded before the ops are applied."""
     return image
 
 
@@ -175,7 +175,7 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
-    """The middle h×w pixels; the odd pixel goes to the bottom and right. Raises ValueError where there are fewer."""
+    """Cut the middle h×w pixels; the odd pixel goes to bottom and right. Raises ValueError where there are fewer."""
     h, w = both_sides(size)
     H, W = image.shape[:2]
     if h > H or w > W:
@@ -186,7 +186,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 
 
 def both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """224 → (224, 224)."""
+    """Return 224 → (224, 224)."""
     return size if isinstance(size, tuple) else (size, size)
 
 
@@ -204,7 +204,7 @@ def vgg_value_range(image: np.ndarray) -> np.ndarray:
 
 
 def vit_jax_eval(image: np.ndarray, size: int) -> np.ndarray:
-    """All that vit_jax does to an evaluation image: squash to a square, then −1 … 1."""
+    """Return all that vit_jax does to an evaluation image: squash to a square, then −1 … 1."""
     centre = np.float32(127.5)
     return (resize_float(image, size) - centre) / centre
 

@@ -22,7 +22,7 @@ Operation = Callable[[Image.Image, float, Draws], Image.Image]  # image, level =
 
 
 def randaug(image: np.ndarray, layers: int, magnitude: float, draws: Draws) -> np.ndarray:
-    """(H, W, 3) uint8 after `layers` random operations at `magnitude` (10 is the customary full strength)."""
+    """Return (H, W, 3) uint8 after `layers` random operations at `magnitude` (10 is the customary full strength)."""
     # One number picks the operation, the next ones are the operation's own: the order of draws is part of the result.
     operations = tuple(OPERATIONS.values())
     picture = Image.fromarray(image)
@@ -33,7 +33,7 @@ def randaug(image: np.ndarray, layers: int, magnitude: float, draws: Draws) -> n
 
 
 def either_way(amount: float, draws: Draws) -> float:
-    """`amount` or its negative, evenly."""
+    """Return `amount` or its negative, evenly."""
     return amount if draws.uniform() < 0.5 else -amount
 
 
@@ -41,7 +41,7 @@ def either_way(amount: float, draws: Draws) -> float:
 
 
 def affine(picture: Image.Image, *matrix: float) -> Image.Image:
-    """The pixel at (x, y) comes from (ax + by + c, dx + ey + f), the nearest one, as TensorFlow counts pixels."""
+    """Take the pixel at (x, y) from (ax + by + c, dx + ey + f), the nearest pixel, as TensorFlow counts them."""
     a, b, c, d, e, f = matrix
     # TensorFlow counts from the middle of the first pixel, Pillow from its corner.
     pillow_matrix = (a, b, c - (a + b - 1) / 2, d, e, f - (d + e - 1) / 2)
@@ -125,7 +125,7 @@ def solarize_add(picture: Image.Image, level: float, draws: Draws) -> Image.Imag
 
 
 def enhance(kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
-    """The operation that leaves 1.8 · level + 0.1 of a property: 0.1 is nearly nothing of it, 1 the image itself."""
+    """Make the operation that leaves 1.8 · level + 0.1 of a property: 0.1 is nearly nothing of it, 1 all."""
 
     def operation(picture: Image.Image, level: float, draws: Draws) -> Image.Image:
         return kind(picture).enhance(1.8 * level + 0.1)

@@ -21,7 +21,7 @@ Taps = tuple[np.ndarray, np.ndarray]  # rows (K, new) of the source and their we
 
 
 def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarray:
-    """tf.image.resize bilinear without antialiasing, in float32 and in TensorFlow's order of operations.
+    """Resize as tf.image.resize does bilinear without antialiasing, in float32 and in TensorFlow's order of operations.
 
     `centre` is where in a pixel its value lies: TensorFlow 1 took its corner, 0.
     """
@@ -38,7 +38,7 @@ def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarr
 
 
 def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(new,) each: the two source rows of each new row, and the weight of the second."""
+    """Return (new,) each: the two source rows of each new row, and the weight of the second."""
     at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
     first = np.floor(at)
     second = np.ceil(at)
@@ -46,7 +46,7 @@ def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray
 
 
 def area(image: np.ndarray, h: int, w: int) -> np.ndarray:
-    """tf.image.resize "area": each new pixel is the mean of a fractional box of old ones, in TensorFlow's float32.
+    """Resize as tf.image.resize does "area": a pixel is the mean of a fractional box of old pixels.
 
     The kernel is resize_area_op.cc: it sums a box row by row, and divides by the box's area at the end.
     """
@@ -57,18 +57,18 @@ def area(image: np.ndarray, h: int, w: int) -> np.ndarray:
 
 
 def scale_of(size: int, new: int) -> np.float32:
-    """Old pixels to a new one, rounded to float32 as TensorFlow's resizes take it."""
+    """Return old pixels to a new pixel, rounded to float32 as TensorFlow's resizes take it."""
     return np.float32(size) / np.float32(new)
 
 
 def triangle(image: np.ndarray, h: int, w: int) -> np.ndarray:
-    """tf.image.resize bilinear with antialiasing: a triangle as wide as the shrinking."""
+    """Resize as tf.image.resize does bilinear with antialiasing: a triangle as wide as the shrinking."""
     rows_resized = weighted_sum(triangle_taps(image.shape[0], h), image, axis=0)
     return weighted_sum(triangle_taps(image.shape[1], w), rows_resized, axis=1)
 
 
 def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
-    """Each new row (column for axis 1) as a weighted sum of old ones, in float32.
+    """Make each new row (column for axis 1) as a weighted sum of old ones, in float32.
 
     rows[k] holds the k-th source row of every new row, factors[k] its weight.
     """
@@ -84,7 +84,7 @@ def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def area_taps(size: int, new: int) -> Taps:
-    """Of each new row: the old rows that it overlaps, and how much of each; float32, as in resize_area_op.cc."""
+    """Return of each new row the old rows that it overlaps, and how much of each; float32, as in resize_area_op.cc."""
     scale = scale_of(size, new)
     start = np.arange(new, dtype=np.float32) * scale
     end = np.arange(1, new + 1, dtype=np.float32) * scale
@@ -108,7 +108,7 @@ def area_taps(size: int, new: int) -> Taps:
 
 @lru_cache(maxsize=256)
 def triangle_taps(size: int, new: int) -> Taps:
-    """Of each new row: the old rows under its triangle, and their weights; float32, as in scale_and_translate_op.cc.
+    """Return of each new row the old rows under its triangle, and their weights, as in scale_and_translate_op.cc.
 
     The weights sum to 1 at the borders too.
     """

@@ -1,18 +1,18 @@
-"""The shards of a large index, as columns of a file that all processes of a node map instead of reading the JSON.
+"""The shards of a large index, as arrays in a file that all processes of a node map instead of reading the JSON.
 
 As Python objects, 300,000 shards are 139 MiB in every worker and in each of its decoding processes. So:
 1. the first process of a node that loads a large index checks its JSON, and writes what it says as columns
    (`write_columns`) into the node's state folder, under the sha256 of that JSON, which another JSON does not have;
-2. whoever loads the index compares the file's last 32 bytes, the sha256 of all before them, and maps it
+2. every process that loads the index compares the file's last 32 bytes, the sha256 of all before them, and maps it
    (`open_columns`); a file that is torn or altered is made anew;
 3. `MappedShards` gives a `Shard` when it is asked for one, and a whole column without a copy;
 4. another process is sent the path and the digest of the file, and maps it too;
-5. whoever makes a file deletes those that nobody has opened for a month (`delete_unused`).
+5. the process that makes a file deletes those that have not been opened for a month.
 
-    5d41….columns    {"format": 1, "index": {…}, "shards": 300000}      one line, padded to a multiple of 64 bytes
-                     ends, samples, bytes: 8 bytes a shard each; sha256, table: 64 each; names, end to end; the digest
+    5d41….columns    arrays as np.save writes them, one after the other, and the digest:
+                     samples, bytes (n,) int64; sha256, table, name (n,) bytes; index: the JSON but for its shards
 
-The JSON remains the set's document: the file beside it follows from it, and can be deleted at any time.
+The JSON remains the set's document: the file follows from it, and can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from hashlib import file_digest, sha256
+from io import BytesIO
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -38,41 +39,25 @@ from data.index.shard import Shard
 
 # n shards
 
-FORMAT = 1  # of the file
-ALIGNMENT = 64  # bytes: the columns begin at multiples of it
-DIGEST_BYTES = 32  # of the sha256 at the end
-HEX = "S64"  # a sha256 in hexadecimal, or nothing
-COLUMNS = {"ends": "<i8", "samples": "<i8", "bytes": "<i8", "sha256": HEX, "table": HEX}  # of n each, in this order
+COLUMNS = ("samples", "bytes", "sha256", "table", "name", "index")  # numbers first, so that they are aligned
 AT_ONCE = 4096  # shards that are made while all are gone through
 PIECE = 1 << 20  # bytes that are hashed at once
+DIGEST_BYTES = 32  # of the sha256 at the end
 UNUSED_S = 30 * 24 * 3600  # without being opened, after which a file may go
 HELD_PER_BYTE = 3.6  # bytes of Python objects for each byte of a JSON: 139 MiB of 38 MB
-
 
 # Reads a JSON of this path and this text: all that it says but its shards, and its shards. Raises DataError.
 ReadJson = Callable[[Path, bytes], tuple[dict[str, Any], Sequence[Shard]]]
 
 
 class MappedShards(Sequence[Shard]):
-    """The shards of a file of columns; those whose numbers are in `left_out` have no samples and no bytes."""
+    """The shards of a file of columns; those whose numbers are in `excluded` have no samples and no bytes."""
 
-    def __init__(self, path: Path, memory: mmap.mmap, header: Mapping[str, Any], start: int, left_out: frozenset[int]):
+    def __init__(self, path: Path, memory: mmap.mmap, columns: Mapping[str, np.ndarray], excluded: frozenset[int]):
         self.path = path
         self.memory = memory
-        self.header = header
-        self.start = start  # of the first column
-        self.left_out = left_out
-        count = header["shards"]
-        columns = {}
-        for name, kind in COLUMNS.items():
-            columns[name] = np.frombuffer(memory, kind, count, start)
-            start += columns[name].nbytes
-        self._ends = columns["ends"]  # (n,) where each name ends among the names
-        self._samples = columns["samples"]
-        self._bytes = columns["bytes"]
-        self._sha256 = columns["sha256"]
-        self._table = columns["table"]
-        self._names_start = start
+        self.columns = columns
+        self.excluded = excluded
 
     @property
     def digest(self) -> str:
@@ -81,38 +66,34 @@ class MappedShards(Sequence[Shard]):
 
     @cached_property
     def samples(self) -> np.ndarray:
-        """(n,) int64, the samples of each shard: the file's own memory, unless shards are left out."""
-        return self._without(self._samples)
+        """(n,) int64, the samples of each shard: the file's own memory, unless shards are excluded."""
+        return self._without_excluded(self.columns["samples"])
 
     @property
     def bytes(self) -> np.ndarray:
         """(n,) int64, the bytes of each shard."""
-        return self._without(self._bytes)
+        return self._without_excluded(self.columns["bytes"])
 
-    @property
-    def all_have_tables(self) -> bool:
-        """Whether the sha256 of every table is known."""
-        return bool((self._table != b"").all())
-
-    def any_name_has(self, text: str) -> bool:
-        """Whether a text stands in any shard's name."""
-        return self.memory.find(text.encode(), self._names_start, len(self.memory) - DIGEST_BYTES) >= 0
+    @cached_property
+    def any_is_url(self) -> bool:
+        """Whether any shard is named by a URL."""
+        return bool((np.char.find(self.columns["name"], b"://") >= 0).any())
 
     def without(self, numbers: Iterable[int]) -> MappedShards:
-        """The same shards, of which these have no samples and no bytes."""
-        return MappedShards(self.path, self.memory, self.header, self.start, self.left_out.union(numbers))
+        """Return the same shards, of which these have no samples and no bytes."""
+        return MappedShards(self.path, self.memory, self.columns, self.excluded.union(numbers))
 
-    def _without(self, column: np.ndarray) -> np.ndarray:
-        if not self.left_out:
+    def _without_excluded(self, column: np.ndarray) -> np.ndarray:
+        if not self.excluded:
             return column
         column = column.copy()
-        column[sorted(self.left_out)] = 0
+        column[sorted(self.excluded)] = 0
         return column
 
     # ---------------------------------------------------------------------------------------- as a sequence
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.columns["samples"])
 
     @overload
     def __getitem__(self, number: int) -> Shard: ...
@@ -124,29 +105,24 @@ class MappedShards(Sequence[Shard]):
         if isinstance(number, slice):
             return tuple(self[at] for at in range(*number.indices(len(self))))
         at = range(len(self))[number]  # raises IndexError, as a tuple does
-        (shard,) = self._made(at, at + 1)
+        (shard,) = self._shards(at, at + 1)
         return shard
 
     def __iter__(self) -> Iterator[Shard]:
         for first in range(0, len(self), AT_ONCE):
-            yield from self._made(first, min(first + AT_ONCE, len(self)))
+            yield from self._shards(first, first + AT_ONCE)
 
-    def _made(self, first: int, stop: int) -> Iterator[Shard]:
-        """The shards from number `first` to `stop` − 1."""
-        ends = self._ends[max(first - 1, 0) : stop].tolist()
-        if first == 0:
-            ends.insert(0, 0)
-        columns = (self._samples, self._bytes, self._sha256, self._table)
-        rows = zip(*(column[first:stop].tolist() for column in columns), strict=True)
-        for number, (samples, size, digest, table) in enumerate(rows):
-            name = self.memory[self._names_start + ends[number] : self._names_start + ends[number + 1]].decode()
-            shard = Shard(name, samples, size, digest.decode(), table.decode())
-            yield replace(shard, samples=0, bytes=0) if first + number in self.left_out else shard
+    def _shards(self, first: int, stop: int) -> Iterator[Shard]:
+        """Give the shards from number `first` to `stop` − 1."""
+        rows = zip(*(self.columns[name][first:stop].tolist() for name in COLUMNS[:-1]), strict=True)
+        for number, (samples, size, digest, table, name) in enumerate(rows, first):
+            shard = Shard(name.decode(), samples, size, digest.decode(), table.decode())
+            yield replace(shard, samples=0, bytes=0) if number in self.excluded else shard
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
-        if isinstance(other, MappedShards) and (other.digest, other.left_out) == (self.digest, self.left_out):
+        if isinstance(other, MappedShards) and (other.digest, other.excluded) == (self.digest, self.excluded):
             return True
         return len(self) == len(other) and all(map(Shard.__eq__, self, other))
 
@@ -159,35 +135,33 @@ class MappedShards(Sequence[Shard]):
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, self.memory[:])
-        return (reopened, (self.path, self.digest, self.left_out))
+        return (reopened, (self.path, self.digest, self.excluded))
 
 
-def reopened(path: Path, digest: str, left_out: frozenset[int]) -> MappedShards:
-    """The shards that another process has mapped; raises DataError where the file is gone or is another one by now."""
+def reopened(path: Path, digest: str, excluded: frozenset[int]) -> MappedShards:
+    """Map the shards that another process has mapped; raises DataError where the file is gone or is another by now."""
     shards = open_columns(path)
     if shards is None or shards.digest != digest:
         raise DataError(
             f"{path}: gone, or not what the worker has read\n"
             "  expected the columns of an index, which stay as they were written\n  run again: they are made anew"
         )
-    return shards.without(left_out)
+    return shards.without(excluded)
 
 
 # --------------------------------------------------------------------------------------------- the file
 
 
 def mapped_shards(path: Path, read: ReadJson) -> tuple[Mapping[str, Any], Sequence[Shard]]:
-    """(all that a large index's JSON says but its shards, its shards); `read` reads and checks it.
+    """Return (all that a large index's JSON says but its shards, its shards); `read` reads and checks it.
 
     The first process of a node that asks makes the columns. Where they cannot be kept, every process holds the shards
-    itself, which is said. Raises what `read` raises.
+    itself, which is logged. Raises what `read` raises.
     """
     with open(path, "rb") as file:
         columns = columns_path(file_digest(file, "sha256").hexdigest())
     try:
-        shards = open_columns(columns)
-        if shards is None:
-            shards = make_columns(path, columns, read)
+        shards = open_columns(columns) or make_columns(path, columns, read)
     except (OSError, StorageError) as error:
         reason = refusal(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         held_mb = HELD_PER_BYTE * path.stat().st_size / 1e6
@@ -199,7 +173,7 @@ def mapped_shards(path: Path, read: ReadJson) -> tuple[Mapping[str, Any], Sequen
     # The time of last use, as of a shard in the cache; the file may be another user's.
     with suppress(OSError):
         os.utime(shards.path)
-    return shards.header["index"], shards
+    return json.loads(shards.columns["index"].tobytes()), shards
 
 
 def make_columns(path: Path, columns: Path, read: ReadJson) -> MappedShards:
@@ -228,73 +202,55 @@ def make_columns(path: Path, columns: Path, read: ReadJson) -> MappedShards:
 
 
 def delete_unused(folder: Path) -> None:
-    """Delete the columns of a folder that nobody has opened for a month; who has them mapped keeps them."""
+    """Delete the columns of a folder that have not been opened for a month; who has them mapped keeps them."""
     for path in folder.glob("*.columns"):
         # Another process may delete it meanwhile; it may be another user's.
         with suppress(OSError):
             status = path.stat()
-            # Whoever does not own the file cannot set its time of last use; reading it has renewed the other.
+            # A process that does not own the file cannot set its time of last use; reading it has renewed the other.
             if time.time() - max(status.st_mtime, status.st_atime) > UNUSED_S:
                 path.unlink()
                 path.with_suffix(".lock").unlink()
 
 
 def columns_path(json_digest: str) -> Path:
-    """Where a node keeps the columns of an index whose JSON has this sha256."""
+    """Return where a node keeps the columns of an index whose JSON has this sha256."""
     return state_folder() / "indexes" / f"{json_digest}.columns"
 
 
 def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard]) -> None:
-    """Write the columns of shards; `content` is all else that the index's JSON says.
-
-    Raises StorageError where a digest is longer than one, which the columns have no room for.
-    """
-    names = [shard.name.encode() for shard in shards]
-    values: dict[str, list[Any]] = {
-        "ends": np.cumsum([len(name) for name in names], dtype=np.int64).tolist(),
-        "samples": [shard.samples for shard in shards],
-        "bytes": [shard.bytes for shard in shards],
-        "sha256": [shard.sha256.encode() for shard in shards],
-        "table": [shard.table.encode() for shard in shards],
-    }
-    longest = max((len(digest) for digest in values["sha256"] + values["table"]), default=0)
-    if longest > np.dtype(HEX).itemsize:
-        raise StorageError(f"a digest of {longest} characters, expected 64")
-    header = {"format": FORMAT, "index": content, "shards": len(shards)}
-    line = json.dumps(header).encode()
-    # The line end is part of the padding, so that the header is found whatever its length is.
-    padding = -(len(line) + 1) % ALIGNMENT
-    parts = [line + b" " * padding + b"\n"]
-    for name, kind in COLUMNS.items():
-        parts.append(np.array(values[name], kind).tobytes())
-    everything = b"".join([*parts, *names])
-    write_whole(path, everything + sha256(everything).digest())
+    """Write the columns of shards; `content` is all else that the index's JSON says."""
+    file = BytesIO()
+    np.save(file, np.array([shard.samples for shard in shards], "<i8"))
+    np.save(file, np.array([shard.bytes for shard in shards], "<i8"))
+    np.save(file, np.array([shard.sha256.encode() for shard in shards]))
+    np.save(file, np.array([shard.table.encode() for shard in shards]))
+    np.save(file, np.array([shard.name.encode() for shard in shards]))
+    np.save(file, np.frombuffer(json.dumps(content).encode(), np.uint8))
+    file.write(sha256(file.getbuffer()).digest())
+    write_whole(path, file.getvalue())
 
 
 def open_columns(path: Path) -> MappedShards | None:
-    """The shards of a file of columns; None where it is not there, or not what was written."""
-    try:
-        with open(path, "rb") as file:
-            if not ends_with_its_digest(file):
-                return None
-            file.seek(0)
-            header = json.loads(file.readline())
-            start = file.tell()
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
+    """Map the shards of a file of columns; None where it is not there, or does not end with its own sha256."""
+    if not path.exists():
         return None
-    if header["format"] != FORMAT:
-        return None
-    return MappedShards(path, memory, header, start, frozenset())
-
-
-def ends_with_its_digest(file: IO[bytes]) -> bool:
-    """Whether the last bytes of an open file are the sha256 of all before them."""
-    # Read, not mapped: what is mapped counts as this process's memory as long as no other has mapped it.
-    left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
-    digest = sha256()
-    while left > 0:
-        piece = file.read(min(left, PIECE))
-        digest.update(piece)
-        left -= len(piece)
-    return left == 0 and file.read() == digest.digest()
+    with open(path, "rb") as file:
+        # Read, not mapped: what is mapped counts as this process's memory as long as no other has mapped it.
+        bytes_left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
+        digest = sha256()
+        while bytes_left > 0:
+            piece = file.read(min(bytes_left, PIECE))
+            digest.update(piece)
+            bytes_left -= len(piece)
+        if bytes_left < 0 or file.read() != digest.digest():
+            return None
+        file.seek(0)
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        columns = {}
+        for name in COLUMNS:
+            np.lib.format.read_magic(file)
+            (count,), _, kind = np.lib.format.read_array_header_1_0(file)
+            columns[name] = np.frombuffer(memory, kind, count, file.tell())
+            file.seek(columns[name].nbytes, os.SEEK_CUR)
+    return MappedShards(path, memory, columns, frozenset())

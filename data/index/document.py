@@ -1,12 +1,11 @@
 """The JSON of an index: read once its seal and digest are compared, and written whole.
 
-    train.index.json         {"schema": 2, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
+    train.index.json         {"schema": 1, "directory": ".", "digest": "9f3c…", "class_counts": [600, 650],
+                              "names": ["cat", "dog"], "origin": null,
                               "shards": [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"]], …, "seal": "e5f0…"}
 
-An index with class names ("names", in the order of the ids) is of schema 3, so that older versions refuse it by its
-schema; one without is of schema 2 as before. That of a subset is of schema 4, and says in "origin" what it was made of.
-Schema 1 had neither digests of samples and tables nor a seal; it is still read, and `Index.sees_rot` is then False.
-The JSON of a small set is wholly in memory; of a large one the columns are mapped instead (`data.index.columns`).
+The names are those of the classes, in the order of their ids; the origin says what a subset was made of. The JSON of a
+small set is wholly in memory; of a large set the columns are mapped instead (`data.index.columns`).
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from typing import Any
 from data.errors import DataError
 from data.files import write_whole
 from data.index.columns import mapped_shards
-from data.index.index import FIRST_SCHEMA, Index, Origin, digest_of, rows_of
+from data.index.index import Index, Origin, digest_of, rows_of
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.shard import Shard, shard_row
 
-SCHEMA = 4  # the newest that is read, which subsets have
-NAMED_SCHEMA = 3  # of an index with class names
-NAMELESS_SCHEMA = 2  # of an index without class names
+SCHEMA = 1
 SUFFIX = ".index.json"
 LARGE = 1 << 20  # bytes of a JSON, about 5,000 shards, from which on it is mapped as columns
 
@@ -57,35 +54,32 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         digest=content["digest"],
         directory=directory,
         tables=path.parent.resolve(),
-        refused=content.get("refused", {}),
-        first_refused=content.get("first_refused", {}),
-        names=tuple(content.get("names", ())),
+        refused=content["refused"],
+        first_refused=content["first_refused"],
+        names=tuple(content["names"]),
         name=path.name.removesuffix(SUFFIX),
         origin=origin_of(content),
     )
 
 
 def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]:
-    """(all that an index's JSON says but its shards, its shards), once its seal and digest are compared.
+    """Return (all that an index's JSON says but its shards, its shards), once its seal and digest are compared.
 
     Raises DataError.
     """
     try:
         content = json.loads(text)
         schema = content["schema"]
-        if not FIRST_SCHEMA <= schema <= SCHEMA:
-            raise DataError(
-                f"{path}: schema {schema}, this version reads {FIRST_SCHEMA} to {SCHEMA}; run `jobs index` again"
-            )
+        if schema != SCHEMA:
+            raise DataError(f"{path}: schema {schema}, this version reads {SCHEMA}; run `python -m jobs index` again")
         shards = tuple(Shard(*row) for row in content["shards"])
         class_counts = tuple(content["class_counts"])
         digest = content["digest"]
         directory = content["directory"]
         if not isinstance(directory, str):
             raise TypeError(f"directory {directory!r}")
-        names = tuple(content.get("names", ()))
-        # An index of schema 1 has no seal; where there is one, it counts whatever the schema says.
-        seal = content["seal"] if schema > 1 else content.get("seal", "")
+        names = tuple(content["names"])
+        seal = content["seal"]
         origin = origin_of(content)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
@@ -94,8 +88,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
         ) from None
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.
-    is_as_written = not seal or seal == seal_of(content)
-    if not is_as_written or digest != digest_of(shards, class_counts, names, rows_of(origin)):
+    if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, rows_of(origin)):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
     del content["shards"]
@@ -103,12 +96,12 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
 
 
 def origin_of(content: Mapping[str, Any]) -> Origin | None:
-    """What a subset's JSON says that it was made of; None of any other."""
-    return Origin(**content["origin"]) if "origin" in content else None
+    """Return what a subset's JSON says that it was made of; None of any other."""
+    return None if content["origin"] is None else Origin(**content["origin"])
 
 
 def the_only_index_in(folder: Path) -> Path:
-    """The one index of a folder; raises DataError where there are none or several."""
+    """Return the one index of a folder; raises DataError where there are none or several."""
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     if len(paths) == 1:
         return paths[0]
@@ -124,7 +117,7 @@ def the_only_index_in(folder: Path) -> Path:
 
 
 def seal_of(content: Mapping[str, object]) -> str:
-    """The sha256 of an index's JSON but for its seal, however it is laid out."""
+    """Return the sha256 of an index's JSON but for its seal, however it is laid out."""
     sealed = {name: value for name, value in content.items() if name != "seal"}
     return sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
@@ -145,20 +138,17 @@ def write_index(
         place = os.path.relpath(place, path.parent)
     refused = refused or Refusals()
     content: dict[str, object] = {
-        "schema": NAMED_SCHEMA if names else NAMELESS_SCHEMA,
+        "schema": SCHEMA,
         "directory": place,
         "samples": sum(shard.samples for shard in shards),
         "digest": digest_of(shards, class_counts, names, rows_of(origin)),
         "refused": dict(refused.counts),
         "first_refused": refused.first,
         "class_counts": list(class_counts),
+        "names": list(names),
+        "origin": None if origin is None else asdict(origin),
         "shards": list(map(shard_row, shards)),
     }
-    if names:
-        content["names"] = list(names)
-    if origin is not None:
-        content["schema"] = SCHEMA
-        content["origin"] = asdict(origin)
     content["seal"] = seal_of(content)
     write_whole(path, json.dumps(content, indent=1))
     return load_index(path)

@@ -32,7 +32,7 @@ from data.index.columns import MappedShards
 from data.index.names import Names, ids_of
 from data.index.shard import Shard, WrongTable, open_table, table_name
 
-FIRST_SCHEMA = 1  # the oldest that is still read; its number is in the digest of every index
+DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,14 @@ class Index:
     name: str = field(default="", compare=False)  # of the JSON, without its suffix
     origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars
 
-    @property
-    def sees_rot(self) -> bool:
-        """Whether every sample that is read is compared with a digest of its own; not so in schema 1."""
-        if isinstance(self.shards, MappedShards):
-            return self.shards.all_have_tables
-        return all(shard.table for shard in self.shards)
-
     @cached_property
     def ids(self) -> dict[str, int]:
         """The class id of every name that a label may hold instead."""
         return ids_of(self.names)
 
     def class_name(self, label: int) -> str:
-        """What a class is called, or its id where nobody knows."""
+        """Return what a class is called, or its id where nobody knows."""
         return self.names[label] if label < len(self.names) else f"class {label}"
-
-    @property
-    def lack(self) -> str:
-        """What a run says of an index that does not see rot, with what to type."""
-        return (
-            f"{self.tables}: the index has no digests of samples (schema 1), so that a shard that rots after its first "
-            f"reading would go unseen; to make them, type: {self.command}"
-        )
 
     @property
     def command(self) -> str:
@@ -126,15 +111,15 @@ class Index:
         if "://" in self.directory:
             return True
         if isinstance(self.shards, MappedShards):
-            return self.shards.any_name_has("://")
+            return self.shards.any_is_url
         return any("://" in shard.name for shard in self.shards)
 
     def location(self, shard: int) -> str:
-        """The path or URL of a shard."""
+        """Return the path or URL of a shard."""
         return self.place_of(self.shards[shard])
 
     def place_of(self, shard: Shard) -> str:
-        """The path or URL of a shard of this set."""
+        """Return the path or URL of a shard of this set."""
         name = shard.name
         is_complete = "://" in name or name.startswith("/")
         if is_complete:
@@ -142,15 +127,15 @@ class Index:
         return f"{self.directory.rstrip('/')}/{name}"
 
     def alone(self, shard: int) -> Index:
-        """An index of one shard: a job that is sent to another process would carry all shards otherwise."""
+        """Return an index of one shard: a job that is sent to another process would carry all shards otherwise."""
         return replace(self, shards=(self.shards[shard],), class_counts=())
 
     def keys(self, shard: int) -> np.ndarray:
-        """The keys of a shard's samples as lists and reports have them: text, bytes that are no UTF-8 replaced."""
+        """Return the keys of a shard's samples as lists and reports have them: text, with odd bytes replaced."""
         return np.char.decode(self.table(shard)["key"], "utf-8", "replace")
 
     def table(self, shard: int) -> np.ndarray:
-        """A shard's table of offsets and sizes (`data.index.tar.FIELDS` and `key`), mapped from disk.
+        """Return a shard's table of offsets and sizes (`data.index.tar.FIELDS` and `key`), mapped from disk.
 
         Raises DataError where the table is missing, was altered, or belongs to another shard.
         """
@@ -165,20 +150,20 @@ class Index:
 
 
 def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), rows: str = "") -> str:
-    """The sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
+    """Return the sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
 
     The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
     keeps its digest, and with it the keys of finished stages, its order and its ledger. Class names are in it where
-    there are any: a set without keeps the digest that it had before there were names.
+    there are any.
     """
     rest: list[object] = [list(class_counts)]
     if names:
         rest.append(list(names))
     if rows:
         rest.append({"rows": rows})
-    # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], as schema 1 began it; a piece at a time,
-    # because that of a large set is as large as its JSON.
-    digest = sha256(f"[{FIRST_SCHEMA}, [".encode())
+    # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], a piece at a time, because that of a large
+    # set is as large as its JSON.
+    digest = sha256(f"[{DIGEST_VERSION}, [".encode())
     separator = ""
     for shard in shards:
         tar = json.dumps([shard.name, shard.samples, shard.bytes, shard.sha256])
@@ -189,12 +174,12 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names
 
 
 def rows_of(origin: Origin | None) -> str:
-    """What a subset's digest has of its origin; "" for whole tars."""
+    """Return what a subset's digest has of its origin; "" for whole tars."""
     return "" if origin is None else origin.rows
 
 
 def words_of(rule: Mapping[str, Any]) -> list[str]:
-    """The options of `patchline subset` that say a rule; a list of samples by the path that it was read from."""
+    """Return the options of `patchline subset` that say a rule; a list of samples by the path that it was read from."""
     words = []
     for option, value in rule.items():
         if isinstance(value, Mapping):

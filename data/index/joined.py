@@ -47,7 +47,7 @@ class JoinedShards(Sequence[Shard]):
                 yield replace(shard, name=index.place_of(shard))
 
     def place(self, number: int) -> tuple[Index, int]:
-        """(the set that a shard comes from, its number in there)."""
+        """Return (the set that a shard comes from, its number in there)."""
         for index in self.sets:
             if number < len(index.shards):
                 return index, number
@@ -62,10 +62,6 @@ class JoinedIndex(Index):
     sets: tuple[Index, ...] = field(default=(), compare=False)
 
     @property
-    def sees_rot(self) -> bool:
-        return all(index.sees_rot for index in self.sets)
-
-    @property
     def bytes(self) -> int:
         return sum(index.bytes for index in self.sets)
 
@@ -78,13 +74,13 @@ class JoinedIndex(Index):
         return any(index.remote for index in self.sets)
 
     def table(self, shard: int) -> np.ndarray:
-        """A shard's table, out of the set that the shard comes from."""
+        """Return a shard's table, out of the set that the shard comes from."""
         index, number = JoinedShards(self.sets).place(shard)
         return index.table(number)
 
 
 def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
-    """Sets that are trained on together; the digest is of theirs and of the weights, wherever the sets are."""
+    """Join sets that are trained on together; the digest is of theirs and of the weights, wherever they lie."""
     samples_of_class: Counter[int] = Counter()
     digests = []
     for index in sets:
@@ -103,7 +99,7 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
 
 
 def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
-    """The sets with the shards of these names emptied, so that the others keep their numbers.
+    """Return the sets with the shards of these names emptied, so that the others keep their numbers.
 
     A name may have folders in front, as far as it takes to tell shards apart. A shard that several sets have, subsets
     of one set, is emptied in each. Raises DataError unless each name is of one shard.
@@ -119,7 +115,7 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
 
 
 def numbers_of_shard(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
-    """(number of the set, number in it) of the shard with a name, in every set that has it.
+    """Return (number of the set, number in it) of the shard with a name, in every set that has it.
 
     Raises DataError unless it is exactly one shard.
     """
@@ -134,7 +130,7 @@ def numbers_of_shard(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
 
 
 def emptied(index: Index, numbers: set[int]) -> Index:
-    """An index whose shards of these numbers have no samples and no bytes."""
+    """Return an index whose shards of these numbers have no samples and no bytes."""
     # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
     shards: Sequence[Shard]
     if isinstance(index.shards, MappedShards):
@@ -149,7 +145,7 @@ def emptied(index: Index, numbers: set[int]) -> Index:
 
 
 def shortest(sets: Sequence[Index], place: str) -> str:
-    """The shortest end of a shard's path that no other shard's path ends with."""
+    """Return the shortest end of a shard's path that no other shard's path ends with."""
     parts = place.split("/")
     for count in range(1, len(parts)):
         name = "/".join(parts[-count:])
@@ -159,7 +155,7 @@ def shortest(sets: Sequence[Index], place: str) -> str:
 
 
 def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]:
-    """Every shard whose path ends with a name: where it is → (number of the set, number in it) in each set with it."""
+    """Find the shards whose path ends with a name: path → (number of the set, number in it) in each set with it."""
     shards: dict[str, list[tuple[int, int]]] = {}
     for set_number, index in enumerate(sets):
         for number, shard in enumerate(index.shards):

@@ -33,7 +33,7 @@ def read_labels(raw: bytes, index: Index, most: int) -> tuple[int, ...]:
 
 
 def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ...]:
-    """Class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
+    """Return class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
 
     `ids` are those of class names: with them a `.cls` may also hold one name (`tench`), and a `.json` any (`["cat"]`).
     Raises ValueError where there is none, or where one is no whole number ≥ 0 and no such name.
@@ -56,7 +56,7 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
 
 
 def text_labels(raw: bytes) -> list[str]:
-    """The class names that a label may be meant to hold: those of its values that are texts with letters."""
+    """Return the class names that a label may be meant to hold: those of its values that are texts with letters."""
     text = raw.decode("utf-8", "replace").strip()
     is_json = text[:1] in ("[", "{")
     try:
@@ -67,14 +67,14 @@ def text_labels(raw: bytes) -> list[str]:
 
 
 def why_no_label(raw: bytes) -> str:
-    """What is wrong with a label that holds no class ids, as a reason that groups well."""
+    """Return what is wrong with a label that holds no class ids, as a reason that groups well."""
     if text_labels(raw):
         return "label is a text that no class list has"
     return "no label"
 
 
 def is_class_id(value: object) -> bool:
-    """Whether a value is a whole number ≥ 0, or a text of digits alone."""
+    """Return whether a value is a whole number ≥ 0, or a text of digits alone."""
     if isinstance(value, str):
         # int() would take `1_000` and `+3`, and digits of other scripts.
         return value.isascii() and value.isdigit()
@@ -83,7 +83,7 @@ def is_class_id(value: object) -> bool:
 
 
 def json_labels(text: str) -> list:
-    """The values that JSON text gives as labels, whatever they are; raises ValueError where it is no JSON."""
+    """Return the values that JSON text gives as labels, whatever they are; raises ValueError where it is no JSON."""
     try:
         content = json.loads(text)
     # A few thousand brackets are enough for Python's parser to give up with this, which is no ValueError.

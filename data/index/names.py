@@ -1,6 +1,6 @@
 """Class names: which class an id stands for, the same in every set that is used together.
 
-1. A source knows its names (`data.shards.sources`), or a class list gives them (`read_class_list`), in the order of
+1. A source knows its names (`data.sources`), or a class list gives them (`read_class_list`), in the order of
    their ids.
 2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
    becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
@@ -30,7 +30,7 @@ MOST_SHOWN = 5  # names that an error shows of many
 
 
 def read_class_list(path: str | os.PathLike[str]) -> Names:
-    """The class names of a file, in the order of their ids; raises DataError where it holds none.
+    """Return the class names of a file, in the order of their ids; raises DataError where it holds none.
 
     One name a line; or a `.jsonl` of a JSON text, or an object with `name`, a line; or a `.json`: a list of names,
     {"0": name, …} as Hugging Face's `id2label`, or an object that has such as `names` (our indexes), `id2label` or
@@ -50,7 +50,7 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
 
 
 def names_in(text: str, suffix: str) -> Names:
-    """The names in the text of a class list; raises ValueError where one is missing or is none."""
+    """Return the names in the text of a class list; raises ValueError where one is missing or is none."""
     if suffix == ".json":
         content = json.loads(text)
         for key in LIST_KEYS:
@@ -83,7 +83,7 @@ def check_unmistakable(names: Sequence[str], path: str) -> None:
 
 
 def ids_of(names: Iterable[str]) -> dict[str, int]:
-    """The id of every name that stands for one class alone and is no number, which a label would mean as an id."""
+    """Return the ids of names that stand for a single class and are no numbers, which a label means as ids."""
     ids: dict[str, int] = {}
     repeated = set()
     for label, name in enumerate(names):
@@ -105,7 +105,7 @@ class Numbering:
     known: int | None = None  # ids of the source are below; None: unknown
 
     def labels(self, labels: Sequence[int], key: str) -> tuple[int, ...]:
-        """What is written for the labels of a sample; raises DataError on an id that has no name."""
+        """Return what is written for the labels of a sample; raises DataError on an id that has no name."""
         if self.known is not None and max(labels, default=0) >= self.known:
             raise DataError(
                 f"sample {printable(key)} has label {max(labels)}, and there are {self.known} class names\n"
@@ -145,15 +145,19 @@ def number(
         # Two classes that are now called alike have become one; all others keep their order.
         wanted = merged(own, renamed) if rename else own
 
-    places = Places.of(wanted)
+    label_in_wanted = {name_in_wanted: label for label, name_in_wanted in enumerate(wanted)}
+    times_in_wanted = Counter(wanted)
     ids: dict[int, int] = {}
     lacking = []
     for label in kept:
-        place = places.id_of(renamed[label], label)
-        if place is None:
-            lacking.append(renamed[label])
+        name_in_wanted = renamed[label]
+        # Of two classes with one name (ImageNet has two cranes) the class at the same place is meant.
+        if label < len(wanted) and wanted[label] == name_in_wanted:
+            ids[label] = label
+        elif times_in_wanted[name_in_wanted] == 1:
+            ids[label] = label_in_wanted[name_in_wanted]
         else:
-            ids[label] = place
+            lacking.append(name_in_wanted)
     if lacking:
         raise DataError(
             f"{name}: {giver} lacks {len(lacking)} of its {len(own)} classes: {some(lacking)}\n"
@@ -165,36 +169,8 @@ def number(
     return Numbering(wanted, None if is_as_it_was else ids, len(own))
 
 
-class Places(NamedTuple):
-    """Where names stand in a list."""
-
-    names: Names
-    ids: dict[str, int]  # the first id of each name
-    repeated: set[str]
-
-    @staticmethod
-    def of(names: Names) -> Places:
-        """The places of these names."""
-        ids: dict[str, int] = {}
-        repeated = set()
-        for label, name in enumerate(names):
-            if name in ids:
-                repeated.add(name)
-            ids.setdefault(name, label)
-        return Places(names, ids, repeated)
-
-    def id_of(self, name: str, label: int) -> int | None:
-        """The id of a name that has `label` where it comes from; None where it has none, or several."""
-        # Of two classes with one name (ImageNet has two cranes) the one is meant that stands at the same place.
-        if label < len(self.names) and self.names[label] == name:
-            return label
-        if name in self.repeated:
-            return None
-        return self.ids.get(name)
-
-
 def merged(own: Names, renamed: Sequence[str]) -> Names:
-    """The names after renaming, where a class that was given another one's name is that one."""
+    """Return the names after renaming, where a class that was given another one's name is that one."""
     names: list[str] = []
     new_names = {after for before, after in zip(own, renamed, strict=True) if before != after}
     for name in renamed:
@@ -204,7 +180,7 @@ def merged(own: Names, renamed: Sequence[str]) -> Names:
 
 
 def kept_ids(names: Sequence[str], keep: Sequence[int | str] | None, name: str) -> list[int] | None:
-    """The ids of the classes to keep, each given by id or by name; None for all. Raises DataError on an unknown one."""
+    """Return the ids of classes to keep, by id or name; None for all. Raises DataError on an unknown class."""
     if keep is None:
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
@@ -235,7 +211,7 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
 
 
 def disagreement(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Where two lists of names give one id to two classes, as text; "" where they do not, or where one is empty."""
+    """Say where two lists of names give one id to two classes; "" where they do not, or where one is empty."""
     different = []
     for label, (our_name, their_name) in enumerate(zip(ours, theirs, strict=False)):
         if our_name != their_name:
@@ -247,7 +223,7 @@ def disagreement(ours: Sequence[str], theirs: Sequence[str]) -> str:
 
 
 def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
-    """The longest of several lists of names, each with what it is of; raises DataError where two do not agree."""
+    """Return the longest of several lists of names, each with its source; raises DataError where two disagree."""
     longest: Sequence[str] = ()
     place = ""
     for other_place, names in named:
@@ -267,7 +243,7 @@ def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
 
 
 def some(names: Sequence[str]) -> str:
-    """A few names, and how many there are."""
+    """Return a few names, and how many there are."""
     text = ", ".join(map(shown, names[:MOST_SHOWN]))
     if len(names) > MOST_SHOWN:
         text += f", … ({len(names):,} in all)"
@@ -275,5 +251,5 @@ def some(names: Sequence[str]) -> str:
 
 
 def shown(name: str) -> str:
-    """A name in quotes, without anything that a terminal would act on."""
+    """Return a name in quotes, without anything that a terminal would act on."""
     return f"'{printable(name[:80])}'"

@@ -47,19 +47,18 @@ class Refusals:
             self.add(reason, f"{first} of {shard}" if first else shard, count)
 
     def lines(self) -> list[str]:
-        """A line a reason, the most frequent first, as commands print them."""
+        """Return a line a reason, the most frequent first, as commands print them."""
         return refusal_lines(self.counts, self.first)
 
     def as_json(self) -> dict[str, list[int | str]]:
-        """The same as plain data: {reason: [count, first]}."""
+        """Return the same as plain data: {reason: [count, first]}."""
         return {reason: [count, self.first.get(reason, "")] for reason, count in self.counts.items()}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Refusals:
-        """What `as_json` gave, or {reason: count} as earlier versions wrote it."""
+        """Read what `as_json` gave."""
         refusals = Refusals()
-        for reason, entry in content.items():
-            count, first = entry if isinstance(entry, list) else (entry, "")
+        for reason, (count, first) in content.items():
             refusals.counts[reason] = int(count)
             if first:
                 refusals.first[reason] = first
@@ -67,7 +66,7 @@ class Refusals:
 
 
 def refusal_lines(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
-    """A line a reason, the most frequent first; names that others gave are printed so that no terminal acts on them."""
+    """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
     lines = []
     for reason, count in Counter(counts).most_common():
         line = f"refused: {count:,} × {reason}"

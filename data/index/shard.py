@@ -27,16 +27,16 @@ class Shard:
     samples: int
     bytes: int
     sha256: str
-    table: str = ""  # the sha256 of its table; "" in an index of schema 1
+    table: str = ""  # the sha256 of its table
 
 
 def shard_row(shard: Shard) -> list[str | int]:
-    """A shard as the JSON and the journal hold it."""
+    """Return a shard as the JSON and the journal hold it."""
     return [shard.name, shard.samples, shard.bytes, shard.sha256, shard.table]
 
 
 def table_name(shard: str) -> str:
-    """The file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
+    """Return the file name of a shard's table: flat, so that shards of one name in two folders do not meet."""
     flat = shard.removesuffix(".tar").replace("://", "/").strip("/").replace("/", "--")
     return f"{flat}.npy"
 
@@ -51,7 +51,7 @@ def open_table(path: Path, shard: Shard) -> np.ndarray:
     Raises WrongTable where it is missing, was altered, or belongs to another shard.
     """
     try:
-        digest = sha256(path.read_bytes()).hexdigest() if shard.table else ""
+        digest = sha256(path.read_bytes()).hexdigest()
         if digest != shard.table:
             raise ValueError(f"its sha256 is {digest[:12]}…, the index says {shard.table[:12]}…: altered or replaced")
         table = np.load(path, mmap_mode="r", allow_pickle=False)

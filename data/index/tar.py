@@ -53,7 +53,7 @@ LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for ta
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
 
 # One row of a shard's table: where the bytes are, and their digest. A size of 0 says that the sample has no such
-# member. The digest is absent from tables that an index of schema 1 has.
+# member.
 FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4"), ("digest", "<u8")]
 
 
@@ -91,7 +91,7 @@ class Walk:
             self.refused.add("empty sample", name_text(key))
 
     def table(self, tar: memoryview | bytes) -> np.ndarray:
-        """The rows as a structured array with fields `image image_size label label_size digest key`.
+        """Return the rows as a structured array with fields `image image_size label label_size digest key`.
 
         `tar` is what was walked: the digests are of its bytes.
         """
@@ -108,7 +108,7 @@ class Walk:
 
 
 def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
-    """The 64 bits that every read of a sample is compared with; of its encoded image and its label file.
+    """Return the 64 bits that every read of a sample is compared with; of its encoded image and its label file.
 
     xxh3, because it is the cheapest of those that were measured (benchmarks/README.md). It finds what rots and what
     is overwritten; whoever forges a shard is found by the shard's sha256.
@@ -118,7 +118,7 @@ def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
 
 
 def digest_of_tar(tar: memoryview) -> str:
-    """The sha256 of a whole tar, in pieces: Python hears a signal between two of them, and not in the midst of one."""
+    """Return the sha256 of a whole tar, in pieces: Python hears a signal between two of them, and not within one."""
     digest = sha256()
     for start in range(0, len(tar), PIECE):
         digest.update(tar[start : start + PIECE])
@@ -127,7 +127,7 @@ def digest_of_tar(tar: memoryview) -> str:
 
 @contextmanager
 def mapped(file: IO[bytes]) -> Iterator[memoryview]:
-    """The bytes of an open file without reading them first."""
+    """Return the bytes of an open file without reading them first."""
     # mmap refuses an empty file.
     if os.fstat(file.fileno()).st_size == 0:
         yield memoryview(b"")
@@ -188,7 +188,7 @@ def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with an image and a label of one key that lie apart put together, where the image stands."""
+    """Return the rows, with an image and a label of one key that lie apart put together, where the image stands."""
     # As nearly always, there is nothing to join: a tar in which each sample lies together costs one look.
     if all(row.image_size and row.label_size for row in rows):
         return list(rows)
@@ -208,12 +208,12 @@ def joined(rows: Sequence[Row]) -> list[Row]:
 
 
 def name_text(name: bytes) -> str:
-    """The name of a member or a sample as text."""
+    """Return the name of a member or a sample as text."""
     return name.decode("utf-8", "replace")
 
 
 def first_of(extensions: tuple[str, ...], parts: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """Offset and size of the member with the first of these extensions that a sample has."""
+    """Return offset and size of the member with the first of these extensions that a sample has."""
     for extension in extensions:
         if extension in parts:
             return parts[extension]
@@ -221,7 +221,7 @@ def first_of(extensions: tuple[str, ...], parts: dict[str, tuple[int, int]]) -> 
 
 
 def split_name(member: bytes) -> tuple[bytes, str]:
-    """`a/b.seg.PNG` → (`a/b`, `seg.png`), as webdataset splits names."""
+    """Return `a/b.seg.PNG` → (`a/b`, `seg.png`), as webdataset splits names."""
     folder, slash, base = member.rpartition(b"/")
     stem, _, extension = base.partition(b".")
     return folder + slash + stem, extension.decode("ascii", "replace").lower()
@@ -305,7 +305,7 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
 
 
 def padded(size: int) -> int:
-    """A size in bytes, rounded up to whole blocks."""
+    """Return a size in bytes, rounded up to whole blocks."""
     return (size + BLOCK - 1) // BLOCK * BLOCK
 
 
@@ -317,7 +317,7 @@ def check_header(header: bytes, name: str, position: int) -> None:
 
 
 def read_number(digits: bytes, name: str, position: int) -> int:
-    """A number of a header: octal digits, or base 256 where the first byte says so; raises DataError."""
+    """Return a number of a header: octal digits, or base 256 where the first byte says so; raises DataError."""
     # Eleven octal digits end below 8 GiB; larger sizes are in base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
@@ -333,12 +333,12 @@ def read_number(digits: bytes, name: str, position: int) -> int:
 
 
 def no_header(name: str, position: int) -> DataError:
-    """The error about bytes that cannot be a tar header."""
+    """Return the error about bytes that cannot be a tar header."""
     return DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
 
 
 def member_name(header: bytes) -> bytes:
-    """The name in a header; ustar keeps the first folders of a long one in a field of their own."""
+    """Return the name in a header; ustar keeps the first folders of a long one in a field of their own."""
     base = header[:100].rstrip(b"\0")
     prefix = header[345:500].rstrip(b"\0")
     # GNU tar keeps other things where ustar keeps the prefix.
@@ -349,7 +349,7 @@ def member_name(header: bytes) -> bytes:
 
 
 def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | None]:
-    """The `path` and `size` records of a PAX header, `path` in place of `long_name`; all else in it is ignored.
+    """Return the `path` and `size` records of a PAX header, `path` in place of `long_name`; all else in it is ignored.
 
     A record is `<length of the whole record> <name>=<value>\\n`.
     """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Box, Signature, boxes_of
+from data.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Crop, Signature, boxes_of
 
 # B training images of a batch, T test images, K crops of each, D coefficients of a crop
 
@@ -48,7 +48,7 @@ class TestSignatures(NamedTuple):
 
 
 def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
-    """Pairs that may show the same, for crops (B, K, D) of training images: of each pair and way the best crop."""
+    """Give pairs that may show the same, for crops (B, K, D) of training images: of each pair and way the best crop."""
     crops = batch.astype(np.float32)
     images = len(crops)
     for start in range(0, len(tests.crops), BLOCK):
@@ -66,7 +66,7 @@ def candidates(batch: np.ndarray, tests: TestSignatures) -> Iterator[Candidate]:
 
 
 def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
-    """(first, second, crop, value) of each pair of (first, second, crop) that is alike: the crop that is most so."""
+    """Give (first, second, crop, value) of each pair in (first, second, crop) that is alike: its most similar crop."""
     places = np.flatnonzero(alike > ALIKE)
     if len(places) == 0:
         return
@@ -82,7 +82,7 @@ def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
 
 
 def likeness_of(candidate: Candidate, train: Signature, tests: TestSignatures) -> float:
-    """How alike the pictures of a candidate are once they lie on each other: −1 to 1."""
+    """Return how alike the pictures of a candidate are once they lie on each other: −1 to 1."""
     test_picture = np.asarray(tests.pictures[candidate.test])
     if candidate.is_whole_train:
         whole, other = train.picture, test_picture
@@ -95,8 +95,8 @@ def likeness_of(candidate: Candidate, train: Signature, tests: TestSignatures) -
     return likeness(np.ascontiguousarray(whole, np.float32), other.astype(np.float32), box)
 
 
-def likeness(whole: np.ndarray, other: np.ndarray, box: Box) -> float:
-    """Correlation of the fine structure of `whole` with that of what lies near `box` in `other`: −1 to 1.
+def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
+    """Correlate the fine structure of `whole` with that of what lies near `box` in `other`: −1 to 1.
 
     The box is only where the search begins: ECC (Evangelidis & Psarakis, PAMI 2008) finds the affine map that fits.
     """
@@ -126,8 +126,8 @@ def likeness(whole: np.ndarray, other: np.ndarray, box: Box) -> float:
     return correlation(band(whole)[middle, middle], band(moved)[middle, middle])
 
 
-def is_copy(fitting: np.ndarray, box: Box) -> bool:
-    """Whether a map crops and resizes alone: it neither turns nor shears, and is of about the box's size."""
+def is_copy(fitting: np.ndarray, box: Crop) -> bool:
+    """Return whether a map crops and resizes alone: it neither turns nor shears, and is of about the box's size."""
     is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
     width_ratio = fitting[0, 0] / box.width
     height_ratio = fitting[1, 1] / box.height
@@ -135,12 +135,12 @@ def is_copy(fitting: np.ndarray, box: Box) -> bool:
 
 
 def band(picture: np.ndarray) -> np.ndarray:
-    """What is neither noise nor coarse of a picture."""
+    """Return what is neither noise nor coarse of a picture."""
     return cv2.GaussianBlur(picture, (0, 0), FINE) - cv2.GaussianBlur(picture, (0, 0), COARSE)
 
 
 def correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's correlation of two pictures; 0 where one has no structure."""
+    """Return Pearson's correlation of two pictures; 0 where either has no structure."""
     first = first - first.mean()
     second = second - second.mean()
     lengths = float(np.sqrt((first * first).sum() * (second * second).sum()))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ figcaption { font-size: 11px; color: #777; max-width: 240px; overflow-wrap: anyw
 
 
 def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[str]:
-    """How much of each set leaks, and what to type to train without it."""
+    """Return how much of each set leaks, and what to type to train without it."""
     report = []
     counts = leaks.looked_at
     report.append(
@@ -66,12 +67,12 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
 
 
 def share(name: str, leaked: np.ndarray) -> str:
-    """How many samples of a set are in a pair."""
+    """Return how many samples of a set are in a pair."""
     return f"{name}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
 
 
 def caption(pair: Pair) -> str:
-    """A pair as a line."""
+    """Return a pair as a line."""
     text = f"{pair.train[0]} {pair.train[1]} = {pair.test[0]} {pair.test[1]}: {pair.kind}, distance {pair.distance:.3g}"
     return printable(text)
 
@@ -84,23 +85,16 @@ def write_page(
     # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
     step = max(1, -(-len(farthest_first) // MOST_SHOWN))
     shown = farthest_first[::step]
-    figures = list(figures_of(shown, train, test, cache))
-    summary = "\n".join(lines(leaks, train, test))
-    write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
-
-
-def figures_of(
-    pairs: Sequence[Pair], train: Sequence[Index], test: Sequence[Index], cache: CacheConfig | None
-) -> Iterator[tuple[str, str, str]]:
-    """(training image, test image, caption) of each pair that can be decoded; images as JPEG in base64."""
     pictures = {"train": Pictures(train, cache), "test": Pictures(test, cache)}
-    for pair in pairs:
-        try:
+    figures = []  # (training image, test image, caption); images as JPEG in base64
+    for pair in shown:
+        # Of a pair that was found by its bytes, neither may be an image.
+        with suppress(BadImage):
             left = pictures["train"].of(pair.train_set, *pair.train)
             right = pictures["test"].of(pair.test_set, *pair.test)
-        except BadImage:
-            continue
-        yield left, right, caption(pair)
+            figures.append((left, right, caption(pair)))
+    summary = "\n".join(lines(leaks, train, test))
+    write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
 
 
 class Pictures:
@@ -111,7 +105,7 @@ class Pictures:
         self.readers = [Reader(index, cache=cache) for index in sets]
 
     def of(self, set_number: int, shard: str, key: str) -> str:
-        """A JPEG in base64; raises BadImage."""
+        """Return a JPEG in base64; raises BadImage."""
         index = self.sets[set_number]
         names = [indexed.name for indexed in index.shards]
         number = names.index(shard)

@@ -29,11 +29,12 @@ from data.errors import DataError
 from data.files import whole_file
 from data.images.decode import BadImage
 from data.index.index import Index
-from data.leaks.journal import Journal, Match, ShardMatches, key_of
+from data.index.shard import Shard
+from data.journal import Journal
 from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness_of
 from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Compared, Leaks, Pair, write_leaks
+from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
 from data.shards.parallel import in_parallel
 from data.shards.reader import Reader, check_sizes
 
@@ -47,6 +48,35 @@ JOURNAL = "leaks.partial"
 DOCUMENT = "leaks.json"
 
 Report = Callable[[int, int], None]  # shards done, of how many
+
+
+class Match(NamedTuple):
+    """A training sample and a test image that show the same."""
+
+    row: int  # of the training shard
+    test: int  # number among all test images
+    kind: Kind
+    distance: float
+
+
+class ShardMatches(NamedTuple):
+    """What was found in a training shard."""
+
+    matches: list[Match]
+    samples: int
+    bad: int  # that cannot be decoded
+    flat: int  # that have nothing to be recognised by but their pixels
+
+
+def key_of(shard: Shard) -> str:
+    """What stands for a training shard: its tar, and the table of the samples of it that are looked at."""
+    return f"{shard.sha256}-{shard.table}"
+
+
+def matches_of(record: Sequence[Any]) -> ShardMatches:
+    """What the journal holds of a training shard."""
+    matches, *counts = record
+    return ShardMatches([Match(*match) for match in matches], *counts)
 
 
 class Embeddings(NamedTuple):
@@ -98,7 +128,7 @@ def find_leaks(
                 journal.add(key_of(job.shard.shards[0]), matches)
         # An earlier search of other training sets, killed here, may have left records of more shards.
         keys = [key_of(job.shard.shards[0]) for job in jobs]
-        records = with_embeddings({key: journal.records[key] for key in keys}, embeddings)
+        records = with_embeddings({key: matches_of(journal.records[key]) for key in keys}, embeddings)
     leaks = document(train, test, records, bad_in(signatures), settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()

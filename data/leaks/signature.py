@@ -34,7 +34,7 @@ FLAT = 2.0  # grey levels: an image whose pixels deviate less has nothing to be 
 FLOOR = 1.0  # length of a vector before it is brought to 1: that of less is noise, and becomes shorter than 1
 
 
-class Box(NamedTuple):
+class Crop(NamedTuple):
     """A crop, in shares of the image's sides."""
 
     y: float
@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
 
 def signature(data: bytes) -> Signature:
-    """The signature of an encoded image; raises BadImage."""
+    """Return the signature of an encoded image; raises BadImage."""
     grey = grey_of(data)
     height, width = grey.shape
     square = squashed(grey, SIDE).astype(np.float32)
@@ -67,7 +67,7 @@ def signature(data: bytes) -> Signature:
 
 
 def grey_of(data: bytes) -> np.ndarray:
-    """The image (H, W), grey and upright, of SIDE pixels a side or more where it has as many; raises BadImage."""
+    """Decode the image (H, W), grey and upright, at SIDE pixels a side or more if it has them; raises BadImage."""
     header = read_header(data)
     reduced = {
         1: cv2.IMREAD_GRAYSCALE,
@@ -87,13 +87,13 @@ def grey_of(data: bytes) -> np.ndarray:
 
 
 def squashed(grey: np.ndarray, side: int) -> np.ndarray:
-    """The image at side × side pixels; each is the mean of those that it covers."""
+    """Return the image at side × side pixels; each is the mean of those that it covers."""
     is_larger = min(grey.shape) >= side
     return cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA if is_larger else cv2.INTER_LINEAR)
 
 
 def pixel_digest(data: bytes) -> bytes:
-    """The sha256 of an image's sides and pixels, as training decodes them; raises BadImage."""
+    """Return the sha256 of an image's sides and pixels, as training decodes them; raises BadImage."""
     read_header(data)
     pixels = decode_whole(data)
     return sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
@@ -103,40 +103,40 @@ def pixel_digest(data: bytes) -> bytes:
 
 
 def intervals(scale: float) -> list[tuple[float, float]]:
-    """(start, length) of the crops of one scale along one side: equally far from each other, STEP at most."""
+    """Return (start, length) of the crops of one scale along one side: equally far from each other, STEP at most."""
     steps = math.ceil((1 - scale) / STEP - 1e-9)
     if steps == 0:
         return [(0.0, scale)]
     return [(number * (1 - scale) / steps, scale) for number in range(steps + 1)]
 
 
-def evaluation_boxes(proportion: float) -> list[Box]:
-    """The square in the middle of an image of a width / height, and EVALUATED of it."""
+def evaluation_boxes(proportion: float) -> list[Crop]:
+    """Return the square in the middle of an image of a width / height, and EVALUATED of it."""
     height = min(1.0, proportion)
     width = min(1.0, 1 / proportion)
     boxes = []
     for scale in (1.0, EVALUATED):
-        boxes.append(Box((1 - scale * height) / 2, (1 - scale * width) / 2, scale * height, scale * width))
+        boxes.append(Crop((1 - scale * height) / 2, (1 - scale * width) / 2, scale * height, scale * width))
     return boxes
 
 
-def grid() -> list[Box]:
-    """The crops that all images have, in the order of their rows."""
+def grid() -> list[Crop]:
+    """Return the crops that all images have, in the order of their rows."""
     boxes = []
     for scale in SCALES:
         for y, height in intervals(scale):
             for x, width in intervals(scale):
-                boxes.append(Box(y, x, height, width))
+                boxes.append(Crop(y, x, height, width))
     return boxes
 
 
-def boxes_of(proportion: float) -> list[Box]:
-    """The crops of an image, in the order of the rows of its signature."""
+def boxes_of(proportion: float) -> list[Crop]:
+    """Return the crops of an image, in the order of the rows of its signature."""
     return [*GRID, *evaluation_boxes(proportion)]
 
 
 def basis(start: float, length: float) -> np.ndarray:
-    """(F, SIDE) cosines over one side of a crop; pixels that the crop covers in part count in part."""
+    """Return (F, SIDE) cosines over one side of a crop; pixels that the crop covers in part count in part."""
     middles = (np.arange(SIDE) + 0.5) / SIDE
     inside = np.minimum(middles + 0.5 / SIDE, start + length) - np.maximum(middles - 0.5 / SIDE, start)
     weights = np.clip(inside, 0, None) / length
@@ -146,7 +146,7 @@ def basis(start: float, length: float) -> np.ndarray:
 
 
 def transformed(square: np.ndarray, proportion: float) -> np.ndarray:
-    """(SIDE, SIDE) → (K, D) float32: the coefficients of every crop, each row of length 1."""
+    """Return (SIDE, SIDE) → (K, D) float32: the coefficients of every crop, each row of length 1."""
     rows = []
     for bases in GRID_BASES:  # (n · F, SIDE): of the n intervals of one scale
         n = len(bases) // FREQUENCIES

@@ -22,7 +22,7 @@ from data.remote.urls import redacted
 
 
 def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
-    """(remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
+    """Return (remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
     shards: set[int] = set()
     # The shards of all these steps must fit the cache at once, or it would evict what it has just fetched.
     for later in range(step, step + cfg.ahead + 1):
@@ -37,7 +37,7 @@ def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: C
 
 
 def waited_for(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> str:
-    """What some slots of a step need, and how much of it is here: of remote shards, those that the cache has."""
+    """Return what some slots of a step need, and how much of it is here: of remote shards, those that the cache has."""
     shards = shards_of(order, slots, step)
     cache = Cache(cfg)
     missing = []
@@ -55,7 +55,7 @@ def waited_for(index: Index, order: Order | Mixture, slots: range, step: int, cf
 
 
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
-    """Numbers of the shards that some slots read at a step, each once."""
+    """Return numbers of the shards that some slots read at a step, each once."""
     shard_of_slot = order.batch(step)[1]
     return np.unique(shard_of_slot[slots.start : slots.stop]).tolist()
 
@@ -78,7 +78,7 @@ class Ahead:
         self.thread.start()
 
     def is_stopped(self) -> bool:
-        """Whether nobody waits for shards any more."""
+        """Return whether nobody waits for shards any more."""
         return self.stopped
 
     def reached(self, step: int) -> None:

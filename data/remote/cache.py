@@ -14,9 +14,7 @@ How a shard gets here, in order (`Cache.path`):
 
 from __future__ import annotations
 
-import logging
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,13 +29,12 @@ from data.checks import at_least, more_than_0
 from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
 from data.index.shard import Shard
-from data.remote.urls import forget_credentials, read_range, redacted
+from data.remote.retry import Retry
+from data.remote.urls import read_range, redacted
 
 Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
 ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
-LONGEST_PAUSE_S = 30.0  # between two attempts, however often the storage has failed
-WARN_AT_ATTEMPT = 2  # counted from 0: by the third attempt somebody waits
 
 
 @dataclass(frozen=True)
@@ -210,46 +207,16 @@ class Cache:
         return self.patiently(url, ask)
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
-        """What the storage answers; patient with all but a missing file, a refused address and a missing client.
+        """Return what the storage answers, asked again as `data.remote.retry` does.
 
-        Raises DataError for those, and StorageError when `attempts` were in vain or nobody waits any more.
+        Raises DataError for a missing file, a refused address and a missing client; StorageError when `attempts` were
+        in vain or nobody waits any more.
         """
-        reason = ""
-        for attempt in range(self.cfg.attempts):
-            if self.stopped():
-                raise StorageError(f"{redacted(url)}: left where it was")
-            try:
-                return ask()
-            except FileNotFoundError:
-                raise DataError(f"{redacted(url)}: there is no such shard, or no such bucket") from None
-            except DataError:
-                raise
-            except PermissionError as error:
-                reason = type(error).__name__
-                # The credentials may have expired: the next attempt reads what the environment says by then.
-                forget_credentials()
-            # Clients raise many kinds of errors, and any of their texts may hold a secret: only the kind is shown.
-            except Exception as error:
-                reason = type(error).__name__
-            if attempt == WARN_AT_ATTEMPT:
-                logging.getLogger(__name__).warning("%s: no answer (%s), asking again", redacted(url), reason)
-            if attempt + 1 < self.cfg.attempts:
-                self.pause(self.pause_s(attempt))
-
-        is_denied = reason == "PermissionError" or "Credentials" in reason
-        hint = "credentials come from the environment" if is_denied else "run again"
-        raise StorageError(f"{redacted(url)}: no answer after {self.cfg.attempts} attempts, last {reason}; {hint}")
-
-    def pause(self, seconds: float) -> None:
-        """Wait so long, or until nobody waits for us any more."""
-        ends_at = time.monotonic() + seconds
-        while not self.stopped() and time.monotonic() < ends_at:
-            time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
-
-    def pause_s(self, attempt: int) -> float:
-        """A random part of a time that doubles with every attempt, so that many nodes do not ask all at once."""
-        longest = min(LONGEST_PAUSE_S, self.cfg.backoff_s * 2**attempt)
-        return random.uniform(0, longest)
+        retry = Retry(self.cfg.attempts, self.cfg.backoff_s, self.stopped)
+        try:
+            return retry.patiently(redacted(url), ask)
+        except FileNotFoundError:
+            raise DataError(f"{redacted(url)}: there is no such shard, or no such bucket") from None
 
     # ------------------------------------------------------------------------------------------ eviction
 

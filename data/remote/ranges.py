@@ -54,11 +54,11 @@ class Ranges:
         self.pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """Itself without threads and what they have read, for another process."""
+        """Return the state without threads and what they have read, for another process."""
         return self.__dict__ | {"asked": {}, "pool": None}
 
     def is_stopped(self) -> bool:
-        """Whether nobody waits for samples any more."""
+        """Return whether nobody waits for samples any more."""
         return self.stopped
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class Ranges:
                 raise
 
     def take(self, place: Place, span: Span, progress: Callable[[], object] = nobody_to_tell) -> tuple[bytes, bytes]:
-        """The image and label of a sample, asked for before or now; raises DataError and StorageError.
+        """Return the image and label of a sample, asked for before or now; raises DataError and StorageError.
 
         `progress` is called while it waits: attempts add up to more than the time after which a loader takes this
         process for one that hangs. What is not here after `LONGEST_S` is given up instead.
@@ -110,7 +110,7 @@ class Ranges:
         self.asked = {}
 
     def read(self, span: Span) -> tuple[bytes, bytes]:
-        """The image and label of a sample, in one request where they lie close together."""
+        """Return the image and label of a sample, in one request where they lie close together."""
         image_stop = span.image + span.image_size
         label_stop = span.label + span.label_size
         gap = max(span.image, span.label) - min(image_stop, label_stop)
@@ -122,7 +122,7 @@ class Ranges:
         return both[span.image - start : image_stop - start], both[span.label - start : label_stop - start]
 
     def bytes_of(self, url: str, start: int, stop: int) -> bytes:
-        """All bytes from `start` to `stop` − 1; where an answer breaks off, the rest is asked for."""
+        """Return all bytes from `start` to `stop` − 1; where an answer breaks off, the rest is asked for."""
         content = b""
         while start + len(content) < stop:
             content += self.cache.read(url, start + len(content), stop)

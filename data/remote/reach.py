@@ -7,7 +7,6 @@ from typing import TypedDict
 
 from data.errors import PatchlineError
 from data.index.document import load_index
-from data.index.index import Index
 from data.remote.urls import read_range, redacted
 
 PIECE_BYTES = 2**22  # of a shard
@@ -30,9 +29,18 @@ def read_some(path: str) -> Reach:
     place = path
     try:
         index = load_index(path)
-        for number in some_shards(index):
+        count = len(index.shards)
+        for number in sorted({0, count // 2, count - 1} & set(range(count))):
             place = index.location(number)
-            reach["bytes"] += read_piece(place, index.shards[number].bytes)
+            size = min(PIECE_BYTES, index.shards[number].bytes)
+            if "://" in place:
+                reach["bytes"] += len(read_range(place, 0, size, TIMEOUT_S))
+            else:
+                with open(place, "rb", buffering=0) as file:
+                    # What memory holds of it is dropped, or memory's rate would be measured. Not every disk can.
+                    with suppress(OSError):
+                        os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+                    reach["bytes"] += len(file.read(size))
             if time.monotonic() - began > LONGEST_S:
                 break
     except PatchlineError as error:
@@ -43,23 +51,3 @@ def read_some(path: str) -> Reach:
         reach["error"] = f"{redacted(place)}: {reason}"
     reach["seconds"] = time.monotonic() - began
     return reach
-
-
-def some_shards(index: Index) -> list[int]:
-    """Return the numbers of the first, the middle and the last shard."""
-    count = len(index.shards)
-    if count == 0:
-        return []
-    return sorted({0, count // 2, count - 1})
-
-
-def read_piece(place: str, shard_bytes: int) -> int:
-    """Read the first bytes of a shard; return how many. Raises OSError and DataError."""
-    size = min(PIECE_BYTES, shard_bytes)
-    if "://" in place:
-        return len(read_range(place, 0, size, TIMEOUT_S))
-    with open(place, "rb", buffering=0) as file:
-        # What memory holds of it is dropped, or memory's rate would be measured. Not every file system can.
-        with suppress(OSError):
-            os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
-        return len(file.read(size))

@@ -42,7 +42,7 @@ class Refused(DataError):
     """This address may not be read, now or later."""
 
 
-class Entry(TypedDict):
+class ObjectInfo(TypedDict):
     """What a client says of an object; it says more, of which nothing is needed."""
 
     size: int  # bytes
@@ -52,13 +52,13 @@ class Client(Protocol):
     """The part of fsspec's file systems that is used here."""
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Bytes start … end−1 of an object."""
+        """Return bytes start … end−1 of an object."""
 
-    def info(self, path: str) -> Entry:
-        """The size of an object."""
+    def info(self, path: str) -> ObjectInfo:
+        """Return the size of an object."""
 
-    def glob(self, path: str, *, detail: bool) -> dict[str, Entry]:
-        """The objects that match a pattern, by their paths without the scheme."""
+    def glob(self, path: str, *, detail: bool) -> dict[str, ObjectInfo]:
+        """Return the objects that match a pattern, by their paths without the scheme."""
 
 
 def check_url(url: str) -> None:
@@ -69,7 +69,7 @@ def check_url(url: str) -> None:
 
 
 def redacted(url: str) -> str:
-    """The URL without user, password, query and fragment, any of which may be a secret."""
+    """Return the URL without user, password, query and fragment, any of which may be a secret."""
     parts = urlsplit(url)
     if not parts.scheme:
         return url
@@ -81,7 +81,7 @@ def redacted(url: str) -> str:
 
 
 def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
-    """Bytes start … stop−1, or fewer where the answer breaks off.
+    """Return bytes start … stop−1, or fewer where the answer breaks off.
 
     Raises FileNotFoundError, PermissionError, Refused, and many kinds of errors that are worth another try; Refused
     also where the store ignores ranges: each would bring all of the object, and a run would end in wrong digests.
@@ -103,7 +103,7 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 
 
 def size_of(url: str, timeout_s: float) -> int:
-    """Bytes of what a URL names; raises as `read_range`."""
+    """Return bytes of what a URL names; raises as `read_range`."""
     if url.startswith("https:"):
         return size_https(url, timeout_s)
     with denied_as_such():
@@ -111,7 +111,7 @@ def size_of(url: str, timeout_s: float) -> int:
 
 
 def list_tars(url: str, timeout_s: float) -> dict[str, int]:
-    """{URL: bytes} of the *.tar in a folder, or of those that match a pattern; raises as `read_range`.
+    """Return {URL: bytes} of the *.tar in a folder, or of those that match a pattern; raises as `read_range`.
 
     Raises Refused where a folder has compressed tars too, which would be left out.
     """
@@ -154,7 +154,7 @@ def forget_credentials() -> None:
 # Kept from call to call: a client holds its connections and its login.
 @lru_cache(maxsize=8)
 def client(scheme: str, timeout_s: float) -> Client:
-    """fsspec's file system for a scheme; our own retries are the only ones.
+    """Return fsspec's file system for a scheme; our own retries are the only ones.
 
     Raises DataError where its package is not installed, or is of a version that keeps its retries elsewhere.
     """
@@ -178,7 +178,7 @@ def client(scheme: str, timeout_s: float) -> Client:
 
 
 def options_of(scheme: str, timeout_s: float) -> dict[str, object]:
-    """What a client is made with: time limits in seconds, and nothing kept from one client to the next."""
+    """Return what a client is made with: time limits in seconds, and nothing kept from one client to the next."""
     # fsspec would otherwise hand out the client it made before, with its old credentials, and share with others the
     # one whose retries we turn off.
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -220,7 +220,7 @@ def ask_once(scheme: str, filesystem: Any) -> None:
 
 
 def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
-    """Bytes start … stop−1, or fewer; raises Refused where the server would send all from the first byte on."""
+    """Return bytes start … stop−1, or fewer; raises Refused where the server would send all from the first byte on."""
     with ask_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
         # A server that ignores the range sends the file from its first byte on, which is only right for start 0.
         if answer.status != http.client.PARTIAL_CONTENT and start > 0:
@@ -233,7 +233,7 @@ def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 
 
 def size_https(url: str, timeout_s: float) -> int:
-    """Bytes of what a URL names; raises Refused where the server does not say."""
+    """Return bytes of what a URL names; raises Refused where the server does not say."""
     # One byte is asked for, not HEAD, which many servers and all signed URLs refuse.
     with ask_https(url, timeout_s, "bytes=0-0") as answer:
         content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
@@ -245,7 +245,7 @@ def size_https(url: str, timeout_s: float) -> int:
 
 @contextmanager
 def ask_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
-    """The answer to a request for a range, and its errors as those of the other schemes."""
+    """Return the answer to a request for a range, and its errors as those of the other schemes."""
     request = urllib.request.Request(url, headers={"Range": byte_range})
     try:
         with opener().open(request, timeout=timeout_s) as answer:
@@ -262,7 +262,7 @@ def ask_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.clie
 
 
 def error_of(code: int) -> OSError:
-    """The error that the other schemes raise in place of an HTTP status."""
+    """Return the error that the other schemes raise in place of an HTTP status."""
     text = f"HTTP {code}"
     if code in (404, 410):
         return FileNotFoundError(text)
@@ -272,7 +272,7 @@ def error_of(code: int) -> OSError:
 
 
 def opener() -> urllib.request.OpenerDirector:
-    """An opener that speaks https alone, also after a redirect, and only with public addresses."""
+    """Return an opener that speaks https alone, also after a redirect, and only with public addresses."""
     # Put together by hand, because `build_opener` would add file:, ftp: and data: to it.
     director = urllib.request.OpenerDirector()
     director.add_handler(PublicHandler())
@@ -301,7 +301,7 @@ class PublicHandler(urllib.request.HTTPSHandler):
 def connect_public(
     address: tuple[str, int], timeout: float, source_address: tuple[str, int] | None = None
 ) -> socket.socket:
-    """socket.create_connection, for public addresses only; raises Refused for others."""
+    """Connect as socket.create_connection does, to public addresses only; raises Refused for others."""
     host, port = address
     is_allowed = host in os.environ.get("PATCHLINE_PRIVATE_HOSTS", "").split(",")
     resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -38,7 +38,7 @@ from data.index.index import Index
 from data.index.labels import read_labels
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.index.tar import Row, mapped, walk
+from data.index.tar import mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
 from data.shards.parallel import in_parallel
@@ -117,7 +117,7 @@ class Repeated:
 
 
 def check_shard(job: CheckJob) -> ShardReport:
-    """The report of an index's only shard, with so many samples kept for the grid."""
+    """Return the report of an index's only shard, with so many samples kept for the grid."""
     shard = job.index.shards[0]
     report = ShardReport(shard.name)
     try:
@@ -128,7 +128,27 @@ def check_shard(job: CheckJob) -> ShardReport:
                 report.problem = "its sha256 is not the one in the index"
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
             for sample in samples_of(tar, report, table_of(job.index, 0, report), job.index.origin is not None):
-                check_sample(sample, job, report)
+                if not sample.is_intact:
+                    report.add_bad(sample.key, "not the bytes that were indexed")
+                    continue
+                try:
+                    header = read_header(sample.image)
+                    # As many labels as there are classes are allowed: the report says which `max_labels` a run needs.
+                    labels = read_labels(sample.label, job.index, job.index.classes)
+                    if job.decode:
+                        decode_whole(sample.image)
+                        # libjpeg decodes some damaged files with no more than a warning; training uses them, so they
+                        # are not bad.
+                        if header.kind == "jpeg" and is_damaged(sample.image):
+                            report.damaged += 1
+                except BadImage as error:
+                    report.add_bad(sample.key, str(error))
+                    continue
+                report.add_good(header, sample.image, labels)
+                if len(report.grid) < job.grid:
+                    names = job.index.names
+                    classes = ", ".join(names[label] if label < len(names) else str(label) for label in labels)
+                    report.grid.append(GridImage(f"{sample.key[-24:]}: {classes}", sample.image))
     except OSError as error:
         report.problem = str(error.strerror)
     # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
@@ -138,33 +158,8 @@ def check_shard(job: CheckJob) -> ShardReport:
     return report
 
 
-def check_sample(sample: RawSample, job: CheckJob, report: ShardReport) -> None:
-    """Add one sample to a shard's report, as good or as bad."""
-    key, image, raw_labels, is_intact = sample
-    if not is_intact:
-        report.add_bad(key, "not the bytes that were indexed")
-        return
-    try:
-        header = read_header(image)
-        # As many labels as there are classes are allowed here: the report says which `max_labels` a run needs.
-        labels = read_labels(raw_labels, job.index, job.index.classes)
-        if job.decode:
-            decode_whole(image)
-            # libjpeg decodes some damaged files with no more than a warning; training uses them, so they are not bad.
-            if header.kind == "jpeg" and is_damaged(image):
-                report.damaged += 1
-    except BadImage as error:
-        report.add_bad(key, str(error))
-        return
-    report.add_good(header, image, labels)
-    if len(report.grid) < job.grid:
-        names = job.index.names
-        classes = ", ".join(names[label] if label < len(names) else str(label) for label in labels)
-        report.grid.append(GridImage(f"{key[-24:]}: {classes}", image))
-
-
 def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
-    """A shard where it is, or from the cache; raises OSError, DataError, StorageError."""
+    """Return a shard where it is, or from the cache; raises OSError, DataError, StorageError."""
     place = index.location(number)
     if "://" not in place:
         return open(place, "rb")
@@ -185,11 +180,11 @@ class RawSample(NamedTuple):
     key: str
     image: bytes
     label: bytes
-    is_intact: bool  # as the table's digest tells; True where the table has none
+    is_intact: bool  # as the table's digest tells; True without a table
 
 
 def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | None:
-    """A shard's table; None where it cannot be used, which is then the shard's problem.
+    """Return a shard's table; None where it cannot be used, which is then the shard's problem.
 
     Of a subset the table alone says which samples of the tar are its own, the others being held out perhaps: without
     it DataError is raised.
@@ -206,7 +201,7 @@ def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | Non
 def samples_of(
     tar: memoryview, report: ShardReport, table: np.ndarray | None, of_subset: bool = False
 ) -> Iterator[RawSample]:
-    """What can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report.
+    """Give what can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report.
 
     Of the tar of a subset, what is not in its table belongs to others, and is left out.
     """
@@ -222,12 +217,8 @@ def samples_of(
     walked = result.table(tar)
     digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
     if table is not None:
-        # A stale table of schema 1 is found here alone: the tar is as it was, and the table is of another.
-        if not report.problem and not has_same_rows(table, walked):
-            report.problem = "its table is not of this tar; run `python -m jobs index` again"
-        if "digest" in (table.dtype.names or ()):
-            for entry in table:
-                digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
+        for entry in table:
+            digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
 
     for row, digest in zip(result.rows, walked["digest"].tolist(), strict=True):
         is_intact = digests.get((row.image, row.label), digest) == digest
@@ -235,11 +226,6 @@ def samples_of(
         image = bytes(tar[row.image : row.image + row.image_size])
         label = bytes(tar[row.label : row.label + row.label_size])
         yield RawSample(key, image, label, is_intact)
-
-
-def has_same_rows(table: np.ndarray, walked: np.ndarray) -> bool:
-    """Whether two tables say the same of where samples lie."""
-    return all(np.array_equal(table[name], walked[name]) for name in Row._fields)
 
 
 # ------------------------------------------------------------------------------------------------ repair
@@ -281,42 +267,35 @@ def repair(
 
 
 def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sample]:
-    """Every good sample of a set; with `unique`, each image once."""
+    """Give every sample of a set that is whole and can be decoded; with `unique`, each image once."""
     digests: set[bytes] = set()  # of the images so far, if they must be unique
     for number, shard in enumerate(index.shards):
-        stem = Path(shard.name).stem
+        try:
+            file = open_shard(index, number, cache)
+        # Repairing excludes a shard that cannot be read, and keeps the others.
+        except (OSError, DataError):
+            continue
         times_seen: Counter[str] = Counter()
-        for key, image, labels in readable_samples(index, number, cache):
-            if unique:
-                # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
-                digest = blake2b(image, digest_size=16).digest()
-                if digest in digests:
+        with file, mapped(file) as tar:
+            report = ShardReport(shard.name)
+            table = table_of(index, number, report)
+            for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
+                if not is_intact:
                     continue
-                digests.add(digest)
-            # A key may come twice in a tar that others made; in ours each names one sample.
-            times_seen[key] += 1
-            if times_seen[key] > 1:
-                key = f"{key}-{times_seen[key]}"
-            yield Sample(f"{stem}/{key}", image, labels, kind_of(image))
-
-
-def readable_samples(index: Index, number: int, cache: CacheConfig) -> Iterator[tuple[str, bytes, tuple[int, ...]]]:
-    """Key, image and labels of every sample of a shard that is whole and that can be decoded."""
-    try:
-        file = open_shard(index, number, cache)
-    # Repairing leaves out a shard that cannot be read, and keeps the others.
-    except (OSError, DataError):
-        return
-    with file, mapped(file) as tar:
-        report = ShardReport(index.shards[number].name)
-        table = table_of(index, number, report)
-        for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
-            if not is_intact:
-                continue
-            try:
-                read_header(image)
-                decode_whole(image)
-                labels = read_labels(raw_labels, index, index.classes)
-            except BadImage:
-                continue
-            yield key, image, labels
+                try:
+                    read_header(image)
+                    decode_whole(image)
+                    labels = read_labels(raw_labels, index, index.classes)
+                except BadImage:
+                    continue
+                if unique:
+                    # 16 bytes here and 8 in the report: there a chance match is a wrong count, here a lost image.
+                    digest = blake2b(image, digest_size=16).digest()
+                    if digest in digests:
+                        continue
+                    digests.add(digest)
+                # A key may come twice in a tar that others made; in ours each names one sample.
+                times_seen[key] += 1
+                if times_seen[key] > 1:
+                    key = f"{key}-{times_seen[key]}"
+                yield Sample(f"{Path(shard.name).stem}/{key}", image, labels, kind_of(image))

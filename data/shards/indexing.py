@@ -44,7 +44,7 @@ from data.index.shard import Shard, table_name, write_table
 from data.index.tar import check_nothing_excluded, digest_of_tar, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
-from data.shards.journal import Journal, Record
+from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import in_parallel, setting_at_error
 
 MOST_ERRORS = 20  # shards that are named when they cannot be used
@@ -105,7 +105,7 @@ def build_index(
     setting = tars.directory
     if names:
         setting = f"{tars.directory} {digest_of_names(names)}"
-    with Journal(path, classes, setting) as journal:
+    with IndexJournal(path, classes, setting) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
@@ -152,7 +152,7 @@ def digest_of_names(names: Names) -> str:
     return sha256(json.dumps(names).encode()).hexdigest()
 
 
-def record_all(results: Iterable[Record | str], journal: Journal) -> None:
+def record_all(results: Iterable[Record | str], journal: IndexJournal) -> None:
     """Add the records to the journal; raises DataError at the end, with the first errors and how many there are."""
     errors = []
     for result in results:
@@ -289,8 +289,8 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
 def check_stopped(partial: Path) -> None:
     """Raise DataError where a packing was stopped: not all of its tars are there."""
     setting = ""
-    with suppress(OSError, ValueError), open(partial) as file:
-        setting = json.loads(file.readline())[2]
+    with suppress(OSError, ValueError, KeyError), open(partial) as file:
+        _, setting = json.loads(file.readline())["setting"]
     if re.fullmatch(PACKING_SETTING, setting):
         raise DataError(
             f"{partial}: a packing was stopped here; run the same `jobs pack` again to its end, "

@@ -66,7 +66,7 @@ class Leaks:
 
 
 def leaked_test_samples(leaks: Leaks, index: Index) -> np.ndarray:
-    """(N,) whether each sample of a test set is in a pair, in the order of the set.
+    """Return (N,) whether each sample of a test set is in a pair, in the order of the set.
 
     `index` is one of the test sets that were compared, or a subset of one, but no subset of a subset. A key that a
     shard has twice marks both. Raises DataError where it is neither.
@@ -75,7 +75,7 @@ def leaked_test_samples(leaks: Leaks, index: Index) -> np.ndarray:
 
 
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
-    """Which of the document's sets on a side a set is, or is a subset of."""
+    """Return which of the document's sets on a side a set is, or is a subset of."""
     sets: Sequence[Compared] = getattr(leaks, side)
     digests = {index.digest}
     if index.origin is not None:
@@ -84,7 +84,7 @@ def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
 
 
 def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
-    """(N,) whether each sample of a set is on one side of a pair."""
+    """Return (N,) whether each sample of a set is on one side of a pair."""
     numbers = numbers_of(leaks, index, side)
     if not numbers:
         there = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in getattr(leaks, side))
@@ -141,7 +141,7 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
 
 
 def pair_of(entry: Mapping[str, Any]) -> Pair:
-    """A pair as the JSON has it; raises ValueError, KeyError or TypeError where it is none."""
+    """Return a pair as the JSON has it; raises ValueError, KeyError or TypeError where it is none."""
     train_shard, train_key = entry["train"]
     test_shard, test_key = entry["test"]
     return Pair(

@@ -13,7 +13,7 @@ that was compared, or a subset of one, which of course lacks samples of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +22,23 @@ from data.checks import printable
 from data.errors import DataError
 from data.index.index import Index
 from data.index.joined import called
-from data.shards.leaks import SIDES, Leaks, in_pairs, numbers_of, read_leaks
+from data.shards.leaks import SIDES, in_pairs, numbers_of, read_leaks
 
 Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
 MOST_SHOWN = 5  # samples that an error names of many
 
 
 def listed_rows(path: str, index: Index) -> np.ndarray:
-    """The rows of a set, numbered through all of its shards, that a file lists.
+    """Return the rows of a set, numbered through all of its shards, that a file lists.
 
     Raises DataError where it lists none or cannot be read, and where it is of another set.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        if is_leaks_document(text, Path(path).suffix):
+        content = json.loads(text) if path.endswith(".json") else None
+        if isinstance(content, dict) and "pairs" in content:
             return leaked_rows(path, index)
-        samples = samples_in(text, Path(path).suffix)
+        samples = samples_of_json(content) if path.endswith(".json") else samples_of_text(text)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such list; expected a file of one sample a line") from None
     except UnicodeDecodeError as error:
@@ -47,26 +48,20 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
     return rows_listed(index, samples, path)
 
 
-def is_leaks_document(text: str, suffix: str) -> bool:
-    """Whether a list is what a search for leaks wrote; raises ValueError where it should be JSON and is not."""
-    if suffix != ".json":
-        return False
-    content = json.loads(text)
-    return isinstance(content, dict) and "pairs" in content
+def samples_of_text(text: str) -> list[Listed]:
+    """Read a list of one sample a line; raises ValueError where it is empty."""
+    samples = []
+    for line in text.splitlines():
+        shard, _, key = line.rpartition("\t")
+        if line.strip():
+            samples.append((shard, key))
+    if not samples:
+        raise ValueError("it is empty")
+    return samples
 
 
-def samples_in(text: str, suffix: str) -> list[Listed]:
-    """The samples in the text of a list; raises ValueError where it is none."""
-    if suffix != ".json":
-        samples = []
-        for line in text.splitlines():
-            shard, _, key = line.rpartition("\t")
-            if line.strip():
-                samples.append((shard, key))
-        if not samples:
-            raise ValueError("it is empty")
-        return samples
-    content = json.loads(text)
+def samples_of_json(content: object) -> list[Listed]:
+    """Read a JSON list of keys, or of shards and keys; raises ValueError where it is none."""
     if not isinstance(content, list) or not content:
         raise ValueError("its JSON is no list with samples in it")
     samples = []
@@ -79,7 +74,7 @@ def samples_in(text: str, suffix: str) -> list[Listed]:
 
 
 def leaked_rows(path: str, index: Index) -> np.ndarray:
-    """The rows of a set that a leaks.json has in a pair, of train or of test: none where nothing of it leaks.
+    """Return the rows of a set that a leaks.json has in a pair, of train or of test: none where nothing of it leaks.
 
     Raises DataError where neither the set nor the one that it is a subset of was compared, and where a pair names a
     sample that a set which was compared lacks.
@@ -96,23 +91,18 @@ def leaked_rows(path: str, index: Index) -> np.ndarray:
     for side in sides:
         leaked |= in_pairs(leaks, index, side)
     # Of a subset a pair may name what is not in it; of the very set that was compared all must be there.
-    leaked[rows_listed(index, own_samples(leaks, index), path)] = True
+    own_samples = set()
+    for pair in leaks.pairs:
+        if leaks.train[pair.train_set].digest == index.digest:
+            own_samples.add(pair.train)
+        if leaks.test[pair.test_set].digest == index.digest:
+            own_samples.add(pair.test)
+    leaked[rows_listed(index, sorted(own_samples), path)] = True
     return np.flatnonzero(leaked)
 
 
-def own_samples(leaks: Leaks, index: Index) -> list[Listed]:
-    """The samples in pairs of this very set, and not of one that it is a subset of."""
-    samples = set()
-    for pair in leaks.pairs:
-        if leaks.train[pair.train_set].digest == index.digest:
-            samples.add(pair.train)
-        if leaks.test[pair.test_set].digest == index.digest:
-            samples.add(pair.test)
-    return sorted(samples)
-
-
 def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarray:
-    """The rows of a set, numbered through all of its shards, that hold listed samples.
+    """Return the rows of a set, numbered through all of its shards, that hold listed samples.
 
     A key that a shard has twice names both. Raises DataError naming samples that are not there, and keys without a
     shard that several shards have; `path` is the list's.
@@ -149,12 +139,6 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
             f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {first_of(missing)}\n"
             "  expected samples of this very set"
         )
-    check_unambiguous(shards_of_key, path)
-    return np.concatenate(rows)
-
-
-def check_unambiguous(shards_of_key: Mapping[str, set[str]], path: str) -> None:
-    """Raise DataError where keys of a list, whose shard it does not say, are in several shards."""
     ambiguous = []
     for key, shards in shards_of_key.items():
         if len(shards) > 1:
@@ -164,10 +148,11 @@ def check_unambiguous(shards_of_key: Mapping[str, set[str]], path: str) -> None:
             f"{path}: {len(ambiguous):,} of its keys are in several shards: {first_of(ambiguous)}\n"
             "  expected the shard before such a key, with a tab between"
         )
+    return np.concatenate(rows)
 
 
 def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:
-    """The number of the shard that each name means; raises DataError unless it is exactly one."""
+    """Return the number of the shard that each name means; raises DataError unless it is exactly one."""
     by_name: dict[str, int] = {shard.name: number for number, shard in enumerate(index.shards)}
     numbers = {}
     for name in names:
@@ -187,6 +172,6 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
 
 
 def first_of(samples: Sequence[str]) -> str:
-    """The first of some samples, each whole, and whether there are more."""
+    """Return the first of some samples, each whole, and whether there are more."""
     text = ", ".join(samples[:MOST_SHOWN])
     return f"{text}, …" if len(samples) > MOST_SHOWN else text

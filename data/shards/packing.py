@@ -36,7 +36,7 @@ from data.index.labels import MAX_CLASSES
 from data.index.names import Names
 from data.index.shard import Shard, table_name, write_table
 from data.index.tar import digest_of_tar, mapped, walk
-from data.shards.journal import Journal, Record
+from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import setting_at_error
 from data.sources.samples import Sample
 
@@ -72,19 +72,23 @@ def pack(
         require_binding()
     stopped = threading.Event()
     with (
-        Journal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
+        IndexJournal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
         setting_at_error(stopped),
     ):
-        start_all(pool, workers)
+        # Threads otherwise start one by one with their first work, and Python 3.11 prints a traceback where a stop is
+        # raised just while a thread starts.
+        together = threading.Barrier(workers)
+        for _ in range(workers):
+            pool.submit(together.wait)
         running: deque[Future[Record]] = deque()
-        shard_names: list[str] = []
+        shard_names: dict[str, None] = {}  # in order
         finished_samples = 0
         for group in cut(samples, shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
             if not is_done(journal, path, group, restarts):
                 running.append(pool.submit(write_shard, path, group, classes, restarts, stopped))
-            shard_names.append(path.name)
+            shard_names[path.name] = None
             finished_samples += len(group)
             # At most one group a thread is in memory, and the journal gets its lines in the order of the shards.
             while len(running) >= workers:
@@ -98,29 +102,16 @@ def pack(
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
         # An earlier try with other samples may have recorded shards that this one does not have.
         journal.keep(shard_names)
-        return replace_set(journal, directory, names)
 
-
-def start_all(pool: ThreadPoolExecutor, workers: int) -> None:
-    """Start all threads of a pool, which otherwise start one by one with their first work."""
-    # Python 3.11 prints a traceback where a stop is raised just while a thread starts: better before there is work.
-    together = threading.Barrier(workers)
-    for _ in range(workers):
-        pool.submit(together.wait)
-
-
-def replace_set(journal: Journal, directory: Path, names: Names) -> Index:
-    """Write the index, and delete what only the set that it replaces had."""
-    # The old shards go last: after a kill in between, some tars are too many, and none that an index names is
-    # missing.
-    replaced = load_index(journal.path).shards if journal.path.exists() else ()
-    index = journal.finish(directory, names)
-    shard_names = {shard.name for shard in index.shards}
-    for shard in replaced:
-        if shard.name not in shard_names:
-            (directory / shard.name).unlink(missing_ok=True)
-            (directory / table_name(shard.name)).unlink(missing_ok=True)
-    return index
+        # The shards that only the set of before had go last: after a kill in between, some tars are too many, and none
+        # that an index names is missing.
+        replaced = load_index(journal.path).shards if journal.path.exists() else ()
+        index = journal.finish(directory, names)
+        for shard in replaced:
+            if shard.name not in shard_names:
+                (directory / shard.name).unlink(missing_ok=True)
+                (directory / table_name(shard.name)).unlink(missing_ok=True)
+        return index
 
 
 def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
@@ -143,7 +134,7 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
 # ------------------------------------------------------------------------------- what an earlier run left
 
 
-def is_done(journal: Journal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
+def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
     """Whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False
@@ -221,6 +212,7 @@ def label_of(sample: Sample) -> bytes:
 
 def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> Counter[int]:
     """Samples per class; raises DataError on keys and labels that cannot be used."""
+    limit = classes or MAX_CLASSES
     keys: set[str] = set()
     class_counts: Counter[int] = Counter()
     for sample in group:
@@ -228,19 +220,13 @@ def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> C
             raise DataError(f"{shard}: two samples have the key {sample.key!r}; give each image a name of its own")
         if not sample.key or "." in sample.key.rpartition("/")[2]:
             raise DataError(f"{shard}: key {sample.key!r} is empty or has a dot, where the extension would begin")
-        check_labels(shard, sample, classes)
+        # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
+        is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
+        if not is_usable:
+            raise DataError(
+                f"{shard}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
+                f"expected one or more of 0 … {limit - 1}"
+            )
         keys.add(sample.key)
         class_counts.update(set(sample.labels))  # a label that is repeated counts once
     return class_counts
-
-
-def check_labels(shard: str, sample: Sample, classes: int | None) -> None:
-    """Raise DataError unless a sample has labels, all from 0 on and below `classes`."""
-    # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
-    limit = classes or MAX_CLASSES
-    is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
-    if not is_usable:
-        raise DataError(
-            f"{shard}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
-            f"expected one or more of 0 … {limit - 1}"
-        )

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import cv2
 from jinja2 import Environment
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data.checks import printable
 from data.files import write_whole
 from data.images.decode import decode
-from data.shards.report import Report, ShardReport, Spread
+from data.shards.report import Report
 
 MOST_SHARDS = 1000  # rows of the table
 THUMBNAIL = 112  # pixels of the longer side
-CHARTED = ("shorter side", "width / height", "kB")  # names of `report.measures`
+CHARTED = ("shorter side", "width / height", "kB")  # names of `report.ShardReport.spreads`
 # Keys and names come out of tars that others made: autoescape keeps them from being read as HTML, and
 # `printable` from turning the direction of the text.
 ENVIRONMENT = Environment(autoescape=True, trim_blocks=True)
@@ -53,7 +52,8 @@ td:first-child, td:last-child, th:first-child, th:last-child { text-align: left 
 
 def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     """Write the page, with advice for so many workers, and return its path."""
-    shards = sorted(report.shards, key=worst_first)
+    # Problems of a whole shard first, then the most bad samples.
+    shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.total()))
     more = ""
     if len(shards) > MOST_SHARDS:
         more = f": the first {MOST_SHARDS} of {len(shards)}, the worst first"
@@ -74,41 +74,33 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     return Path(path)
 
 
-def worst_first(shard: ShardReport) -> tuple[bool, int]:
-    """The key by which shards are sorted: problems of a whole shard first, then the most bad samples."""
-    return not shard.problem, -shard.bad.total()
-
-
 def chart(report: Report) -> str:
-    """Samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
+    """Return samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
     counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
     axes[0].fill_between(range(len(counts)), counts, step="mid")
     axes[0].set(title="samples a class, most first", xlabel="class, by rank", ylim=(0, None))
     for axis, name in zip(axes[1:], CHARTED, strict=True):
-        draw_histogram(axis, name, report.spreads.get(name))
+        title = f"{name} of an image"
+        spread = report.spreads.get(name)
+        # Where no image was good, the chart is empty.
+        if spread:
+            low = min(spread)
+            high = spread.quantile(0.99)  # the longest tail would flatten all else
+            if low == high:  # images that are all alike still need a bar of some width
+                low -= 0.5
+                high += 0.5
+            axis.hist(list(spread), bins=40, range=(low, high), weights=list(spread.values()))
+            title += f", median {spread.quantile(0.5):.4g}"
+        axis.set(title=title, ylabel="images")
     png = BytesIO()
     figure.savefig(png, format="png", dpi=110)
     return b64encode(png.getvalue()).decode()
 
 
-def draw_histogram(axis: Axes, name: str, spread: Spread | None) -> None:
-    """Draw how a measure of the images is spread; an empty chart where no image was good."""
-    title = f"{name} of an image"
-    if spread:
-        low = min(spread)
-        high = spread.quantile(0.99)  # the longest tail would flatten all else
-        if low == high:  # images that are all alike still need a bar of some width
-            low -= 0.5
-            high += 0.5
-        axis.hist(list(spread), bins=40, range=(low, high), weights=list(spread.values()))
-        title += f", median {spread.quantile(0.5):.4g}"
-    axis.set(title=title, ylabel="images")
-
-
 def thumbnail(encoded: bytes) -> str:
-    """A small JPEG in base64."""
+    """Return a small JPEG in base64."""
     image = decode(encoded)  # H, W, RGB
     longer_side = max(image.shape[:2])
     # A sliver of an image would otherwise come out with no rows or columns.

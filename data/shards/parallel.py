@@ -57,7 +57,7 @@ def in_parallel(
 
 
 def results_of(futures: deque[Future[Result]]) -> Iterator[Result]:
-    """The results of futures, in order; none is kept."""
+    """Give the results of futures, in order; none is kept."""
     while futures:
         yield futures.popleft().result()
 
@@ -73,7 +73,7 @@ def setting_at_error(stopped: threading.Event) -> Iterator[None]:
 
 
 def counted(results: Iterable[Result], total: int, report: Progress | None) -> Iterator[Result]:
-    """The same results; `report` is told of each one that has been dealt with."""
+    """Give the same results; `report` is told of each one that has been dealt with."""
     for done, result in enumerate(results, start=1):
         yield result
         if report:

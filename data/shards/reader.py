@@ -8,7 +8,6 @@ How a sample is read, in order:
    a file can rot or be overwritten later than 1. under an unchanged size and time;
 4. where it differs, the copy of a remote shard is dropped from the cache and fetched once more; any other shard, and
    one that still differs, ends the run. Such a sample is not replaced: the shard that it is in cannot be trusted.
-A table of schema 1 has no digests, and 3. is left out (`Index.sees_rot`).
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
 
 
 def problem_of(place: str, shard: Shard) -> str:
-    """What is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
+    """Return what is wrong with a shard as far as its size tells, or ""; of a remote shard nothing is known yet."""
     is_left_out = shard.samples == 0 and shard.bytes == 0  # see `data.index.joined`
     if is_left_out or "://" in place:
         return ""
@@ -104,13 +103,11 @@ class Stored(NamedTuple):
     key: str
     image: bytes
     label: bytes
-    expected: int | None  # digest in the table; None where it has none
+    expected: int  # digest in the table
 
     @property
     def is_intact(self) -> bool:
-        """Whether these are the bytes that were indexed, as far as anybody can tell."""
-        if self.expected is None:
-            return True
+        """Whether these are the bytes that were indexed."""
         # An oversize image is refused whatever it holds, and was not read to its end.
         return len(self.image) > MAX_BYTES or sample_digest(self.image, self.label) == self.expected
 
@@ -121,7 +118,6 @@ class OpenShard(NamedTuple):
     tar: mmap.mmap
     table: np.ndarray
     inode: int  # of the tar: tells whether the cache has another copy by now
-    has_digests: bool
 
     def stored(self, sample: int) -> Stored:
         """Copy a sample's bytes out of the mapping."""
@@ -129,19 +125,18 @@ class OpenShard(NamedTuple):
         span = span_of(row, "")
         image = self.tar[span.image : span.image + span.image_size]
         label = self.tar[span.label : span.label + span.label_size]
-        return stored_of(row, image, label, self.has_digests)
+        return stored_of(row, image, label)
 
 
 def span_of(row: np.void, url: str) -> Span:
-    """Where the bytes of a row of a table lie; of an image as many as the decoder takes, and one more."""
+    """Return where the bytes of a row of a table lie; of an image as many as the decoder takes, and one more."""
     image_size = min(int(row["image_size"]), MAX_BYTES + 1)
     return Span(url, int(row["image"]), image_size, int(row["label"]), int(row["label_size"]))
 
 
-def stored_of(row: np.void, image: bytes, label: bytes, has_digests: bool) -> Stored:
-    """The bytes of a row of a table, with what the table says of them."""
-    expected = int(row["digest"]) if has_digests else None
-    return Stored(row["key"].decode("utf-8", "replace"), image, label, expected)
+def stored_of(row: np.void, image: bytes, label: bytes) -> Stored:
+    """Return the bytes of a row of a table, with what the table says of them."""
+    return Stored(row["key"].decode("utf-8", "replace"), image, label, int(row["digest"]))
 
 
 class Reader:
@@ -155,12 +150,11 @@ class Reader:
         self.verify = verify
         self.cache = Cache(cache or CacheConfig())
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by number, the longest unused first
-        # Without digests of samples nobody could tell whether a range is what was asked for.
-        self.ranges = Ranges(self.cache) if by_range and index.remote and index.sees_rot else None
+        self.ranges = Ranges(self.cache) if by_range and index.remote else None
         self._tables: OrderedDict[int, np.ndarray] = OrderedDict()  # of shards that are read by range
 
     def __getstate__(self) -> dict[str, object]:
-        """The reader without its open shards, for another process: a mapping cannot be sent to it."""
+        """Return the reader without its open shards, for another process: a mapping cannot be sent to it."""
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
 
     @property
@@ -190,7 +184,7 @@ class Reader:
                 self.ranges.ask((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
-        """The key, encoded image and label of a sample; empty bytes where the shard has none.
+        """Return the key, encoded image and label of a sample; empty bytes where the shard has none.
 
         Raises DataError where the shard is missing, short, or not the one that was indexed, and where the sample is
         not what it was then.
@@ -208,7 +202,7 @@ class Reader:
         return stored.key, stored.image, stored.label
 
     def labels(self, shard: int) -> Iterator[bytes]:
-        """The label of every sample of a shard, in order, without its image; raises DataError as `read` does.
+        """Give the label of every sample of a shard, in order, without its image; raises DataError as `read` does.
 
         Only the shard as a whole is compared with the index, not each sample: its digest is of the image too.
         """
@@ -218,7 +212,7 @@ class Reader:
             yield opened.tar[start : start + int(row["label_size"])]
 
     def _comes_by_range(self, number: int) -> bool:
-        """Whether samples of this shard are read by range: until it is here."""
+        """Return whether samples of this shard are read by range: until it is here."""
         if self.ranges is None or self.ranges.given_up or self.ranges.stopped or number in self._open:
             return False
         shard = self.index.shards[number]
@@ -226,7 +220,7 @@ class Reader:
         return is_worth_it and not self.cache.has(shard)
 
     def _by_range(self, shard: int, sample: int) -> Stored | None:
-        """A sample whose shard is not here; None where the shard is to be used, or to be waited for."""
+        """Return a sample whose shard is not here; None where the shard is to be used, or to be waited for."""
         if self.ranges is None:
             return None
         is_asked_for = (shard, sample) in self.ranges.asked
@@ -242,14 +236,14 @@ class Reader:
             self.ranges.give_up(place, str(error).splitlines()[0])
             return None
         self.cache.progress()
-        stored = stored_of(row, image, label, has_digests=True)
+        stored = stored_of(row, image, label)
         if not stored.is_intact:
             self.ranges.give_up(place, f"sample {stored.key!r} is not what was indexed")
             return None
         return stored
 
     def _table(self, number: int) -> np.ndarray:
-        """The table of a shard that is not here."""
+        """Return the table of a shard that is not here."""
         if number not in self._tables:
             self._tables[number] = self.index.table(number)
             if len(self._tables) > most_open():
@@ -264,7 +258,7 @@ class Reader:
         dropped.tar.close()
 
     def _shard(self, number: int) -> OpenShard:
-        """A shard that is mapped, opening it if need be."""
+        """Return a shard that is mapped, opening it if need be."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -280,8 +274,7 @@ class Reader:
         table = self._tables.pop(number, None)
         if table is None:
             table = self.index.table(number)
-        has_digests = "digest" in (table.dtype.names or ())
-        self._open[number] = OpenShard(tar, table, status.st_ino, has_digests)
+        self._open[number] = OpenShard(tar, table, status.st_ino)
         if len(self._open) > most_open():
             _, longest_unused = self._open.popitem(last=False)
             longest_unused.tar.close()
@@ -289,7 +282,7 @@ class Reader:
 
 
 def most_open() -> int:
-    """Shards to keep open: each holds two files, itself and its table, of those that this process may have."""
+    """Return how many shards to keep open: each holds two files, itself and its table, of those that we may have."""
     # With two files a shard, a quarter leaves half of the files for everything else.
     files_allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return min(MOST_OPEN, max(8, files_allowed // 4))
@@ -329,7 +322,7 @@ def verify_once(tar: mmap.mmap, status: os.stat_result, place: str, expected: st
 
 
 def mark_of(status: os.stat_result, expected: str) -> Path:
-    """The file that says that this node has verified a shard.
+    """Return the file that says that this node has verified a shard.
 
     It names the very file: one that is replaced or written again is verified again.
     """
@@ -337,7 +330,7 @@ def mark_of(status: os.stat_result, expected: str) -> Path:
 
 
 def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
-    """The error about a sample whose bytes are not those that were indexed; its shard must be verified anew."""
+    """Return the error about a sample whose bytes are not those that were indexed; its shard must be verified anew."""
     is_remote = "://" in place
     if not is_remote:
         with suppress(OSError):  # the shard is gone, or the mark
@@ -346,11 +339,11 @@ def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
     digest = sample_digest(stored.image, stored.label)
     return DataError(
         f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {digest:016x}\n"
-        f"  expected {stored.expected or 0:016x}: the shard rotted or was overwritten after its first reading\n"
+        f"  expected {stored.expected:016x}: the shard rotted or was overwritten after its first reading\n"
         f"  {what_to_do}, or train without it: data.drop=[{short_name(place)}]"
     )
 
 
 def short_name(place: str) -> str:
-    """The end of a shard's path that `data.drop` will nearly always know it by."""
+    """Return the end of a shard's path that `data.drop` will nearly always know it by."""
     return "/".join(place.split("/")[-2:])

@@ -25,15 +25,10 @@ class Spread(Counter[float]):
     """How often each value of some measure came; a few thousand counters, however many the images."""
 
     def quantile(self, q: float) -> float:
-        """The least value that a part `q` of all does not exceed; raises IndexError where there is none."""
+        """Return the least value that a part `q` of all does not exceed; raises IndexError where there is none."""
         values = sorted(self)
         reached = np.cumsum([self[value] for value in values])
         return values[int(np.searchsorted(reached, q * reached[-1]))]
-
-
-def no_hashes() -> array[int]:
-    """An empty array of 64-bit hashes."""
-    return array("Q")
 
 
 class GridImage(NamedTuple):
@@ -59,7 +54,7 @@ class ShardReport:
     good: int = 0
     size: int = 0  # bytes of their images
     spreads: dict[str, Spread] = field(default_factory=dict)
-    hashes: array[int] = field(default_factory=no_hashes)  # of the encoded images, until they are compared
+    hashes: array[int] = field(default_factory=lambda: array("Q"))  # of the encoded images, until they are compared
     grid: list[GridImage] = field(default_factory=list)
 
     def add_bad(self, key: str, reason: str) -> None:
@@ -73,7 +68,15 @@ class ShardReport:
         self.size += len(image)
         self.classes.update(set(labels))  # a label that is repeated counts once
         self.most_labels = max(self.most_labels, len(labels))
-        for name, value in measures(header.height, header.width, len(image)).items():
+        # Rounded, so that a few thousand counters are enough for any number of images.
+        measures = {
+            "height": header.height,
+            "width": header.width,
+            "shorter side": min(header.height, header.width),
+            "width / height": round(header.width / header.height, 2),
+            "kB": round(len(image) / 1000, 1),
+        }
+        for name, value in measures.items():
             self.spreads.setdefault(name, Spread())[value] += 1
         # 64 bits of each image: among 300 million the chance that any two different ones meet is under 1 %.
         self.hashes.frombytes(blake2b(image, digest_size=8).digest())
@@ -123,25 +126,15 @@ class Report:
         # Of tens of thousands of shards these would fill the memory.
         shard.classes = Counter()
         shard.spreads = {}
-        shard.hashes = no_hashes()
+        shard.hashes = array("Q")
         self.shards.append(shard)
 
     def lines(self, world: int = 1) -> list[str]:
-        """The report for a terminal: one fact a line, always in the same order; advice for so many workers."""
+        """Return the report for a terminal: one fact a line, always in the same order; advice for so many workers."""
         size = sum(shard.size for shard in self.shards)
         lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
-        if not self.index.sees_rot:
-            lines.append(self.index.lack)
-        lines += self.problem_lines()
-        lines += self.label_lines()
-        lines.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
-        lines.append(f"duplicates: {self.duplicates}")
-        lines += self.class_lines()
-        return lines + advice(self.index, world)
 
-    def problem_lines(self) -> list[str]:
-        """What is wrong with shards, then with samples, then with members."""
-        lines = []
+        # What is wrong: with shards, then with samples, then with members of tars.
         first_bad: dict[str, str] = {}  # reason → the first sample and its shard
         for shard in self.shards:
             if shard.problem:
@@ -150,47 +143,35 @@ class Report:
                 first_bad.setdefault(reason, printable(f"{key} of {shard.name}"))
         for reason, count in self.bad.most_common():
             lines.append(f"bad: {count} × {reason}, first {first_bad[reason]}")
-        return lines + self.refused.lines()
+        lines += self.refused.lines()
 
-    def label_lines(self) -> list[str]:
-        """What a run must be told of samples with several labels, if there are any."""
-        most = max((shard.most_labels for shard in self.shards), default=1)
-        if most <= 1:
-            return []
-        return [f"labels: up to {most} a sample; a run needs data.max_labels={most}, or replaces the others"]
+        # What a run must be told.
+        most_labels = max((shard.most_labels for shard in self.shards), default=1)
+        if most_labels > 1:
+            lines.append(
+                f"labels: up to {most_labels} a sample; a run needs data.max_labels={most_labels}, "
+                "or replaces the others"
+            )
+        lines.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
+        lines.append(f"duplicates: {self.duplicates}")
 
-    def class_lines(self) -> list[str]:
-        """How many classes there are, and how the samples are spread over them."""
+        # How many classes there are, and how the samples are spread over them.
         empty = [label for label in range(self.index.classes) if self.classes[label] == 0]
         line = f"classes: {self.index.classes}, empty {len(empty)}"
         if empty:
             line += f" (first: {empty[:8]})"
         if self.index.names:
             line += f", called {some(self.index.names)}"
-        if not self.classes:
-            return [line]
-        counts = sorted(self.classes.values())
-        median = counts[len(counts) // 2]
-        return [line, f"samples a class: least {counts[0]}, median {median}, most {counts[-1]}"]
-
-
-def measures(height: int, width: int, size: int) -> dict[str, float]:
-    """What is counted of an image, under the names that reports show; coarse enough to repeat.
-
-    Sides are in pixels, `size` in bytes.
-    """
-    # Rounded, so that a few thousand counters are enough for any number of images.
-    return {
-        "height": height,
-        "width": width,
-        "shorter side": min(height, width),
-        "width / height": round(width / height, 2),
-        "kB": round(size / 1000, 1),
-    }
+        lines.append(line)
+        if self.classes:
+            counts = sorted(self.classes.values())
+            median = counts[len(counts) // 2]
+            lines.append(f"samples a class: least {counts[0]}, median {median}, most {counts[-1]}")
+        return lines + advice(self.index, world)
 
 
 def advice(index: Index, world: int = 1) -> list[str]:
-    """Lines that say how the shards could be read better, if there is anything to say."""
+    """Say how the shards could be read better, if there is anything to say."""
     sizes = np.array([shard.bytes for shard in index.shards])
     lines = []
     if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:

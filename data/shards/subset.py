@@ -72,7 +72,7 @@ class Rule:
             raise ConfigError("no rule chooses samples\n  expected one or more of keep, only, but, part, shots")
 
     def described(self) -> dict[str, Any]:
-        """What is written of the rule: its parts that were given, a list by its path and its content."""
+        """Return what is written of the rule: its parts that were given, a list by its path and its content."""
         parts: dict[str, Any] = {}
         if self.keep:
             parts["keep"] = list(self.keep)
@@ -99,7 +99,7 @@ class Labels(NamedTuple):
     ends: np.ndarray  # (N,) int64
 
     def first(self) -> np.ndarray:
-        """(N,) the first label of every sample, by which shots are drawn; NO_LABEL where it has none."""
+        """Return (N,) the first label of every sample, by which shots are drawn; NO_LABEL where it has none."""
         starts = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
         first = np.full(len(self.ends), NO_LABEL, np.int64)
         has_label = self.ends > starts
@@ -107,7 +107,7 @@ class Labels(NamedTuple):
         return first
 
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
-        """(N,) whether a sample has a label that is marked; `marked` is true at some of `values`."""
+        """Return (N,) whether a sample has a label that is marked; `marked` is true at some of `values`."""
         has_marked = np.zeros(len(self.ends), bool)
         # A piece at a time: which sample each label of three billion belongs to would take 24 GB.
         for first in range(0, len(self.ends), AT_ONCE):
@@ -137,8 +137,6 @@ def make_subset(
     name = name or folder.name
     check_name(name, "a set", "give its name: --name train-10shot")
     path = folder / f"{name}{SUFFIX}"
-    if not parent.sees_rot:
-        raise DataError(f"{parent.lack}\n  expected an index whose tables say where each sample lies, and its digest")
     check_replaceable(path, parent)
     check_sizes([parent])
 
@@ -200,7 +198,7 @@ def read_all_labels(
 
 
 def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
-    """(the labels of a shard's samples end to end, how many each sample has): none where a run could use none."""
+    """Return (labels of a shard's samples end to end, how many each sample has): none where a run could use none."""
     values: list[int] = []
     counts: list[int] = []
     ids = job.alone.ids
@@ -221,7 +219,7 @@ def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
-    """(N,) whether each sample is chosen, in the order of the set."""
+    """Return (N,) whether each sample is chosen, in the order of the set."""
     chosen = np.ones(index.samples, bool)
     if rule.keep:
         has_class = np.isin(labels.values, class_ids(index, rule.keep))
@@ -241,14 +239,14 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
 
 
 def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A mask like `chosen` that is true at these rows alone."""
+    """Return a mask like `chosen` that is true at these rows alone."""
     mask = np.zeros_like(chosen)
     mask[rows] = True
     return mask
 
 
 def class_ids(index: Index, keep: Sequence[int | str]) -> list[int]:
-    """The ids of classes that are given by id or by name; raises DataError on an unknown one."""
+    """Return the ids of classes that are given by id or by name; raises DataError on an unknown one."""
     check_known([entry for entry in keep if isinstance(entry, str)], index.names, f"{index.tables}: keep")
     beyond = [entry for entry in keep if isinstance(entry, int) and not 0 <= entry < index.classes]
     if beyond:
@@ -265,7 +263,7 @@ def class_ids(index: Index, keep: Sequence[int | str]) -> list[int]:
 
 
 def part_of(rows: np.ndarray, part: str, seed: int | None) -> np.ndarray:
-    """The rows from a part's first to its stop: as they stand, or of their permutation by a seed."""
+    """Return the rows from a part's first to its stop: as they stand, or of their permutation by a seed."""
     first, stop = bounds_of(part, len(rows))
     if seed is not None:
         rows = np.random.default_rng(seed).permutation(rows)
@@ -273,7 +271,7 @@ def part_of(rows: np.ndarray, part: str, seed: int | None) -> np.ndarray:
 
 
 def bounds_of(part: str, samples: int) -> tuple[int, int]:
-    """(first, stop) of a part such as ":98%" among so many samples, as the slices of TensorFlow Datasets have them.
+    """Return (first, stop) of a part such as ":98%" among so many samples, as slices of TensorFlow Datasets.
 
     Shares are rounded to the nearest sample; a negative number counts from the end. Raises ConfigError.
     """
@@ -288,7 +286,7 @@ def bounds_of(part: str, samples: int) -> tuple[int, int]:
 
 
 def bound(text: str, samples: int) -> int:
-    """One end of a part, in samples from the first on."""
+    """Return an end of a part, in samples from the first on."""
     if text.endswith("%"):
         return min(round(float(text[:-1]) * samples / 100), samples)
     number = int(text)
@@ -349,7 +347,7 @@ def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, 
 
 
 def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]:
-    """How many of the chosen samples each class has; a label that a sample repeats counts once."""
+    """Return how many of the chosen samples each class has; a label that a sample repeats counts once."""
     labels_of_sample = np.diff(labels.ends, prepend=0).astype(np.int32)
     has_several = labels_of_sample > 1
     alone = labels.values[np.repeat(chosen & ~has_several, labels_of_sample)]
@@ -363,7 +361,7 @@ def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]
 
 
 def summary(index: Index, parent: Index) -> list[str]:
-    """What a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
+    """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
     assert index.origin is not None, "a subset was made of something"
     share = index.samples / parent.samples
     lines = [
@@ -382,7 +380,7 @@ def summary(index: Index, parent: Index) -> list[str]:
 
 
 def described(rule: Mapping[str, Any]) -> str:
-    """A rule as a line: "shots 10, seed 0"."""
+    """Return a rule as a line: "shots 10, seed 0"."""
     parts = []
     for option, value in rule.items():
         if isinstance(value, Mapping):

@@ -48,7 +48,7 @@ class ListedFile(NamedTuple):
 
 
 def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`).
+    """Give samples of a folder with one sub-folder a class; ids follow the sorted names (`folder_classes`).
 
     Raises DataError where a class has no images; files that are no images are named in a warning.
     """
@@ -61,7 +61,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
         for path in sorted(folder.rglob("[!.]*")):
             if not path.is_file():
                 continue
-            if extension_of(path) in IMAGES:
+            if path.suffix[1:].lower() in IMAGES:
                 entries.append(ListedFile(str(path.relative_to(root)), (label,)))
                 is_empty = False
             else:
@@ -75,7 +75,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def folder_classes(root: str | os.PathLike[str]) -> Names:
-    """The class names of a folder of class folders, in the order of their ids; raises DataError where it has none."""
+    """Return the class names of a folder of class folders, in the order of ids; raises DataError where it has none."""
     names = []
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
@@ -85,14 +85,14 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
-    """Samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
-    for name, labels in sorted(entries, key=by_hash_of_name):
+    """Give samples of listed files, in the order of the hash of their names; raises DataError where one is no image."""
+    for name, labels in sorted(entries, key=lambda entry: sha256(os.fsencode(entry.name)).digest()):
         path = Path(root, name)
         # A file name is bytes to Linux; a key has to be text.
         is_utf8 = os.fsencode(name).decode("utf-8", "replace") == name
         if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
-        extension = extension_of(path)
+        extension = path.suffix[1:].lower()
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
         # A dot in the key would be taken for the beginning of the extension, but only in its last part.
@@ -100,21 +100,11 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
         yield Sample(folder + slash + base.replace(".", "_"), path, labels, extension)
 
 
-def by_hash_of_name(entry: ListedFile) -> bytes:
-    """The key by which lists of files are sorted: the order looks random and is always the same."""
-    return sha256(os.fsencode(entry.name)).digest()
-
-
-def extension_of(path: Path) -> str:
-    """`photo.JPG` → `jpg`."""
-    return path.suffix[1:].lower()
-
-
 # ------------------------------------------------------------------------------------------- path tables
 
 
 def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> Iterator[Sample]:
-    """Samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
+    """Give samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
 
     A label is a class id, or several of them with spaces or commas between, or a list; or a class name, or a list of
     them, whose ids are those of `table_classes`. Raises DataError where a column is missing, a label is none or a file
@@ -135,13 +125,13 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
 
 
 def table_classes(path: str | os.PathLike[str]) -> Names:
-    """The class names of a table whose labels are texts, sorted; none where they are ids."""
+    """Return the class names of a table whose labels are texts, sorted; none where they are ids."""
     rows, label_column = labelled_rows(Path(path))
     return classes_in(Path(path), (row[label_column] for row in rows))
 
 
 def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
-    """The rows of a table of paths, and its column of labels; raises DataError where it lacks one of both columns."""
+    """Read a table of paths: its rows, and its column of labels; raises DataError where it lacks a column."""
     rows = read_rows(path)
     columns = list(rows[0]) if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
@@ -151,7 +141,7 @@ def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
 
 
 def classes_in(path: Path, labels: Iterable[object]) -> Names:
-    """The names among a column of labels, sorted; none where all are ids. Raises DataError where there are both."""
+    """Return the names in a column of labels, sorted; none where all are ids. Raises DataError where there are both."""
     first_id: object = None
     names: set[str] = set()
     for label in labels:
@@ -174,7 +164,7 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
 
 
 def label_text(label: object) -> bytes:
-    """A cell of a column of labels as a label file would hold it."""
+    """Return a cell of a column of labels as a label file would hold it."""
     # A CSV has only text: parquet's numbers and lists of them read the same as `7` and `[3, 17]`.
     if isinstance(label, list):
         return json.dumps(label, ensure_ascii=False, default=str).encode()
@@ -182,7 +172,7 @@ def label_text(label: object) -> bytes:
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """The rows of a CSV or parquet file, each by column; raises DataError where a CSV is not UTF-8."""
+    """Return the rows of a CSV or parquet file, each by column; raises DataError where a CSV is not UTF-8."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -200,7 +190,7 @@ def read_rows(path: Path) -> list[dict[str, object]]:
 
 
 def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
+    """Give samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
 
     Labels that are texts have the ids of `parquet_classes`. Raises DataError where a column is missing, an image is not
     embedded or a label is none.
@@ -225,7 +215,7 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
-    """The files of a folder, those that a path like a/train-*.tar stands for, or the file itself.
+    """Return the files of a folder, those that a path like a/train-*.tar stands for, or the file itself.
 
     Raises DataError where there are none.
     """
@@ -242,7 +232,7 @@ def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
 
 
 def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
-    """The first of these names that is a column of the table, or None."""
+    """Return the first of these names that is a column of the table, or None."""
     for name in names:
         if name in columns:
             return name
@@ -250,7 +240,7 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 
 
 def parquet_columns(path: Path) -> tuple[str, str]:
-    """The columns of images and of labels of a parquet file; raises DataError where one is missing."""
+    """Return the columns of images and of labels of a parquet file; raises DataError where one is missing."""
     from pyarrow import parquet
 
     with naming_parquet(path):
@@ -263,7 +253,7 @@ def parquet_columns(path: Path) -> tuple[str, str]:
 
 
 def parquet_classes(source: str | os.PathLike[str]) -> Names:
-    """The class names of image parquet: those of its schema, or its labels where they are texts; otherwise none.
+    """Return the class names of image parquet: those of its schema, or its labels where they are texts; otherwise none.
 
     Raises DataError where two files of a folder name them differently.
     """
@@ -279,7 +269,7 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
 
 def parquet_features(path: Path) -> Names:
-    """The class names that Hugging Face's `datasets` keeps in a parquet file's schema; none where it does not."""
+    """Return the class names that Hugging Face's `datasets` keeps in a parquet file's schema, if it does."""
     from pyarrow import parquet
 
     _, label_column = parquet_columns(path)
@@ -295,7 +285,7 @@ def parquet_features(path: Path) -> Names:
 
 
 def parquet_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet file, each by column."""
+    """Give the rows of a parquet file, each by column."""
     from pyarrow import parquet
 
     with naming_parquet(path):

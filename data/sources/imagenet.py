@@ -56,7 +56,7 @@ class TrainingImage(NamedTuple):
 
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
-    """The training images, mixed by the hash of their names; raises DataError where the tars are none or damaged."""
+    """Give the training images, mixed by the hash of their names; raises DataError where a tar is damaged."""
     if path.is_dir():
         tars = sorted(path.glob("[!.]*.tar"))  # of one class each
         return from_tars(tars) if tars else from_class_folders(path)
@@ -64,7 +64,7 @@ def train(path: Path, split: str = "train") -> Iterator[Sample]:
 
 
 def train_classes(path: Path) -> Names:
-    """The WordNet ids of the training images, sorted: what the tars or the folders of the classes are called."""
+    """Return the WordNet ids of the training images, sorted: what the tars or the folders of the classes are called."""
     if not path.is_dir():
         with open(path, "rb") as file, mapped(file) as outer:
             inner = sorted(members(outer, str(path), Refusals()))
@@ -74,7 +74,7 @@ def train_classes(path: Path) -> Names:
 
 
 def from_whole_tar(path: Path) -> Iterator[Sample]:
-    """The images of a tar of one tar a class."""
+    """Give the images of a tar of one tar a class."""
     with open(path, "rb") as file, mapped(file) as outer:
         images: list[TrainingImage] = []
         for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(path), Refusals()))):
@@ -86,7 +86,7 @@ def from_whole_tar(path: Path) -> Iterator[Sample]:
 
 
 def from_tars(tars: Sequence[Path]) -> Iterator[Sample]:
-    """The images of a folder of one tar a class."""
+    """Give the images of a folder of one tar a class."""
     images: list[TrainingImage] = []
     for label, tar in enumerate(tars):
         with open(tar, "rb") as file, mapped(file) as content:
@@ -100,7 +100,7 @@ def from_tars(tars: Sequence[Path]) -> Iterator[Sample]:
 
 
 def from_class_folders(root: Path) -> Iterator[Sample]:
-    """The images of a folder of one folder a class."""
+    """Give the images of a folder of one folder a class."""
     names = folder_classes(root)
     images: list[TrainingImage] = []
     passed_over = Refusals()
@@ -120,7 +120,7 @@ def from_class_folders(root: Path) -> Iterator[Sample]:
 
 
 def mixed(images: list[TrainingImage]) -> list[TrainingImage]:
-    """The images in the order of the hash of their names, in which all classes mix, wherever they lie."""
+    """Return the images in the order of the hash of their names, in which all classes mix, wherever they lie."""
     return sorted(images, key=lambda image: sha256(os.fsencode(image.name)).digest())
 
 
@@ -128,7 +128,7 @@ def mixed(images: list[TrainingImage]) -> list[TrainingImage]:
 
 
 def validation(wnids: Path | None, path: Path, split: str = "validation") -> Iterator[Sample]:
-    """The validation images in the order of their names, with their classes from `wnids`: the devkit, or a text file.
+    """Give the validation images in the order of their names, with classes from `wnids`: the devkit, or a text file.
 
     Without it the classes are those of the folders in which the images lie. Raises DataError where there are neither,
     or where there are both and they differ.
@@ -137,7 +137,13 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
     truth = folders
     if wnids is not None:
         truth = validation_wnids(wnids)
-        check_agreement(path, folders, wnids, truth)
+        # Where there are more of the one than of the other, `labelled_images` says so.
+        for number, (folder, wnid) in enumerate(zip(folders, truth, strict=False)):
+            if folder != wnid:
+                raise DataError(
+                    f"{path}: {validation_files(path)[number].name} lies in the folder {folder}, {wnids} says {wnid}\n"
+                    "  expected both to agree: sort the images into folders again, or leave wnids out"
+                )
     if not truth:
         raise DataError(
             f"{path}: nothing says of which classes these images are\n"
@@ -148,18 +154,13 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
 
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:
-    """The WordNet ids of the validation images, each once, sorted; none where nothing says them."""
+    """Return the WordNet ids of the validation images, each once, sorted; none where nothing says them."""
     truth = folders_of_images(path) if wnids is None else validation_wnids(wnids)
     return tuple(sorted(set(truth)))
 
 
-def no_names(path: Path) -> Names:
-    """None: the labels are ids, and nothing here says what they are called."""
-    return ()
-
-
 def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample]:
-    """The validation images that have labels in real.json, which lists all of each (Beyer et al. 2020).
+    """Give the validation images that have labels in real.json, which lists all of each (Beyer et al. 2020).
 
     Images with an empty list are not part of the protocol; a prediction is right when it is any of the labels.
     """
@@ -174,7 +175,7 @@ def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample
 
 
 def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | os.PathLike[str]) -> Iterator[Sample]:
-    """Samples of a tar or folder of images and the labels of each, in the order of the image names.
+    """Give samples of a tar or folder of images and the labels of each, in the order of the image names.
 
     Raises DataError unless there are as many labels as images; `source` is where the labels are from.
     """
@@ -194,13 +195,13 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
 
 
 def validation_files(folder: Path) -> list[Path]:
-    """The images of a folder and of the class folders in it, in the order of their names."""
+    """Return the images of a folder and of the class folders in it, in the order of their names."""
     files = [path for path in folder.rglob("[!.]*") if path.suffix.lower()[1:] in IMAGES and path.is_file()]
     return sorted(files, key=lambda path: path.name)
 
 
 def folders_of_images(path: Path) -> list[str]:
-    """The class folder of each image, in the order of the images' names; none of a tar, and of images without any."""
+    """Return the class folder of each image, in the order of their names; none of a tar, or of images without any."""
     if not path.is_dir():
         return []
     files = validation_files(path)
@@ -215,22 +216,11 @@ def check_as_many(path: Path, images: int, source: str | os.PathLike[str], label
         raise DataError(f"{path}: {images} images, {source}: {labels} labels; they must be as many")
 
 
-def check_agreement(path: Path, folders: Sequence[str], wnids: Path, truth: Sequence[str]) -> None:
-    """Raise DataError where an image lies in the folder of another class than a list says."""
-    # Where there are more of the one than of the other, `check_as_many` says so.
-    for number, (folder, wnid) in enumerate(zip(folders, truth, strict=False)):
-        if folder != wnid:
-            raise DataError(
-                f"{path}: {validation_files(path)[number].name} lies in the folder {folder}, {wnids} says {wnid}\n"
-                "  expected both to agree: sort the images into folders again, or leave wnids out"
-            )
-
-
 # --------------------------------------------------------------------------------------------------- devkit
 
 
 def validation_wnids(path: Path) -> list[str]:
-    """The WordNet id of each validation image, from the devkit's archive or folder, or from a text file of them."""
+    """Return the WordNet id of each validation image, from the devkit's archive or folder, or from a text file."""
     if path.is_dir():
         return devkit_wnids(path)
     with open(path, "rb") as file:
@@ -241,7 +231,7 @@ def validation_wnids(path: Path) -> list[str]:
 
 
 def devkit_wnids(path: Path) -> list[str]:
-    """The WordNet id of each validation image, from meta.mat and the ground truth of the devkit.
+    """Return the WordNet id of each validation image, from meta.mat and the ground truth of the devkit.
 
     The devkit numbers the synsets from 1 on in an order of its own, the 1,000 without children first; of the 1,860 in
     meta.mat only these are classes. Raises DataError where it holds others.

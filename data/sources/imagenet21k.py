@@ -33,7 +33,7 @@ FALL11 = Published(14_197_122, 21_841, "the fall 2011 release, image-net.org", a
 
 
 def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sample]:
-    """The images, class after class in the order of the archive, or of the sorted names of a folder.
+    """Give the images, class after class in the order of the archive, or of the sorted names of a folder.
 
     Raises DataError where a class is not among those that `wnids` lists, or comes twice.
     """
@@ -59,7 +59,7 @@ def samples(wnids: Path | None, path: Path, split: str = "train") -> Iterator[Sa
 
 
 def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
-    """Every image with the WordNet id of its class, which its tar or its folder is called."""
+    """Give every image with the WordNet id of its class, which its tar or its folder is called."""
     for member in members(path):
         wnid, is_tar = class_of(member.name)
         if is_tar:
@@ -72,7 +72,7 @@ def images(path: Path, passed_over: Refusals) -> Iterator[tuple[str, Member]]:
 
 
 def class_of(member: str) -> tuple[str, bool]:
-    """The WordNet id by which a tar, or the folder of a file, is called, or ""; and whether it is the tar."""
+    """Return the WordNet id by which a tar, or the folder of a file, is called, or ""; and whether it is the tar."""
     folder, _, base = member.rpartition("/")
     stem, _, extension = base.partition(".")
     if extension == "tar" and WNID.fullmatch(stem):
@@ -84,7 +84,7 @@ def class_of(member: str) -> tuple[str, bool]:
 
 
 def classes(wnids: Path | None, path: Path) -> Names:
-    """The WordNet ids of the classes, sorted; raises DataError where there is none.
+    """Return the WordNet ids of the classes, sorted; raises DataError where there is none.
 
     A text file `wnids` lists them, or a folder tells them by its names; or else an archive is read through to its end.
     """
@@ -101,7 +101,7 @@ def classes(wnids: Path | None, path: Path) -> Names:
 
 
 def folder_names(folder: Path) -> Names:
-    """The WordNet ids by which the tars or folders in a folder are called, and those one level below."""
+    """Return the WordNet ids by which the tars or folders in a folder are called, and those one level below."""
     names = set()
     for pattern in ("n*", "*/n*"):
         for path in folder.glob(pattern):
@@ -113,7 +113,7 @@ def folder_names(folder: Path) -> Names:
 
 @lru_cache(maxsize=2)
 def archive_names(path: Path, size: int, changed: int) -> Names:
-    """The WordNet ids of the classes of an archive; its size and its time tell that it is still the same."""
+    """Return the WordNet ids of the classes of an archive; its size and its time tell that it is still the same."""
     logging.getLogger(__name__).warning(
         "%s: read through once for the names of its classes; a text file of them spares this: --wnids FILE", path
     )

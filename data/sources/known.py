@@ -228,6 +228,12 @@ KRIZHEVSKY = "Krizhevsky 2009; the owner's page"
 PARKHI = "Parkhi et al. 2012; the owners' trainval.txt and test.txt"
 NILSBACK = "Nilsback and Zisserman 2008; the owners' setid.mat"
 
+
+def no_names(path: Path) -> Names:
+    """Return no names: the labels are ids of ImageNet-1k, whose names an ImageNet set knows."""
+    return ()
+
+
 ARCHIVES: dict[str, Archive] = {
     "imagenet-train": Archive(imagenet.train, imagenet.train_classes, imagenet.PUBLISHED),
     "cifar10": Archive(
@@ -255,7 +261,7 @@ ARCHIVES: dict[str, Archive] = {
             "test": Published(6_149, 102, NILSBACK),
         },
     ),
-    "objectnet": Archive(objectnet.samples, objectnet.classes, objectnet.PUBLISHED, objectnet.objects),
+    "objectnet": Archive(objectnet.samples, no_names, objectnet.PUBLISHED, objectnet.objects),
 }
 IMAGENET_21K: dict[str, Published] = {
     "imagenet-21k": imagenet21k.WINTER21,
@@ -269,7 +275,7 @@ def known_archive(source: str, wnids: Path | None = None, real: Path | None = No
     if source == "imagenet-validation" and real is not None:
         # real.json holds ids; names are taken from the numbering of another set.
         samples = partial(imagenet.real, real)
-        return Archive(samples, imagenet.no_names, dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
+        return Archive(samples, no_names, dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
     if source == "imagenet-validation":
         samples = partial(imagenet.validation, wnids)
         names = partial(imagenet.validation_classes, wnids)

@@ -27,8 +27,9 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Protocol, Self, cast
+from typing import IO, Any, Self, cast
 
 from data.checks import printable
 from data.errors import DataError
@@ -49,11 +50,11 @@ class Member:
     """A file of an archive: its path in there, and what opens it."""
 
     name: str
-    opened: Callable[[], IO[bytes]]
+    opened: Callable[[], Any]  # gives an open file; of a tar until the next member is asked for
     archive: str  # for messages
 
     def read(self) -> bytes:
-        """The whole content; raises DataError where the archive is cut short or damaged in it."""
+        """Return the whole content; raises DataError where the archive is cut short or damaged in it."""
         with naming_damage(f"{self.archive}: {printable(self.name)}"), self.opened() as file:
             return file.read()
 
@@ -64,7 +65,7 @@ class Member:
 
 
 def members(path: str | os.PathLike[str]) -> Iterator[Member]:
-    """The files of a folder, zip or tar, hidden ones left out; raises DataError where it is none, or is damaged."""
+    """Give the files of a folder, zip or tar but for hidden ones; raises DataError where it is none, or is damaged."""
     path = Path(path)
     if path.is_dir():
         yield from folder_members(path)
@@ -84,13 +85,13 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is compressed in a way that is read here."""
+    """Return whether a file is compressed in a way that is read here."""
     with open(path, "rb") as file:
         return file.read(8).startswith((GZIP_START, XZ_START, BZIP2_START))
 
 
 def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
-    """What a file holds behind its compression, as a stream; the file itself where its start shows none."""
+    """Return what a file holds behind its compression, as a stream; the file itself where its start shows none."""
     if start.startswith(GZIP_START):
         return cast(IO[bytes], gzip.open(file))
     if start.startswith(XZ_START):
@@ -101,7 +102,7 @@ def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
 
 
 def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[str, bytes]:
-    """The files of a small archive that have these last parts of their paths, by them; raises DataError on a lack."""
+    """Read the files of a small archive by the last parts of their paths; raises DataError where one is missing."""
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
@@ -113,14 +114,14 @@ def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[s
 
 
 def file_at(path: Path, page: str) -> Path:
-    """The path, where there is a file; raises DataError saying where to get it."""
+    """Return the path, where there is a file; raises DataError saying where to get it."""
     if not path.is_file():
         raise DataError(f"there is nothing at {path}\n  download it from {page}")
     return path
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """The first of these files or folders that lies in a folder; raises DataError saying where to get them."""
+    """Return the first of these files or folders that lies in a folder; raises DataError saying where to get them."""
     folder = Path(folder)
     for name in names:
         if (folder / name).exists():
@@ -132,23 +133,18 @@ def first_present(folder: str | os.PathLike[str], names: Collection[str], page: 
 
 
 def folder_members(folder: Path) -> Iterator[Member]:
-    """The files of a folder and of those below it, sorted by their paths."""
+    """Give the files of a folder and of those below it, sorted by their paths."""
     for directory, folders, names in os.walk(folder):
         # os.walk goes down into them in the order in which it finds them here.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             if not name.startswith("."):
                 path = Path(directory, name)
-                yield Member(path.relative_to(folder).as_posix(), opener_of(path), str(folder))
-
-
-def opener_of(path: Path) -> Callable[[], IO[bytes]]:
-    """What opens this file."""
-    return lambda: open(path, "rb")
+                yield Member(path.relative_to(folder).as_posix(), partial(open, path, "rb"), str(folder))
 
 
 def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """The files of a zip; raises DataError where they are encrypted."""
+    """Give the files of a zip; raises DataError where they are encrypted."""
     with naming_damage(name), zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.is_dir() or is_hidden(info.filename):
@@ -158,16 +154,11 @@ def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
                     f"{name}: {printable(info.filename)} is encrypted\n"
                     "  expected a zip without a password: unzip it with the one that its owners give, name the folder"
                 )
-            yield Member(info.filename.removeprefix("./"), zip_opener(archive, info), name)
-
-
-def zip_opener(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Callable[[], IO[bytes]]:
-    """What opens this member."""
-    return lambda: archive.open(info)
+            yield Member(info.filename.removeprefix("./"), partial(archive.open, info), name)
 
 
 def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
-    """The plain files of a tar that is read from a stream; also of a tar that is a member of another one.
+    """Give the plain files of a tar that is read from a stream; also of a tar that is a member of another one.
 
     Raises DataError where it is none, is cut short, or where anything but zeros follows its end.
     """
@@ -178,17 +169,19 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
             archive.members = []  # type: ignore[attr-defined]
             if info.isfile() and not info.issparse():
                 if not is_hidden(info.name):
-                    yield Member(info.name.removeprefix("./"), tar_opener(archive, info), name)
+                    yield Member(info.name.removeprefix("./"), partial(archive.extractfile, info), name)
             elif not info.isdir():
                 others += 1
-        check_rest(archive, name)
+        # What follows the end is read, which also checks the sums of a compressed tar.
+        stream = cast(IO[bytes], archive.fileobj)
+        while chunk := stream.read(CHUNK):
+            if chunk.strip(b"\0"):
+                raise DataError(
+                    f"{name}: more follows behind the end of the tar\n"
+                    "  expected one tar: these may be several, one appended to the other; download it again"
+                )
     if others:
         logging.getLogger(__name__).warning("%s: passed over: %d links, devices or sparse files", name, others)
-
-
-def tar_opener(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Callable[[], IO[bytes]]:
-    """What opens this member, until the next one is asked for."""
-    return lambda: cast(IO[bytes], archive.extractfile(info))
 
 
 class Header(tarfile.TarInfo):
@@ -209,25 +202,8 @@ class Header(tarfile.TarInfo):
             ) from None
 
 
-class Stream(Protocol):
-    """What a tar is read from."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
-def check_rest(archive: tarfile.TarFile, name: str) -> None:
-    """Read what follows a tar's end, which also checks the sums of a compressed one; raises DataError unless zeros."""
-    stream = cast(Stream, archive.fileobj)
-    while chunk := stream.read(CHUNK):
-        if chunk.strip(b"\0"):
-            raise DataError(
-                f"{name}: more follows behind the end of the tar\n"
-                "  expected one tar: these may be several, one appended to the other; download it again"
-            )
-
-
 def is_hidden(name: str) -> bool:
-    """Whether the last part of a path begins with a dot, as what macOS leaves beside each file does."""
+    """Return whether the last part of a path begins with a dot, as what macOS leaves beside each file does."""
     return name.rpartition("/")[2].startswith(".")
 
 

@@ -37,7 +37,7 @@ PUBLISHED = {"test": Published(18_574, 113, SOURCE)}
 
 
 def samples(path: Path, split: str = "test") -> Iterator[Sample]:
-    """The images of objects that ImageNet-1k has too; raises DataError where a mapping or an image cannot be read."""
+    """Give the images of objects that ImageNet-1k has too; raises DataError where a file cannot be read."""
     labels_of = labels_by_folder(path)
     notes = Refusals()
     for member in members(path):
@@ -57,18 +57,13 @@ def samples(path: Path, split: str = "test") -> Iterator[Sample]:
     warn_of(path, notes)
 
 
-def classes(path: Path) -> Names:
-    """None: the ids are those of ImageNet-1k, whose names an ImageNet set knows."""
-    return ()
-
-
 def objects(path: Path) -> Names:
-    """The objects that ImageNet-1k has too, by their folders."""
+    """Return the objects that ImageNet-1k has too, by their folders."""
     return tuple(folder for folder, labels in labels_by_folder(path).items() if labels)
 
 
 def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
-    """The class ids of ImageNet-1k of every folder, sorted; none where ImageNet lacks the object.
+    """Return the class ids of ImageNet-1k of every folder, sorted; none where ImageNet lacks the object.
 
     Raises DataError where the mapping files do not fit together.
     """
@@ -98,7 +93,7 @@ def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def without_border(raw: bytes, name: str, notes: Refusals) -> bytes:
-    """The image without its border, as PNG; one whose border is not red is counted in `notes`, and cut all the same."""
+    """Cut the border off an image, as PNG; where it is not red, that is counted in `notes`."""
     import cv2
 
     pixels = cv2.imdecode(np.frombuffer(raw, np.uint8), cv2.IMREAD_COLOR)  # H, W, BGR

@@ -27,7 +27,7 @@ class Published:
     also: tuple[int, ...] = ()  # other numbers of samples that others have counted in the same archive
 
     def __str__(self) -> str:
-        """`3,680 samples of 37 classes (Parkhi et al. 2012)`."""
+        """Return `3,680 samples of 37 classes (Parkhi et al. 2012)`."""
         return f"{self.samples:,} samples of {self.classes:,} classes ({self.source})"
 
 

@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 30  # of a record: a damaged length would ask for any memory
 
 
 def records(file: IO[bytes], name: str) -> Iterator[bytes]:
-    """The records of an open file; raises DataError where it ends within one."""
+    """Give the records of an open file; raises DataError where it ends within one."""
     number = 0
     while header := file.read(LENGTH.size):
         size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else MOST_BYTES + 1
@@ -41,7 +41,7 @@ def records(file: IO[bytes], name: str) -> Iterator[bytes]:
 
 
 def features(record: bytes, name: str) -> dict[str, Values]:
-    """The lists of a `tf.train.Example`; raises DataError where the record is none."""
+    """Return the lists of a `tf.train.Example`; raises DataError where the record is none."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -57,7 +57,7 @@ def features(record: bytes, name: str) -> dict[str, Values]:
 
 @cache
 def example_type() -> type[Message]:
-    """The message type of `tf.train.Example`, which protobuf makes of its description."""
+    """Return the message type of `tf.train.Example`, which protobuf makes of its description."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()

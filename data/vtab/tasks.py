@@ -71,7 +71,7 @@ class Task:
         return SIZES[self.dataset]
 
     def rows(self, split: Split) -> tuple[tuple[str, range], ...]:
-        """The rows of its set that a split stands for, in order: pairs of a split of the set, and rows of that."""
+        """Return the rows of its set that a split stands for, in order: pairs of a split of the set, and its rows."""
         if split == "train800val200":
             return (*self.rows("train800"), *self.rows("val200"))
         if split == "train800":
@@ -82,7 +82,7 @@ class Task:
         return (rows_of(part, self.sizes),)
 
     def samples(self, split: Split) -> int:
-        """Images of a split."""
+        """Return how many images a split has."""
         return sum(len(rows) for _, rows in self.rows(split))
 
 
@@ -121,7 +121,7 @@ TASKS = (  # in the order of the ViT paper's table 9
 
 
 def task(name: str) -> Task:
-    """The task of this name; raises UsageError where there is none."""
+    """Return the task of this name; raises UsageError where there is none."""
     for candidate in TASKS:
         if candidate.name == name:
             return candidate
@@ -129,7 +129,7 @@ def task(name: str) -> Task:
 
 
 def rows_of(part: str, sizes: Mapping[str, int], most: int | None = None) -> tuple[str, range]:
-    """The split and its rows that a part stands for, at most the first so many of them.
+    """Return the split and its rows that a part stands for, at most the first so many of them.
 
     `rows_of("train[90%:]", {"train": 50_000}, 200)` is "train" and 45,000 … 45,199.
     """
@@ -141,7 +141,7 @@ def rows_of(part: str, sizes: Mapping[str, int], most: int | None = None) -> tup
 
 
 def means(accuracies: Mapping[str, float]) -> dict[str, float]:
-    """The mean over tasks of each group, and of all 19 as `all`; raises ValueError where a task is missing or unknown.
+    """Return the mean over tasks of each group, and of all 19 as `all`; raises ValueError on other tasks.
 
     The mean of all is over tasks, not over groups, as in table 9.
     """

@@ -21,7 +21,6 @@ from jobs.workers.failures import is_stopped_by_signal, node_of, worker_failure
 from jobs.workers.notices import notices
 from jobs.workers.worker_files import SeenRecords, WorkerRecord
 from jobs.workers.worker_group import Task
-from pipeline.checkpoints.stored import committed_steps
 from pipeline.monitoring.watchdog import Watch
 
 GO_ON = "run the same command again to go on"
@@ -134,7 +133,7 @@ def end_if_stuck(context: Context, watch: Watch, written: Mapping[int, WorkerRec
 
 def last_step(context: Context) -> int:
     """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
-    newest_first = committed_steps(context.directory, context.remote)
+    newest_first = context.checkpoints.committed_steps()
     if not newest_first:
         return -1
     return newest_first[0]

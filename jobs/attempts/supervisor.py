@@ -94,7 +94,7 @@ def supervise(
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context)
         context.check_owned()
-        number = claim_attempt(context.run, context.remote, context.directory.name)
+        number = claim_attempt(context.storage, context.directory.name)
         task = make_task(number)
         folder = attempt_folder(context.directory, number)
         folder.mkdir(parents=True)
@@ -112,7 +112,7 @@ def supervise(
                     cluster=cluster,
                     seen=seen,
                     on_tick=attempt.look,
-                    is_shared=context.remote is None,
+                    is_shared=context.storage.is_shared,
                 )
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
@@ -150,7 +150,7 @@ def supervise(
 def wait_for_places(context: Context, sizes: Sizes) -> int:
     """Wait until the workers of the next attempt have their places, and return how many they are."""
     heed_stop = partial(end_if_asked, context)
-    run = context.remote or str(context.run)
+    run = context.storage.address()
     world = wait_for_resources(context.cluster, run, context.say, heed_stop, sizes.open_worlds())
     sizes.begins(world)
     return world

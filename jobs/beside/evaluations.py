@@ -1,9 +1,9 @@
 """Has the commits of one trained stage judged beside training (`evaluate_on: spare`), one at a time.
 
 1. While an attempt runs, a thread looks once a second whether a place is free (places.py), and says so in a file:
-   rank 0 then asks for the evaluation of a step instead of stopping the workers for it (pipeline/evaluation/beside.py).
-2. It has the oldest commit that was asked for judged, in a process of its own (pipeline/judge.py). One more may wait;
-   where several do, all but the newest are skipped, and each is said.
+   rank 0 then requests the evaluation of a step instead of stopping the workers for it (async_evaluation.py).
+2. It has the oldest commit that was asked for judged, in a process of its own (pipeline/evaluate.py). One more may
+   wait; where several do, all but the newest are skipped, and each is said.
 3. A process that dies or hangs costs training nothing: it is said, and tried again. So is one whose place somebody
    wants, as often as that happens.
 4. Answers lie in the stage's folder until rank 0 reports them.
@@ -30,10 +30,9 @@ from jobs.context import Context
 from jobs.workers.failures import is_stopped_by_signal, worker_failure
 from jobs.workers.worker_files import records
 from jobs.workers.worker_group import Task, WorkerGroupError
-from pipeline.checkpoints.checkpoint import prune
 from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.evaluate import AsyncOutcome, evaluate_commit
 from pipeline.evaluation import async_evaluation
-from pipeline.judge import Judged, judge
 from pipeline.monitoring.telemetry import Telemetry, duration
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
@@ -151,7 +150,7 @@ class Evaluations:
     def delete_old(self) -> None:
         """Delete the checkpoints that stayed beyond `keep` because they were to be judged."""
         try:
-            prune(self.stage / "checkpoints", self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
         except OSError as error:
             self.context.say(f"old checkpoints stay: {error}")
 
@@ -229,7 +228,7 @@ class Evaluations:
             self.look_at_evaluation(folder, watch)
 
         try:
-            judged = cast(Judged, self.places.run(judge_beside, task, folder, on_tick))
+            judged = cast(AsyncOutcome, self.places.run(judge_beside, task, folder, on_tick))
             self.answer(step, judged)
             # Of one that did not fail the record and the log say nothing more.
             shutil.rmtree(folder, ignore_errors=True)
@@ -260,7 +259,7 @@ class Evaluations:
             self.next_look = time.monotonic() + LOOK_S
             self.waiting(at_most=1)
 
-    def answer(self, step: int, judged: Judged) -> None:
+    def answer(self, step: int, judged: AsyncOutcome) -> None:
         """Leave the answer for rank 0."""
         for remark in judged["remarks"]:
             self.context.say(remark)
@@ -303,7 +302,7 @@ def judge_beside(task: Task) -> object:
     """Judge one checkpoint at the lowest priority; what the process of an evaluation does."""
     # On a place of its own it takes nothing from anybody; but cores are shared by whoever is on the machine.
     os.nice(NICE)
-    return judge(task)
+    return evaluate_commit(task)
 
 
 def listed(steps: list[int]) -> str:

@@ -24,12 +24,15 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
     """Run a campaign, or go on with it: the same command resumes."""
     # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
     from jobs.run.early_start import started_early
+    from pipeline.config import read_recipe
 
-    with started_early(recipe_path(recipe), overrides or []):
+    document = read_recipe(recipe_path(recipe), overrides or [])
+    with started_early(document):
         # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
+        from jobs.recipe import campaign
         from jobs.run.session import run_campaign
 
-        run_campaign(load_campaign(recipe, overrides), fresh=fresh)
+        run_campaign(campaign.resolve(document), fresh=fresh)
 
 
 @single_stage.command()
@@ -43,11 +46,14 @@ def run_stage(
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
     from jobs.run.early_start import started_early
+    from pipeline.config import read_recipe
 
-    with started_early(recipe_path(recipe), overrides or [], kind=context.obj):
+    document = read_recipe(recipe_path(recipe), overrides or [])
+    with started_early(document, kind=context.obj):
+        from jobs.recipe import campaign
         from jobs.run.session import run_campaign
 
-        loaded = load_campaign(recipe, overrides)
+        loaded = campaign.resolve(document)
         if stage is None:
             stage = stage_of_kind(loaded, kind=context.obj)
         run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
@@ -87,7 +93,7 @@ def plan(
         print(render.resolved(loaded), end="")
         return
     assumed = plan.Assumptions(gpu, price, mtbf)
-    with looked_at(loaded.run, loaded.remote) as folder:
+    with looked_at(loaded.storage) as folder:
         loaded = with_new_evaluations(replace(loaded, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         results = validate_all(loaded, loaded.stages, fresh=fresh)

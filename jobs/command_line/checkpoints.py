@@ -22,34 +22,25 @@ commands = make_group("List, verify, inspect, diff, export or prune what was sav
 @commands.command("list")
 def list_all(run: SavedRun, _debug: Debug = False) -> None:
     """List the checkpoints of every stage, what is not committed too."""
-    from jobs.commands import checkpoints, stored_runs
+    from jobs.commands import checkpoints
 
-    if "://" in run:
-        show(stored_runs.list_all(run))
-    else:
-        show(checkpoints.list_all(Path(run).resolve()))
+    show(checkpoints.list_all(run))
 
 
 @commands.command()
 def verify(run: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Read every byte and compare it with the manifest."""
-    from jobs.commands import checkpoints, stored_runs
+    from jobs.commands import checkpoints
 
-    if "://" in run:
-        show(stored_runs.verify_all(run, step))
-    else:
-        show(checkpoints.verify_all(Path(run).resolve(), step))
+    show(checkpoints.verify_all(run, step))
 
 
 @commands.command()
 def inspect(run: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Print the manifest, and every parameter with its size and norms."""
-    from jobs.commands import checkpoints, stored_runs
+    from jobs.commands import checkpoints
 
-    if "://" in run:
-        show(stored_runs.inspect(run, step))
-    else:
-        show(checkpoints.inspect(Path(run).resolve(), step))
+    show(checkpoints.inspect(run, step))
 
 
 @commands.command()
@@ -62,10 +53,8 @@ def diff(
     _debug: Debug = False,
 ) -> None:
     """Compare two checkpoints: their manifests, then their states."""
-    from jobs.commands import checkpoints, stored_runs
+    from jobs.commands import checkpoints
 
-    stored_runs.refuse(run, "checkpoints diff")
-    stored_runs.refuse(other_run or "", "checkpoints diff")
     if more:
         raise UsageError(
             f"diff takes one run, found {' '.join([run, *more])}\n"
@@ -75,26 +64,20 @@ def diff(
     other_run = other_run or run
     if other_run == run and other_step == step:
         raise UsageError("diff needs something to compare with: --with RUN, or --with-step N of the same run")
-    show(checkpoints.compare(Path(run).resolve(), step, Path(other_run).resolve(), other_step))
+    show(checkpoints.compare(run, step, other_run, other_step))
 
 
 @commands.command()
 def export(run: SavedRun, to: Target, step: Step = None, _debug: Debug = False) -> None:
     """Write a checkpoint's weights as its stage would hand them on."""
-    from jobs.commands import checkpoints, stored_runs
+    from jobs.commands import checkpoints
 
-    if "://" in run:
-        show(stored_runs.export_weights(run, step, Path(to)))
-    else:
-        show(checkpoints.export_weights(Path(run).resolve(), step, Path(to)))
+    show(checkpoints.export_weights(run, step, Path(to)))
 
 
 @commands.command()
 def prune(run: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
     """Delete all but the newest checkpoints of every stage."""
-    from jobs.commands import checkpoints, stored_runs
+    from jobs.commands import checkpoints
 
-    if "://" in run:
-        show(stored_runs.prune(run, keep, keep_every))
-    else:
-        show(checkpoints.prune(Path(run).resolve(), keep, keep_every))
+    show(checkpoints.prune(run, keep, keep_every))

@@ -7,7 +7,7 @@ import typer
 
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
-from jobs.command_line.campaigns import load_campaign, recipe_path
+from jobs.command_line.campaigns import recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
 
 Variables = Annotated[
@@ -26,8 +26,10 @@ def submit(
     _debug: Debug = False,
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
-    from jobs.recipe.portable_recipe import VARIABLE, carried
+    from jobs.recipe import campaign
+    from jobs.recipe.portable_recipe import VARIABLE, portable
     from jobs.submit import submission
+    from pipeline.config import read_recipe
     from pipeline.versions import COMMIT_VARIABLE, git_commit
 
     variables = {COMMIT_VARIABLE: git_commit()}  # a job's copy of the checkout has no git
@@ -36,10 +38,11 @@ def submit(
         if not equals:
             raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
         variables[name] = value
-    run = load_campaign(recipe, overrides).place  # a wrong recipe stops here, not on the cluster
+    document = read_recipe(recipe_path(recipe), overrides or [])
+    run = campaign.resolve(document).place  # a wrong recipe stops here, not on the cluster
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
-    text, changed = carried(recipe_path(recipe), overrides or [], str(run), Path.cwd())
+    text, changed = portable(document, run, Path.cwd())
     if changed:
         print(f"relative paths are taken from {Path.cwd()}: {', '.join(changed)}")
     variables[VARIABLE] = text
@@ -87,7 +90,7 @@ def list_jobs(_debug: Debug = False) -> None:
 def job_name(run: str) -> str:
     """The name under which a job is found: a run's absolute path or URL, or a job's id as it is."""
     if "://" in run:
-        from data.store import check_store_url  # imports numpy, for which --help does not wait
+        from data.bucket import check_store_url  # imports numpy, for which --help does not wait
 
         return check_store_url(run)
     if "/" in run or Path(run).exists():

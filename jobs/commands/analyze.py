@@ -32,7 +32,7 @@ from jobs.commands.weights import load, refuse_missing, verified
 from models import analysis
 from models.positions import ADDED
 from models.vit import ViTConfig
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 
 SHOWN = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7

@@ -17,8 +17,7 @@ from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
 from jobs.workers.worker_files import records
-from pipeline.checkpoints.manifest import Manifest, committed, read_manifest
-from pipeline.checkpoints.stored import committed_steps
+from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
@@ -41,7 +40,7 @@ class Killer:
             return
         # Not right after a commit: steps must be lost, so that computing them again is part of the proof.
         reports = read_metrics(self.directory)
-        saved = max(committed_steps(self.directory, None), default=-1)
+        saved = max((step_of(path) for path in committed(self.directory / "checkpoints")), default=-1)
         # Before the first commit a restart would begin anew, and show nothing about checkpoints.
         if saved <= 0 or not reports:
             return

@@ -21,7 +21,6 @@ from data.errors import UsageError
 from data.files import write_whole
 from data.index.document import SUFFIX
 from jobs.recipe import campaign
-from jobs.recipe.parse import Recipe
 from jobs.run.session import run_campaign
 from pipeline import config
 from pipeline.evaluation.document import NAME
@@ -42,7 +41,7 @@ def evaluate(weights: str, words: Sequence[str], protocols: Sequence[str], outpu
     if protocols:
         section["protocols"] = list(protocols)
     values = {"run": folder, "cluster": local_cluster(), STAGE: section}
-    loaded = campaign.resolve(Recipe(merged(values, overrides, list(section["sets"])), "the command", folder))
+    loaded = campaign.resolve(config.Recipe(merged(values, overrides, list(section["sets"])), "the command", folder))
     run_campaign(loaded)
     stage = loaded.stage(STAGE)
     document = (loaded.directory(stage) / NAME).read_text()

@@ -7,33 +7,29 @@
 1. Say what the recipe will ask: sets, bytes of gradients and checkpoints, GPUs.
 2. Start the recipe's own worker group once, with a function that measures and trains nothing (pipeline/preflight);
    meanwhile answer in the run directory, so that the nodes know that the driver sees what they write there.
-3. Judge what the workers report (jobs/commands/findings.py).
+3. Look at the nodes that have no worker of this group: an attempt may move there.
+4. Compare what they report with what the recipe asks (preflight_checks.py). What `plan` and `run` check of the recipe
+   comes first, as they say it (jobs/recipe/validate.py).
 
 Of the run nothing is changed: a folder in its directory is made and deleted. The exit code is 0 without a FAIL, else
 that of the first one.
 """
 
 import dataclasses
-import fcntl
-import json
-import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import cast
 
 import models
-from data.errors import ExitCode, PatchlineError, exit_code
-from data.files import refusal, write_whole
+from data.errors import ExitCode, PatchlineError
 from jobs.cluster import backends
-from jobs.commands.findings import judge
-from jobs.commands.needs import Finding, Needs, StageNeed
 from jobs.commands.plan import GPU_FLOPS, workers_text
+from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
 from jobs.context import index_if_made
 from jobs.recipe.validate import validate_all
-from jobs.resolved_recipe import Campaign, Reads, Stage
+from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage
 from jobs.run.session import warn_of_unused_gpus
 from jobs.run.temporary_run import temporary_run
 from jobs.workers.worker_files import SeenRecords
@@ -41,14 +37,14 @@ from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
-from pipeline.preflight.folder import DRIVER_FILE, LOCK_FILE, answer_file
-from pipeline.preflight.worker import PreflightReport, examine
+from pipeline.preflight.folder import answering
+from pipeline.preflight.worker import PreflightReport, examine, look_at_node
 from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version
 
-ANSWER_POLL_S = 0.005
 LARGEST_ALL_REDUCE = 2**28  # bytes
 SMALLEST_ALL_REDUCE = 2**20
 
@@ -59,43 +55,34 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     cluster = campaign.cluster
     workers = workers_text(cluster) + (" worker" if cluster.most == 1 else " workers")
     say(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
-    findings = []
-    for result in validate_all(campaign, campaign.stages):
-        findings.append(Finding(result.level, result.subject, result.text, result.remedy, result.exit_code))
+    results = validate_all(campaign, campaign.stages)
     try:
         if cluster.backend == "ray":
             backends.connect(cluster)
         world = backends.wait_for_resources(cluster, str(campaign.run), say, do_nothing, worlds_of_all(campaign))
-        needs = needs_of(campaign, world)
-        report = examine_workers(campaign, needs, world)
-        findings += judge(report, needs)
+        requirements = requirements_of(campaign, world)
+        report, silent = look_everywhere(campaign, requirements, world)
+        results += check_report(report, requirements)
+        for node, why in silent.items():
+            remedy = "look at that node, or take it out of the cluster: an attempt may move there"
+            results.append(CheckResult("WARN", "workers", f"the spare node {node} did not answer: {why}", remedy))
     except (PatchlineError, WorkerGroupError, OSError) as error:
-        findings.append(failed(error))
+        failure = CheckResult.of(error, "workers")
+        # A worker that died has no exit code of its own.
+        code = ExitCode.UNAVAILABLE if failure.exit_code == ExitCode.INTERNAL else failure.exit_code
+        results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
 
-    for finding in findings:
-        for line in finding.lines():
-            say(line)
-    counts = {level: sum(finding.level == level for finding in findings) for level in ("OK", "WARN", "FAIL")}
+    for line in shown(results):
+        say(line)
+    counts = Counter(result.level for result in results)
     say(
         f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "
         f"{time.monotonic() - began:.1f} s"
     )
-    for finding in findings:
-        if finding.level == "FAIL":
-            return finding.exit_code
+    for result in results:
+        if result.level == "FAIL":
+            return result.exit_code
     return ExitCode.DONE
-
-
-def failed(error: Exception) -> Finding:
-    """Return the finding of a preflight that could not be carried out."""
-    text = refusal(error) if isinstance(error, OSError) else str(error)
-    first, _, rest = text.partition("\n")
-    remedy = " ".join(rest.split())
-    code = ExitCode(exit_code(error))
-    # A worker that died has no exit code of its own.
-    if code == ExitCode.INTERNAL:
-        code = ExitCode.UNAVAILABLE
-    return Finding("FAIL", "workers", f"nothing was measured: {first}", remedy, code)
 
 
 # ------------------------------------------------------------------------ what the recipe asks
@@ -120,7 +107,7 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
     return common or first or list(range(campaign.cluster.most, campaign.cluster.least - 1, -1))
 
 
-def needs_of(campaign: Campaign, world: int) -> Needs:
+def requirements_of(campaign: Campaign, world: int) -> Requirements:
     """Say what the stages that have not finished will ask of `world` workers, as far as it is known before they run."""
     cluster = campaign.cluster
     stages = []
@@ -130,7 +117,7 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
         if campaign.done(stage) is not None:
             continue
         if stage.kind.trains and stage.model is not None:
-            stages.append(stage_need(campaign, stage, stage.config, world))
+            stages.append(stage_requirements(campaign, stage, world))
         for path in set_paths(campaign, stage):
             index = index_if_made(path)
             if index is None:
@@ -143,14 +130,14 @@ def needs_of(campaign: Campaign, world: int) -> Needs:
             sets[path] = rate
     unused_gpus: list[str] = []
     warn_of_unused_gpus(cluster, unused_gpus.append)
-    return Needs(
+    return Requirements(
         workers=world,
         gpus_per_worker=cluster.gpus_per_worker,
         code=code_version(),
         stages=stages,
         sets=sets,
         # A run in an object store leaves nothing on storage that nodes share.
-        is_shared=campaign.remote is None,
+        is_shared=campaign.storage.is_shared,
         not_made=sorted(set(not_made)),
         unused_gpus=unused_gpus,
     )
@@ -166,8 +153,9 @@ def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
     return paths
 
 
-def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_world: int) -> StageNeed:
+def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) -> StageRequirements:
     """Say what a trained stage will ask of workers, links and the disk."""
+    cfg: TrainConfig = stage.config
     cluster = campaign.cluster
     allowed = allowed_worlds(cfg, cluster)
     # The largest that the stage allows among so many workers as are measured.
@@ -190,8 +178,9 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     with suppress(TraceFailed):
         memory_bytes = memory_need(cfg, stage.model, world, is_gpu=is_gpu).device_bytes
     checkpoint = checkpoint_bytes(cfg, stage.model)
-    disk_bytes, _ = bytes_to_come(cfg, stage.model, campaign.directory(stage) / "checkpoints")
-    return StageNeed(
+    checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
+    disk_bytes, _ = bytes_to_come(cfg, stage.model, checkpoints)
+    return StageRequirements(
         name=stage.name,
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
         reductions=reductions,
@@ -203,16 +192,19 @@ def stage_need(campaign: Campaign, stage: Stage, cfg: TrainConfig, measured_worl
     )
 
 
-# ------------------------------------------------------------------------ the workers
+# ------------------------------------------------------------------------ the workers and the other nodes
 
 
-def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightReport:
-    """Run a worker group of `world` workers once, and answer its questions meanwhile.
+def look_everywhere(
+    campaign: Campaign, requirements: Requirements, world: int
+) -> tuple[PreflightReport, Mapping[str, str]]:
+    """Run a worker group of `world` workers once, then look at the nodes that have none, and answer meanwhile.
 
-    Raises ClusterError, WorkerGroupError, and OSError where the run directory cannot be written.
+    Returns what was found out, and why a node told nothing, by its name. Raises ClusterError, WorkerGroupError, and
+    OSError where the run directory cannot be written.
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
-    largest = max((stage.gradient_bytes for stage in needs.stages), default=0)
+    largest = max((stage.gradient_bytes for stage in requirements.stages), default=0)
     with temporary_run(campaign.run) as folder:
         shared = folder / "shared"
         # Ray Train names its own run after the group's folder and the one two above it.
@@ -221,8 +213,8 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
         group_folder.mkdir(parents=True)
         task = {
             "folder": str(shared),
-            "is_shared": needs.is_shared,
-            "sets": sorted(needs.sets),
+            "is_shared": requirements.is_shared,
+            "sets": sorted(requirements.sets),
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,
         }
@@ -234,37 +226,13 @@ def examine_workers(campaign: Campaign, needs: Needs, world: int) -> PreflightRe
                 cluster=cluster,
                 seen=SeenRecords(group_folder),
                 on_tick=do_nothing,
-                is_shared=needs.is_shared,
+                is_shared=requirements.is_shared,
             )
-    return cast(PreflightReport, report)
+            found_out = cast(PreflightReport, report)
+            silent: Mapping[str, str] = {}
+            if cluster.backend == "ray":
+                from jobs.cluster.spare_nodes import run_on_spare_nodes  # ray takes seconds to import
 
-
-@contextmanager
-def answering(folder: Path) -> Iterator[None]:
-    """Answer what nodes ask in a folder, hold its lock, and leave a file of the driver's, while the block runs."""
-    write_whole(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
-    has_ended = threading.Event()
-    thread = threading.Thread(target=answer_all, args=(folder, has_ended), daemon=True)
-    with open(folder / LOCK_FILE, "a") as lock:
-        # Where the file system has no locks the workers find that out, in words.
-        with suppress(OSError):
-            fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
-
-
-def answer_all(folder: Path, has_ended: threading.Event) -> None:
-    """Answer each question once, with its token and this clock's time."""
-    answered: set[str] = set()
-    while not has_ended.wait(ANSWER_POLL_S):
-        with suppress(OSError, ValueError):
-            for path in folder.iterdir():
-                if path.name.startswith("ask-") and path.name not in answered:
-                    question: Mapping[str, Any] = json.loads(path.read_text())
-                    answer = {"token": question["token"], "time": time.time()}
-                    write_whole(folder / answer_file(path.name), json.dumps(answer))
-                    answered.add(path.name)
+                used = {worker["identity"]["node"] for worker in found_out["workers"]}
+                found_out["spares"], silent = run_on_spare_nodes(look_at_node, task, used, cluster.start_timeout_s)
+    return found_out, silent

@@ -66,7 +66,7 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
         if not file.parent.is_dir():
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
     folder = stage_of(run)
-    task = artifacts.read_record(folder / artifacts.TASK).values
+    task = artifacts.read_record(folder / artifacts.TASK)
     job: Job = task["job"]
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":

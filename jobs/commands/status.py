@@ -50,7 +50,7 @@ def status(run: Path) -> list[str]:
 def chosen_text(folder: Path) -> str:
     """Return what a sweep has chosen for a stage, for the end of its line: "  (optim.lr=0.01)"."""
     with suppress(DataError):  # named where the stage's line is made
-        chosen = artifacts.read_record(folder / "stage.json").values.get("chosen", {})
+        chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
         if chosen:
             return f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
     return ""
@@ -61,7 +61,7 @@ def started_s(folder: Path) -> float:
     record_path = folder / "stage.json"
     # A record that has changed is named where the stage's line is made.
     with suppress(DataError):
-        started = artifacts.read_record(record_path).values.get("started")
+        started = artifacts.read_record(record_path).get("started")
         if started is not None:
             return started
     return record_path.stat().st_mtime

@@ -1,166 +1,113 @@
-"""What `patchline status` and `patchline checkpoints` do with a run at s3://…: they read a copy of its small files.
+"""How commands open what a person names: a run's folder or URL, a stage's, or the folder of one checkpoint.
 
-1. A temporary folder gets what the commands read: records, metrics, and of every checkpoint the manifest alone.
-2. The command does its work there, as in any run directory, and says the URL instead of the folder.
-3. Only what has to be read whole (`verify`, `inspect`, `export`) is fetched, one checkpoint at a time.
+Of a run at s3://… a temporary folder gets what commands read whole: records and metrics, not checkpoints, which are
+fetched one at a time by those that need all of one. What a command prints names the URL in the place of the folder.
 """
 
-import json
-import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data.errors import CheckpointError, UsageError
+from data.bucket import Bucket, check_store_url
+from data.errors import UsageError
 from data.files import write_whole
-from data.store import Store, check_store_url, each
-from jobs.commands import checkpoints
+from data.storage import MANIFEST, Folder, Storage
 from jobs.commands import status as status_command
 from jobs.ownership import OWNER_FILE
-from pipeline.checkpoints.manifest import MANIFEST, committed
-from pipeline.checkpoints.stored import ATTEMPTS, REFUSED, SWEPT, StoredCheckpoints
+from jobs.run.sync import fetch_small_files
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
 SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "task.json", "done.json", "metrics.jsonl")
 
 
-def status(url: str) -> list[str]:
-    """Show where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
-    with local_copy(url) as copy:
-        return [copy.in_words(line) for line in status_command.status(copy.path)]
+@dataclass(frozen=True)
+class OpenedRun:
+    """Holds a run that a person has named, or one of its stages, or one of its checkpoints."""
 
-
-def list_all(url: str) -> Iterator[str]:
-    """List every checkpoint of every stage, as `checkpoints.list_all` does."""
-    with local_copy(url) as copy:
-        for line in checkpoints.list_all(copy.path):
-            yield copy.in_words(line)
-
-
-def verify_all(url: str, step: int | None) -> Iterator[str]:
-    """Fetch and read every byte of every checkpoint meant. Raises CheckpointError in the end where one is bad."""
-    bad = 0
-    with local_copy(url) as copy:
-        for folder in checkpoints.selected(copy.path, step):
-            began = time.monotonic()
-            try:
-                copy.fetch(folder)
-            except CheckpointError as error:
-                bad += 1
-                yield copy.in_words(f"{checkpoints.name_of(folder)}  BAD: {error}")
-            else:
-                yield f"{checkpoints.name_of(folder)}  whole ({time.monotonic() - began:.1f}s)"
-            # The room of one checkpoint has to do.
-            shutil.rmtree(folder)
-    if bad:
-        raise CheckpointError(f"bad checkpoints: {bad}\n  a start marks them, and loads the newest whole one")
-
-
-def inspect(url: str, step: int | None) -> Iterator[str]:
-    """Show the manifest and the parameters of a checkpoint, as `checkpoints.inspect` does."""
-    with local_copy(url) as copy:
-        folder = checkpoints.newest(copy.path, step)
-        copy.fetch(folder)
-        for line in checkpoints.inspect(folder, None):
-            yield copy.in_words(line)
-
-
-def export_weights(url: str, step: int | None, target: Path) -> Iterator[str]:
-    """Write the weights of a checkpoint into a local folder, as `checkpoints.export_weights` does."""
-    with local_copy(url) as copy:
-        folder = checkpoints.newest(copy.path, step)
-        copy.fetch(folder)
-        for line in checkpoints.export_weights(folder, None, target):
-            yield copy.in_words(line)
-
-
-def prune(url: str, keep: int, keep_every: int) -> Iterator[str]:
-    """Delete old checkpoints in the store, as `checkpoints.prune` does on disk, after the same checks."""
-    checkpoints.check_keep(keep)
-    with local_copy(url) as copy:
-        stages = checkpoints.stage_folders(copy.path)
-        for stage in stages:
-            for folder in committed(stage / "checkpoints")[:keep]:
-                copy.fetch(folder)
-                shutil.rmtree(folder)
-        for stage in stages:
-            for name in StoredCheckpoints(copy.run, stage).prune(keep, keep_every):
-                yield f"{stage.name}: {name} deleted"
-
-
-class Copy:
-    """A local copy of a run's small files: `path` is that of the run, or of the stage that the URL names."""
-
-    def __init__(self, run: str, folder: Path, stage: str) -> None:
-        self.run = run
-        self.folder = folder
-        self.path = folder / stage if stage else folder
+    name: str  # as it was typed
+    storage: Storage
+    stages: list[StageCheckpoints]  # those that are meant
+    only: str = ""  # the checkpoint that is meant; "" where it is not one alone
 
     def in_words(self, line: str) -> str:
-        """Return a line with the run's URL in the place of the folder."""
-        return line.replace(str(self.folder), self.run)
-
-    def fetch(self, checkpoint: Path) -> None:
-        """Bring the files of a checkpoint here and read every byte. Raises CheckpointError where it is bad."""
-        StoredCheckpoints(self.run, checkpoint.parents[1]).fetch(checkpoint.name)
+        """Return a line with the run's URL in the place of its local copy."""
+        return line.replace(str(self.storage.local), self.storage.address())
 
 
 @contextmanager
-def local_copy(url: str) -> Iterator[Copy]:
-    """Give the block a copy of what commands read of a run, or of one of its stages, in a temporary folder."""
+def opened(name: str) -> Iterator[OpenedRun]:
+    """Give the block the run, stage or checkpoint of this path or URL. Raises UsageError where there is none."""
+    if "://" in name:
+        with local_copy(name) as (store, stage):
+            stages = [stage] if stage else stages_of(store)
+            yield OpenedRun(name, store, [StageCheckpoints(store, stage) for stage in stages])
+        return
+
+    path = Path(name).resolve()
+    if (path / MANIFEST).exists():
+        checkpoints = checkpoints_in(path.parent)
+        yield OpenedRun(name, checkpoints.storage, [checkpoints], path.name)
+    elif (path / "checkpoints").is_dir():
+        checkpoints = checkpoints_in(path / "checkpoints")
+        yield OpenedRun(name, checkpoints.storage, [checkpoints])
+    else:
+        storage = Folder(path)
+        yield OpenedRun(name, storage, [StageCheckpoints(storage, stage) for stage in stages_of(storage)])
+
+
+def stages_of(storage: Storage) -> list[str]:
+    """Return the names of the stages' folders that hold checkpoints. Raises UsageError where there are none."""
+    stages = {name.split("/")[0] for name in storage.list() if name.split("/")[1:2] == ["checkpoints"]}
+    if not stages:
+        raise UsageError(
+            f"{storage.address()} holds no checkpoints\n"
+            "  name a run directory, a stage's folder in it, or a step-* folder"
+        )
+    return sorted(stages)
+
+
+@contextmanager
+def local_copy(url: str) -> Iterator[tuple[Bucket, str]]:
+    """Give the block a run with a temporary local folder, and the stage in it that the URL names, "" for none.
+
+    The folder has what commands read of the run. Raises UsageError where there is no run, StorageError.
+    """
     run = check_store_url(url)
     stage = ""
-    # A stage's folder is told by its record, and of the run above it the end of the last command is read.
-    if Store(run).get("stage.json") is not None:
-        run, _, stage = run.rpartition("/")
-    store = Store(run)
-    sizes = store.sizes()
-    if not sizes:
-        raise UsageError(f"no run at {run}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
     with TemporaryDirectory(prefix="patchline-run-") as temporary:
-        folder = Path(temporary).resolve() / Path(run).name
-
-        def fetch(name: str) -> None:
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, store.get(name) or b"")
-
-        folder.mkdir()
-        each([name for name in sizes if is_read(name)], fetch)
-        each(
-            [name for name in sizes if name.startswith(f"{ATTEMPTS}/")], lambda name: mark_attempt(store, name, folder)
-        )
-        name_uncommitted(folder, sizes)
-        yield Copy(run, folder, stage)
+        folder = Path(temporary).resolve()
+        # A stage's folder is told by its record, and of the run above it the end of the last command is read.
+        if Bucket(run, folder).read("stage.json") is not None:
+            run, _, stage = run.rpartition("/")
+        store = Bucket(run, folder / run.rpartition("/")[2])
+        store.local.mkdir()
+        if not store.list():
+            raise UsageError(f"no run at {run}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
+        fetch_small_files(store, is_read)
+        yield store, stage
 
 
 def is_read(name: str) -> bool:
-    """Tell whether a command reads the file of this name whole: a small one of the run or a stage, or a manifest."""
+    """Tell whether a command reads the file of this name whole: a small one of the run or of a stage."""
     *folders, file = name.split("/")
-    return (len(folders) < 2 and file in SMALL_FILES) or file == MANIFEST
+    return len(folders) < 2 and file in SMALL_FILES
 
 
-def mark_attempt(store: Store, name: str, folder: Path) -> None:
-    """Make the folder of an attempt that was claimed, by which a stage's attempts are counted."""
-    stage = json.loads(store.get(name) or b"{}").get("stage")
-    if stage:
-        (folder / stage / "attempts" / f"attempt-{Path(name).stem}").mkdir(parents=True, exist_ok=True)
-
-
-def name_uncommitted(folder: Path, sizes: dict[str, int]) -> None:
-    """Give the folders of what is not committed the names that they have on disk: "bad-…" and ".tmp-…"."""
-    for checkpoint in {Path(name).parent for name in sizes if Path(name).parent.parent.name == "checkpoints"}:
-        local = folder / checkpoint
-        names = {Path(name).name for name in sizes if Path(name).parent == checkpoint}
-        number = checkpoint.name.removeprefix("step-")
-        if REFUSED in names or SWEPT in names or MANIFEST not in names:
-            shutil.rmtree(local, ignore_errors=True)
-        if REFUSED in names:
-            local.with_name(f"bad-{number}").mkdir(parents=True)
-        elif MANIFEST not in names:
-            local.with_name(f".tmp-{number}").mkdir(parents=True)
+def status(url: str) -> list[str]:
+    """Show where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
+    with local_copy(url) as (store, stage):
+        for folder in store.local.iterdir():
+            # The newest manifest alone is asked from which step a resume would start.
+            checkpoints = StageCheckpoints(store, folder.name)
+            for name in checkpoints.committed()[:1]:
+                (checkpoints.local / name).mkdir(parents=True)
+                content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
+                write_whole(checkpoints.local / name / MANIFEST, content or b"")
+        lines = status_command.status(store.local / stage)
+        return [line.replace(str(store.local), store.url) for line in lines]
 
 
 def refuse(path: str, command: str) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from data.errors import ConfigError, DataError
-from data.store import Store
 from jobs.cluster import backends
 from jobs.context import Context, index_if_made
 from jobs.recipe import class_names
@@ -149,9 +148,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
             stage.kind.run(cfg, context)
             records = read_metrics(directory, kind=None)
         finally:
-            if remote is not None:
-                store = Store(remote)
-                store.delete(list(store.sizes()))
+            context.storage.delete(context.storage.list())
     result = Trial(
         stage=stage.name,
         key=trial_key(campaign, stage),
@@ -163,8 +160,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    if campaign.remote is not None:
-        Store(campaign.remote).put(name_of(result.key, result.world), path.read_bytes())
+    campaign.storage.send(name_of(result.key, result.world))
     say(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "

@@ -1,7 +1,7 @@
 """A campaign: one recipe, its stages in order, one run directory.
 
 How a recipe becomes a campaign, in order (`load`):
-1. the YAML file is read, and its sections become typed stages, parents first (parse.py);
+1. the YAML file is read, once a command, and its sections become typed stages, parents first (parse.py);
 2. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (key.py);
 3. what sweeps have chosen already is put into the configs that wait for it (choices.py);
 4. each stage is compared with the cluster, and with the indexes that are there already (validate.py).
@@ -13,20 +13,20 @@ folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never
 import hashlib
 from pathlib import Path
 
+from data.bucket import check_store_url
 from data.files import state_folder
-from data.store import check_store_url
 from jobs.ownership import check_place
 from jobs.recipe import key
 from jobs.recipe.choices import resolve_sweep
-from jobs.recipe.parse import Recipe, parse, read
+from jobs.recipe.parse import parse
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage
-from pipeline.config import require
+from pipeline.config import Recipe, read_recipe, require
 
 
 def load(recipe: Path, overrides: list[str]) -> Campaign:
     """Read and validate a recipe. Raises ConfigError or DataError for anything that could not run."""
-    return resolve(read(recipe, overrides))
+    return resolve(read_recipe(recipe, overrides))
 
 
 def resolve(recipe: Recipe) -> Campaign:

@@ -12,7 +12,7 @@ import models
 from jobs.recipe.key import MISSING
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
-from pipeline.checkpoints.stored import committed_steps
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 def forbidden_fields(stage: Stage) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return {}
-    record = artifacts.read_record(record_path).values
+    record = artifacts.read_record(record_path)
     contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
     for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
@@ -63,9 +63,9 @@ def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
         # A finished stage stays under its own key, and one without a checkpoint loses nothing: neither is a conflict.
         record_path = folder / "stage.json"
         is_finished = (folder / "done.json").exists()
-        if not record_path.exists() or is_finished or not committed_steps(folder, campaign.remote):
+        if not record_path.exists() or is_finished or not StageCheckpoints(campaign.storage, folder.name).committed():
             continue
-        record = artifacts.read_record(record_path).values
+        record = artifacts.read_record(record_path)
         changes = config.differences(record["forbid"], forbidden_fields(stage))
         if changes:
             return changes

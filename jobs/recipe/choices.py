@@ -63,7 +63,7 @@ def check_as_chosen(campaign: Campaign, stage: Stage, known: dict[str, Any]) -> 
     folder = campaign.directory(stage)
     if not (folder / "stage.json").exists():
         return
-    changes = config.differences(artifacts.read_record(folder / "stage.json").values.get("chosen", {}), known)
+    changes = config.differences(artifacts.read_record(folder / "stage.json").get("chosen", {}), known)
     if changes:
         tables = ", ".join(sorted({value[1:] for value in stage.chosen.values()}))
         raise DataError(

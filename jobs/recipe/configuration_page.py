@@ -1,9 +1,11 @@
 """Writes docs/configuration.md: every key that a recipe may have, from the dataclasses that hold them.
 
+    python -m jobs.recipe.configuration_page > docs/configuration.md
+
 1. `keys_of` walks a dataclass and its sections; a key's default and type come from the field.
 2. `meanings` takes a key's meaning from the comment beside its field in the source, or from the lines above it.
 3. What a change does on resume is the field's tag in RESUME, as in `pipeline.config.tagged`.
-4. `page` puts tables of keys under headings.
+4. `configuration_page` puts tables of keys under headings.
 
     clip: float = 1.0  # largest global gradient norm; 0 is off
     →  | `optim.clip` | `1.0` | number | forbid | largest global gradient norm; 0 is off |
@@ -21,12 +23,16 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from jobs.cluster_config import ClusterConfig
+from jobs.recipe.sweeps import SweepConfig
+from jobs.resolved_recipe import StageKind
+from jobs.stages.kinds import ALL
+from jobs.trackers_config import TrackersConfig
 from models import resnet, vit
 from models.catalog import FAMILIES
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
 
 Kind: TypeAlias = type[ConfigDataclass]
-Kinds: TypeAlias = Mapping[str, tuple[Kind, ConfigDataclass | None]]  # name → its config, and the kind's defaults
 
 TYPES: dict[object, str] = {
     int: "whole number",
@@ -248,84 +254,36 @@ def choice_text(choices: tuple[str, ...]) -> str:
 
 # ------------------------------------------------------------------------------------------------ the page
 
+INTRODUCTION = """\
+# Configuration
 
-def page(introduction: str, shared: Mapping[str, Kind], stages: Kinds) -> str:
-    """Return the page as Markdown: `introduction`, the campaign's own sections, every kind of stage, `model`.
+<!-- Written by `python -m jobs.recipe.configuration_page > docs/configuration.md`; change the fields' comments. -->
 
-    `shared` holds the sections that are of no stage, by name.
-    """
-    lines = [introduction.rstrip(), ""]
-    for name, kind in shared.items():
-        lines += [f"## `{name}`", ""]
-        for section in sections_of(kind):
-            lines += section_lines(section)
-    shown: dict[Kind, str] = {}
-    for name, (kind, defaults) in stages.items():
-        lines += [f"## Stage `{name}`", ""]
-        # Two kinds of stages may share a class; a second table of the same keys would hide the defaults that differ.
-        if kind in shown:
-            lines += same_keys_lines(shown[kind], stages[shown[kind]], (kind, defaults))
-            continue
-        shown[kind] = name
-        for section in sections_of(kind, defaults):
-            lines += section_lines(section)
-    lines += model_lines()
-    return "\n".join(lines).rstrip() + "\n"
+A recipe is a YAML file. Its top level holds these keys:
 
+| key | default | values | meaning |
+|---|---|---|---|
+| `run` | `runs/<the recipe's name>` | path | the run directory, on a disk that all nodes share |
+| `cluster` | see below | section | how many workers run the stages, and on what |
+| `trackers` | see below | section | W&B and MLflow, each used where it is told where |
+| any other | none | section | a stage: its name is the key, its kind is the key too unless it says `kind: …` |
 
-def section_lines(section: Section) -> list[str]:
-    """Return a heading (where the section has a name), what the section is for, and the table of its keys."""
-    lines = []
-    if section.name:
-        lines += [f"### `{section.name}`", ""]
-    if section.meaning:
-        lines += [section.meaning, ""]
-    return [*lines, *table(section.keys), ""]
+A recipe writes only what differs from the defaults. The same keys can be typed after a command, with dots between the
+levels: `python -m jobs run recipe.yaml pretrain.optim.lr=1e-3 cluster.workers=8`. Below, the keys of a stage are
+written from the stage's section on: `optim.lr`. `<name>` stands for a name that you choose.
 
+The column "on resume" says what happens when a key is changed and a half-done stage is run again:
 
-def table(keys: list[Key]) -> list[str]:
-    """Return the rows of keys under a header."""
-    lines = list(HEADER)
-    for key in keys:
-        cells = (f"`{key.name}`", key.default, key.values, key.resume, key.meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return lines
+- **free**: the stage goes on with the new value.
+- **warn**: the stage goes on with the new value and says so; numbers before and after may not compare.
+- **forbid**: the stage refuses to go on and shows the difference, because it would not be the same training any more.
+  Undo the change, or start the stage over with `--fresh`. Only these keys decide whether a finished stage is skipped.
 
+Keys that name an input (`init`, `data.train`, `data.evaluate`, …) take a path or another stage of the recipe: `@stage`
+for its weights, `@stage/name` for a set of shards that a `pack` stage makes.
 
-def same_keys_lines(
-    name: str, shown: tuple[Kind, ConfigDataclass | None], other: tuple[Kind, ConfigDataclass | None]
-) -> list[str]:
-    """Return the lines about a kind of stage whose config is that of the kind `name`: the defaults that differ."""
-    before = all_keys(*shown)
-    changed = [key for key, old in zip(all_keys(*other), before, strict=True) if key.default != old.default]
-    return [f"It has the keys of `{name}`, with other defaults for these:", "", *table(changed), ""]
-
-
-def all_keys(kind: Kind, defaults: ConfigDataclass | None = None) -> list[Key]:
-    """Return every key of a config, those of its sections included."""
-    keys = []
-    for section in sections_of(kind, defaults):
-        keys += section.keys
-    return keys
-
-
-# ------------------------------------------------------------------------------------------------ models
-
-
-def model_lines() -> list[str]:
-    """Return the names of the models, and a table of the fields of each family."""
-    lines = ["## The section `model`", "", *MODEL_TEXT.splitlines(), "", *name_lines()]
-    vit_keys = all_keys(vit.ViTConfig)
-    for family, (kind, _) in FAMILIES.items():
-        assert dataclasses.is_dataclass(kind)
-        keys = all_keys(kind)
-        lines += [f"### Family `{family}`", ""]
-        if kind is not vit.ViTConfig and issubclass(kind, vit.ViTConfig):
-            keys = [key for key in keys if key not in vit_keys]
-            lines += ["It has the fields of `vit`, but for these:", ""]
-        lines += [*table(keys), ""]
-    return lines
-
+Any stage's section may hold a `sweep`, which makes many stages of it ([sweeps.md](sweeps.md)).
+"""
 
 MODEL_TEXT = """\
 A model's section has a `name`, an `image_size` in pixels and the number of `classes`. The name sets the fields that
@@ -337,20 +295,64 @@ stage that starts from other weights (`init`) may leave `name` out and write onl
 A change of any of these fields is forbidden on resume."""
 
 
-def name_lines() -> list[str]:
-    """Return the names of models that there are, and the table of sizes."""
-    hybrids = []
-    for stem, stride in resnet.STEMS:
-        hybrids.append(f"`{stem}+B/{stride}`")
-    depths = []
-    for depth in resnet.UNITS:
-        depths.append(f"`BiT-R{depth}x1`")
-    lines = [
+def all_keys(kind: Kind, defaults: ConfigDataclass | None = None) -> list[Key]:
+    """Return every key of a config, those of its sections included."""
+    keys = []
+    for section in sections_of(kind, defaults):
+        keys += section.keys
+    return keys
+
+
+def table(keys: list[Key]) -> list[str]:
+    """Return the rows of keys under a header, and a blank line."""
+    lines = list(HEADER)
+    for key in keys:
+        cells = (f"`{key.name}`", key.default, key.values, key.resume, key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return [*lines, ""]
+
+
+def configuration_page() -> str:
+    """Return docs/configuration.md as it should be: the campaign's own sections, every kind of stage, `model`."""
+    lines = [INTRODUCTION.rstrip(), ""]
+    shared = {"`cluster`": ClusterConfig, "`trackers`": TrackersConfig, "`sweep`": SweepConfig}
+    headed = [(f"## {name}", kind, None) for name, kind in shared.items()]
+    headed += [(f"## Stage `{stage_kind.name}`", stage_kind.config, stage_kind.defaults) for stage_kind in ALL]
+    shown: dict[Kind, StageKind] = {}
+    for stage_kind in reversed(ALL):
+        shown[stage_kind.config] = stage_kind  # the first of those with this config
+    for heading, kind, defaults in headed:
+        lines += [heading, ""]
+        first = shown.get(kind)
+        # Two kinds of stages may share a class; a second table of the same keys would hide the defaults that differ.
+        if first is not None and first.defaults is not defaults:
+            before = all_keys(kind, first.defaults)
+            changed = []
+            for key, old in zip(all_keys(kind, defaults), before, strict=True):
+                if key.default != old.default:
+                    changed.append(key)
+            lines += [f"It has the keys of `{first.name}`, with other defaults for these:", "", *table(changed)]
+            continue
+        for section in sections_of(kind, defaults):
+            if section.name:
+                lines += [f"### `{section.name}`", ""]
+            if section.meaning:
+                lines += [section.meaning, ""]
+            lines += table(section.keys)
+
+    # Models: their names, their sizes, and the fields of each family.
+    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in resnet.STEMS)
+    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in resnet.UNITS)
+    lines += [
+        "## The section `model`",
+        "",
+        *MODEL_TEXT.splitlines(),
+        "",
         "### Names",
         "",
         "- `B/16`: a Vision Transformer of a size from the table below, with patches of 16 × 16 pixels (family `vit`).",
-        f"- {', '.join(hybrids)}: a ResNet before the transformer, of any size (family `vit`).",
-        f"- {', '.join(depths)}: a ResNet; `x3` is three times as wide (family `bit`).",
+        f"- {hybrids}: a ResNet before the transformer, of any size (family `vit`).",
+        f"- {depths}: a ResNet; `x3` is three times as wide (family `bit`).",
         "- `Axial-B/32`: attention along rows, then columns, of any size (family `axial`).",
         "- `Masked-B/16`: a Vision Transformer for `objective: masked`, of any size (family `masked`).",
         "",
@@ -359,4 +361,18 @@ def name_lines() -> list[str]:
     ]
     for size, (width, depth, mlp, heads) in vit.SIZES.items():
         lines.append(f"| `{size}` | {width} | {depth} | {mlp} | {heads} |")
-    return [*lines, ""]
+    lines.append("")
+    vit_keys = all_keys(vit.ViTConfig)
+    for family, (model_kind, _) in FAMILIES.items():
+        assert dataclasses.is_dataclass(model_kind)
+        keys = all_keys(model_kind)
+        lines += [f"### Family `{family}`", ""]
+        if model_kind is not vit.ViTConfig and issubclass(model_kind, vit.ViTConfig):
+            keys = [key for key in keys if key not in vit_keys]
+            lines += ["It has the fields of `vit`, but for these:", ""]
+        lines += table(keys)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(configuration_page(), end="")

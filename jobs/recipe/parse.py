@@ -1,16 +1,14 @@
 """From the text of a recipe to the typed sections of its stages.
 
-1. `read` reads the YAML file and lays `key=value` overrides on top.
-2. `parse` takes out `run`, `cluster` and `trackers`; any other section is a stage, whose kind is its name or
+1. `parse` takes out `run`, `cluster` and `trackers`; any other section is a stage, whose kind is its name or
    its `kind:`.
-3. A section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key stops here.
-4. Stages are put in order: a stage that names another's output ("@stage" or "@stage/part") comes after it.
+2. A section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key stops here.
+3. Stages are put in order: a stage that names another's output ("@stage" or "@stage/part") comes after it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 from data.checks import check_name
@@ -23,18 +21,9 @@ from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
-from pipeline.config import require
+from pipeline.config import Recipe, require
 
 NOT_STAGES = ("run", "cluster", "trackers")  # keys of a recipe that belong to the whole campaign
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe as it is read: all that `run`, `submit` and `plan` go on with."""
-
-    values: Mapping[str, Any]  # nested and plain; environment variables and `~` are the reader's
-    source: str  # what it is called in messages
-    default_run: str  # the run directory, where it names none
 
 
 @dataclass(frozen=True)
@@ -45,12 +34,6 @@ class Parsed:
     cluster: ClusterConfig
     trackers: TrackersConfig
     stages: Mapping[str, Stage]  # by name, parents first; without inputs, models and keys
-
-
-def read(recipe: Path, overrides: list[str]) -> Recipe:
-    """Read a recipe file, or env:NAME, with `key=value` overrides on top. Raises ConfigError."""
-    values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
-    return Recipe(values, str(recipe), f"runs/{recipe.stem}")
 
 
 def parse(recipe: Recipe) -> Parsed:

@@ -1,7 +1,7 @@
 """A recipe that travels with a submitted job: from the submitter's folder, wherever that is, to the cluster's head.
 
-1. The recipe is read where `submit` was typed, with its overrides on top: environment variables and `~` are the
-   submitter's, as they were when the recipe was checked.
+1. The recipe goes as it was read where `submit` was typed, with its overrides on top: environment variables and `~`
+   are the submitter's, as they were when the recipe was checked.
 2. Relative paths are taken from the submitter's folder, as `run` would take them. Left as they are they would point
    into the folder into which Ray unpacks the checkout. The folder of the cache is none: it is absolute, or in the home
    of each node.
@@ -11,6 +11,7 @@ A stage's key is the same as if the recipe had been run here: of inputs it holds
 what a `pack` stage reads is in its key by path.
 """
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -20,22 +21,23 @@ from typing import Any
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe import sweeps
+from jobs.recipe.parse import NOT_STAGES
 from jobs.stages.kinds import KINDS
 from pipeline import config
+from pipeline.config import Recipe
 
 VARIABLE = "PATCHLINE_RECIPE"
 
 
-def carried(recipe: Path, overrides: list[str], run: str, folder: Path) -> tuple[str, list[str]]:
+def portable(recipe: Recipe, run: str, folder: Path) -> tuple[str, list[str]]:
     """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`.
 
-    Raises ConfigError where it holds a secret.
+    `run` is where the run goes. Raises ConfigError where the recipe holds a secret.
     """
-    values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
-    values["run"] = run
+    values = {**copy.deepcopy(dict(recipe.values)), "run": run}
     changed: list[str] = []
     for name, section in values.items():
-        if name in ("run", "cluster", "trackers"):
+        if name in NOT_STAGES:
             continue
         kind = KINDS[section.get("kind", name)]
         patterns = (*kind.inputs, *kind.files)
@@ -50,7 +52,7 @@ def carried(recipe: Path, overrides: list[str], run: str, folder: Path) -> tuple
     # An environment variable of the recipe stands there in clear now.
     if SECRET_VALUE.search(text):
         raise ConfigError(
-            f"{recipe} holds what looks like a secret: a key, a token, or a password in an address\n"
+            f"{recipe.source} holds what looks like a secret: a key, a token, or a password in an address\n"
             "  it would travel with the job, in clear to whoever lists the jobs\n"
             "  leave it out: secrets belong to the nodes, their environment, instance role or mounted files"
         )

@@ -3,7 +3,7 @@
 The driver imports torch, which takes seconds. Meanwhile the fork server of plain processes (jobs/workers/processes.py)
 imports it too, or the processes of an embedded Ray cluster start (jobs/cluster/embedded.py). Nothing that is imported
 here imports torch or Ray. In order (`start_early`):
-1. the recipe is read, but for its stages, which cannot be typed without torch;
+1. the recipe's cluster is typed, not its stages, which cannot be without torch;
 2. nothing is started where no stage has workers, where the run is done, for plain processes with GPUs, and where a Ray
    cluster is to be joined, which sees nothing of this run before it is accepted;
 3. the fork server is started, with torch's compiler where the text of a stage asks for what needs it, or the cluster.
@@ -28,10 +28,10 @@ WORKERLESS_KINDS = ("pack", "resize", "sweep")
 
 
 @contextmanager
-def started_early(recipe: Path, overrides: list[str], kind: str | None = None) -> Iterator[None]:
+def started_early(recipe: config.Recipe, kind: str | None = None) -> Iterator[None]:
     """Start what the block will need, and end what it has not come to use: it may refuse the recipe."""
     had_cluster = embedded.is_started()  # as where a process runs one campaign after another
-    start_early(recipe, overrides, kind)
+    start_early(recipe, kind)
     try:
         yield
     finally:
@@ -39,23 +39,22 @@ def started_early(recipe: Path, overrides: list[str], kind: str | None = None) -
             embedded.let_go()
 
 
-def start_early(recipe: Path, overrides: list[str], kind: str | None = None) -> None:
+def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     """Start the fork server, or the embedded cluster, where the recipe, or its one stage of a `kind`, will want it."""
     try:
-        values = config.with_home(config.plain_yaml(config.read_yaml(recipe, overrides)))
-        cluster = config.build(ClusterConfig, values.get("cluster", {}), "cluster")
+        cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
     except ConfigError:
         # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
         return
     sections = {}
-    for name, section in values.items():
+    for name, section in recipe.values.items():
         if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
             sections[name] = section
     kinds = [section.get("kind", name) for name, section in sections.items()]
     if kind is not None:
         kinds = [kind]
     has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
-    if has_work_for_workers and not is_done(values.get("run", f"runs/{recipe.stem}")):
+    if has_work_for_workers and not is_done(recipe.values.get("run", recipe.default_run)):
         has_compiler = any(asks_for_compiler(section) for section in sections.values())
         backends.start_early(cluster, has_compiler=has_compiler)
 

@@ -62,7 +62,7 @@ def run_campaign(
         # The lock comes first: the status.json of a run that another process owns is not ours to write.
         with (
             owned(campaign.run),
-            synced(campaign.run, campaign.remote, log) as put_files,
+            synced(campaign.storage, log) as put_files,
             status_file(campaign.run, command, log.keep),
         ):
             return session.run(campaign, only, put_files)
@@ -88,15 +88,7 @@ class Session:
         stopper = Stopper(log)
         # Once more: of a run in a store, the files of the last owner are here only now.
         campaign = with_new_evaluations(resolve_sweep(campaign))
-        # All stages, or those of one section of the recipe with the evaluations behind them.
-        stages = []
-        for stage in campaign.stages:
-            wanted = [None, stage.name, stage.source]
-            if stage.judges:
-                wanted += [stage.judges, campaign.stage(stage.judges).source]
-            if only in wanted:
-                stages.append(stage)
-
+        stages = [campaign.stage(name) for name in names_of_stages(campaign, only)]
         # What would be refused later is refused now, before anything starts.
         results = validate_all(campaign, stages, fresh=self.fresh)
         refuse(results)
@@ -199,6 +191,18 @@ def report_skipped(campaign: Campaign, stage: Stage, log: RunLog) -> None:
     log(line)
     for evaluation in evaluations:
         log(f"{stage.name}: asked to be judged otherwise than it was: {evaluation.name} does it")
+
+
+def names_of_stages(campaign: Campaign, only: str | None) -> list[str]:
+    """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
+    names = []
+    for stage in campaign.stages:
+        wanted = [None, stage.name, stage.source]
+        if stage.judges:
+            wanted += [stage.judges, campaign.stage(stage.judges).source]
+        if only in wanted:
+            names.append(stage.name)
+    return names
 
 
 def need_compiler(campaign: Campaign, stages: list[Stage]) -> bool:

@@ -49,7 +49,7 @@ def first_started(directory: Path, now: float) -> float:
     record_path = directory / "stage.json"
     if not record_path.exists():
         return now
-    return artifacts.read_record(record_path).values.get("started", now)
+    return artifacts.read_record(record_path).get("started", now)
 
 
 def provenance_of(

@@ -22,7 +22,7 @@ from jobs.context import Context, reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.validate import refuse, validate
-from jobs.resolved_recipe import Available, Campaign, Stage
+from jobs.resolved_recipe import Available, Campaign, Reads, Stage
 from jobs.run.stage_metadata import first_started, provenance_of, stage_record
 from jobs.stages import sweep
 from pipeline import artifacts
@@ -126,5 +126,5 @@ def check_parents(campaign: Campaign, stage: Stage) -> None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
-        if sweep.DIVERGED in outcome and stage.kind.inputs.get("runs.*.stage") is None:
+        if sweep.DIVERGED in outcome and Reads.OUTCOME not in stage.kind.inputs.values():
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[sweep.DIVERGED]}")

@@ -16,7 +16,6 @@ from jobs.recipe.changes import changed_warnings
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import evaluate, sweep
-from jobs.stages.evaluation_config import EvaluationConfig, JudgedConfig
 from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
 
@@ -47,10 +46,10 @@ def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
     changed = fields_changed(campaign, stage)
     judging: list[Stage] = []
     if changed & set(ACCURACY_FIELDS) and cfg.data.evaluate is not None:
-        sets = {"evaluate": JudgedConfig(cfg.data.evaluate)}
+        sets = {"evaluate": evaluate.EvaluatedSet(cfg.data.evaluate)}
         judging.append(evaluation_of(campaign, stage, "evaluate", sets=sets, protocols=("top-1",)))
     if changed & set(PROBE_FIELDS) and cfg.probe.train is not None and cfg.probe.test is not None:
-        sets = {"probe": JudgedConfig(cfg.probe.test, cfg.probe.train)}
+        sets = {"probe": evaluate.EvaluatedSet(cfg.probe.test, cfg.probe.train)}
         shots = FewShotConfig(cfg.probe.shots, cfg.probe.seeds, cfg.probe.l2)
         judging.append(evaluation_of(campaign, stage, "probe", sets=sets, protocols=("fewshot",), fewshot=shots))
     return judging
@@ -71,7 +70,7 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
     while name in names:
         name += "-again"
     cfg: TrainConfig = stage.config
-    judging = EvaluationConfig(
+    judging = evaluate.Config(
         init=f"@{stage.name}",
         preprocess=cfg.data.preprocess,
         max_labels=cfg.data.max_labels,

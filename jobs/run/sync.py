@@ -1,6 +1,6 @@
 """A run that is kept in an object store: who owns it, and the way of its small files there and back.
 
-In the store, beside the checkpoints (pipeline/checkpoints/stored.py), under the run's URL:
+In the store, beside the checkpoints (data/bucket.py), under the run's URL:
     owner.json              who works on the run, and a count that grows every 10 s as long as it lives
     attempts/000007.json    an attempt that was claimed; attempts/000000.json is the test that a name is created once
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
@@ -13,7 +13,7 @@ One command on such a run, in order (`synced`):
    too.
 
 owner.json is there for good manners, so that two commands do not take turns. What keeps a checkpoint safe from an owner
-that was cut off and comes back is the number of its attempt (stored.py).
+that was cut off and comes back is the number of its attempt (`Bucket.sweep`).
 """
 
 import json
@@ -31,12 +31,13 @@ from tempfile import TemporaryDirectory
 from typing import TypedDict
 from uuid import uuid4
 
+from data.bucket import Bucket, each
 from data.errors import PatchlineError, RunOwned, StorageError
 from data.files import locked, write_whole
-from data.store import Store, each
+from data.storage import Storage
 from jobs.ownership import OWNER_FILE
 from pipeline.artifacts import DONE
-from pipeline.checkpoints.stored import ATTEMPTS
+from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
 BEAT_S = 10.0  # between two signs of life
@@ -46,7 +47,7 @@ LAST_ATTEMPTS = 3  # of a request when the command ends: a store that is gone mu
 NOT_SYNCED = ("checkpoints", ATTEMPTS)  # folders: the one has its own rules, the other is of this node
 OWN_FILES = (OWNER_FILE, SYNC_FILE)  # of the local folder
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Owner(TypedDict):
@@ -62,71 +63,71 @@ class Owner(TypedDict):
 
 
 @contextmanager
-def synced(run: Path, remote: str | None, say: Say) -> Iterator[Callable[[], None]]:
+def synced(storage: Storage, log: Log) -> Iterator[Callable[[], None]]:
     """Keep a run's local folder and its URL alike while the block works; gives the function that puts what has changed.
 
-    `run` is locked already. For a run without a URL nothing is done. Raises RunOwned, also in the place of what has
-    ended the block when another command had taken the run over; StorageError.
+    The local folder is locked already. For a run in a folder there is nothing to do. Raises RunOwned, also in the place
+    of what has ended the block when another command had taken the run over; StorageError.
     """
-    if remote is None:
+    if not isinstance(storage, Bucket):
         yield lambda: None
         return
-    mirror = Sync(run, remote, say)
-    is_ours = mirror.take_over()
-    mirror.pull(is_ours)
-    with mirror.kept_alive():
+    sync = Sync(storage, log)
+    is_ours = sync.take_over()
+    sync.pull(is_ours)
+    with sync.kept_alive():
         # What the last command here could not put: workers on other nodes may need that a stage is done.
         if is_ours:
-            mirror.put()
+            sync.put()
         try:
-            yield mirror.put
+            yield sync.put
         except PatchlineError:
-            mirror.end_as_taken_over()
+            sync.end_as_taken_over()
             raise
 
 
 @contextmanager
-def looked_at(run: Path, remote: str | None) -> Iterator[Path]:
+def looked_at(storage: Storage) -> Iterator[Path]:
     """Give the block a folder with a run's small files, for a command that only reads them.
 
     That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
     temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
     """
-    if remote is None or is_newest_here(run, remote):
-        yield run
+    if not isinstance(storage, Bucket) or is_newest_here(storage):
+        yield storage.local
         return
     with TemporaryDirectory(prefix="patchline-plan-") as temporary:
         folder = Path(temporary).resolve()
-        Sync(folder, remote, print).pull(is_ours=False)
+        Sync(Bucket(storage.url, folder), print).pull(is_ours=False)
         yield folder
 
 
-def is_newest_here(run: Path, remote: str) -> bool:
+def is_newest_here(storage: Bucket) -> bool:
     """Tell whether the local folder of a run has all its small files: its owner works there, or did so last."""
-    if not run.is_dir():
+    if not storage.local.is_dir():
         return False
-    with locked(run / OWNER_FILE, wait=False) as is_free:
+    with locked(storage.local / OWNER_FILE, wait=False) as is_free:
         if not is_free:
             return True
-        mirror = Sync(run, remote, print)
-        owner = mirror.owner()
-        return owner is not None and owner["token"] == mirror.last_token
+        sync = Sync(storage, print)
+        owner = sync.owner()
+        return owner is not None and owner["token"] == sync.last_token
 
 
 class Sync:
     """The local folder of a run, and the same in an object store; `token` tells this command from all others."""
 
-    def __init__(self, run: Path, remote: str, say: Say) -> None:
-        self.run = run
-        self.store = Store(remote)
-        self.say = say
+    def __init__(self, store: Bucket, log: Log) -> None:
+        self.store = store
+        self.run = store.local
+        self.log = log
         self.token = uuid4().hex
         self.last_token = ""  # of the command that worked here last
         self.known: dict[str, list[int]] = {}  # by name: size and mtime in ns of what the store has
         self.lock = threading.Lock()  # the thread and the command do not put at once
         # Torn or not there: then the store knows better.
         with suppress(OSError, ValueError, KeyError):
-            record = json.loads((run / SYNC_FILE).read_text())
+            record = json.loads((self.run / SYNC_FILE).read_text())
             self.last_token = record["token"]
             self.known = record["known"]
 
@@ -134,7 +135,7 @@ class Sync:
 
     def owner(self) -> Owner | None:
         """Return what owner.json says; None where there is none."""
-        content = self.store.get(OWNER_FILE)
+        content = self.store.read(OWNER_FILE)
         return None if content is None else json.loads(content)
 
     def take_over(self) -> bool:
@@ -158,14 +159,14 @@ class Sync:
         """Return when the owner has given none for long enough. Raises RunOwned when it does."""
         # Only what changes is looked at, never a time: clocks of machines differ.
         wait_s = WATCH_BEATS * BEAT_S
-        self.say(f"{self.store.url} was left by {name_of(owner)}; waiting {wait_s:.0f} s for a sign of life")
+        self.log(f"{self.store.url} was left by {name_of(owner)}; waiting {wait_s:.0f} s for a sign of life")
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(BEAT_S / 5)
             now = self.owner()
             if now is not None and now != owner and not now["is_released"]:
                 raise self.owned_by(now)
-        self.say(f"no sign of life: taking the run over; should {name_of(owner)} wake up, it cannot commit")
+        self.log(f"no sign of life: taking the run over; should {name_of(owner)} wake up, it cannot commit")
 
     def owned_by(self, owner: Owner) -> RunOwned:
         """Return the error that names the owner."""
@@ -194,7 +195,7 @@ class Sync:
         A worker may have failed at its commit, or have stopped as it was asked to. Neither exit code would say that
         another command goes on with the run, and a batch system would start one that asks to be run again.
         """
-        self.store.attempts = LAST_ATTEMPTS
+        self.store.retry.attempts = LAST_ATTEMPTS
         with suppress(StorageError, OSError):
             self.check_owned()
 
@@ -219,7 +220,7 @@ class Sync:
         # Two of them: a large file takes minutes, and without a sign of life for 30 s the owner is taken for dead.
         threads = []
         for work in (self.keep_alive, self.keep_putting):
-            threads.append(threading.Thread(target=work, args=(has_ended,), name="mirror", daemon=True))
+            threads.append(threading.Thread(target=work, args=(has_ended,), name="sync", daemon=True))
         for thread in threads:
             thread.start()
         try:
@@ -227,14 +228,14 @@ class Sync:
         finally:
             has_ended.set()
             # Before the threads are waited for: they may be asking a store that is gone.
-            self.store.attempts = LAST_ATTEMPTS
+            self.store.retry.attempts = LAST_ATTEMPTS
             for thread in threads:
                 thread.join()
             try:
                 self.put()
                 self.renew(0, is_released=True)
             except (PatchlineError, OSError) as error:
-                self.say(f"the last lines of this command are in {self.run} alone: {error}")
+                self.log(f"the last lines of this command are in {self.run} alone: {error}")
 
     def keep_alive(self, has_ended: threading.Event) -> None:
         """Give a sign of life, again and again, until the command ends, or another one has taken the run over."""
@@ -245,14 +246,14 @@ class Sync:
                 self.check_owned()
                 self.renew(beats)
             except RunOwned as error:
-                self.say(f"taken over, nothing of this command is committed any more: {error}")
+                self.log(f"taken over, nothing of this command is committed any more: {error}")
                 # Else a restart would claim the next attempt, and end the new owner's saves. It is heard as a stop is.
                 if not has_ended.is_set():
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
             except (PatchlineError, OSError) as error:
                 # It was asked again and again: say so, and go on. The workers' saves have a patience of their own.
-                self.say(f"{self.store.url} does not answer: {error}")
+                self.log(f"{self.store.url} does not answer: {error}")
 
     def keep_putting(self, has_ended: threading.Event) -> None:
         """Put what has changed, again and again, as long as the run is this command's."""
@@ -262,7 +263,7 @@ class Sync:
             except RunOwned:
                 return
             except (PatchlineError, OSError) as error:
-                self.say(f"not all small files are in {self.store.url} yet: {error}")
+                self.log(f"not all small files are in {self.store.url} yet: {error}")
 
     # ------------------------------------------------------------------------ there and back
 
@@ -275,25 +276,8 @@ class Sync:
                     shutil.rmtree(path)
                 elif path.name != OWNER_FILE:
                     path.unlink()
-        sizes = self.store.sizes()
-
-        def fetch(name: str) -> None:
-            path = self.run / name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.store.fetch(name, path, sizes[name])
-                self.known[name] = state_of(path)
-
-        def make_attempt_folder(name: str) -> None:
-            # How often a stage was tried is counted by its folders of attempts.
-            claim = json.loads(self.store.get(name) or b"{}")
-            if claim.get("stage"):
-                folder = self.run / claim["stage"] / "attempts" / f"attempt-{Path(name).stem}"
-                folder.mkdir(parents=True, exist_ok=True)
-
-        each([name for name in sizes if is_synced(Path(name))], fetch)
-        if not is_ours:
-            each([name for name in sizes if name.startswith(f"{ATTEMPTS}/")], make_attempt_folder)
+        for name in fetch_small_files(self.store, lambda name: is_synced(Path(name))):
+            self.known[name] = state_of(self.run / name)
 
     def put(self) -> None:
         """Put every small file that has changed; the record that a stage is done comes after all else of it.
@@ -311,13 +295,36 @@ class Sync:
                     if path.is_file() and self.known.get(name) != state:
                         # Before each of them: a large one takes minutes, in which the run may be taken over.
                         self.check_owned()
-                        self.store.put_file(name, path)
+                        self.store.send(name)
                         self.known[name] = state
             self.note()
 
     def note(self) -> None:
         """Write down whose files these are, and which of them the store has."""
         write_whole(self.run / SYNC_FILE, json.dumps({"token": self.token, "known": self.known}))
+
+
+def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> list[str]:
+    """Fetch those files of a run that are wanted and not in its local folder yet; returns their names.
+
+    How often a stage was tried is counted by its folders of attempts: those are made too. Raises StorageError.
+    """
+    sizes = store.list()
+    missing = [name for name in sizes if is_wanted(name) and not (store.local / name).exists()]
+
+    def fetch(name: str) -> None:
+        path = store.local / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.fetch(name, path, sizes[name])
+
+    def make_attempt_folder(name: str) -> None:
+        claim = json.loads(store.read(name) or b"{}")
+        if claim.get("stage"):
+            attempt_folder(store.local / claim["stage"], int(Path(name).stem)).mkdir(parents=True, exist_ok=True)
+
+    each(missing, fetch)
+    each([name for name in sizes if name.startswith(f"{ATTEMPTS}/")], make_attempt_folder)
+    return missing
 
 
 SINCE = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""Weights that are judged, of any kind that the project reads: which they are, what model, what its classes are called.
+"""Weights to evaluate, of any kind that the project reads: their digest, their model and the names of its classes.
 
 1. A folder of ours is compared with what its maker recorded; its digest is the sha256 of weights.safetensors.
 2. Weights of others are read where they take pixels from −1 to 1, as ours do; other means and deviations are refused.

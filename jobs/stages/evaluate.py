@@ -1,10 +1,9 @@
-"""Judge weights on sets by any number of protocols; the result is a document, evaluation.json.
+"""Evaluate weights on sets by any number of protocols; the result is a document, evaluation.json.
 
-1. What an earlier evaluation of the same weights in this run has already answered is carried over: a changed set or
-   protocol costs that set or protocol alone.
-2. Every worker passes its part of each set through the model once, and sends what is wanted of it to rank 0.
-3. Rank 0 judges each set by each protocol (pipeline/evaluation/protocols.py); the others wait, and hear of a stop.
-4. The document is written: values with intervals, and the digests of weights, sets and protocols.
+1. A result that an earlier evaluation of the same weights in this run has is carried over: a changed set or protocol
+   costs that set or protocol alone.
+2. The workers compute the others (evaluation_worker.py): each set passes through the model once.
+3. The document is written: values with intervals, and the digests of weights, sets and protocols.
 
     evaluate:
       init: "@finetune"
@@ -12,48 +11,136 @@
       protocols: [top-1, per-class, fewshot, knn, logistic]
 
 The value of a protocol depends on its digest, the weights and the sets, and not on the number of workers: batches are
-the same at any world size, and what is summed is counted, or summed by rank 0 in a fixed order (docs/evaluation.md).
+the same at any world size, and sums are counts, or made by rank 0 in a fixed order (docs/evaluation.md).
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 import models
+from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
+from data.index.index import Index
+from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
-from jobs.attempts.supervisor import supervise
 from jobs.context import Context
 from jobs.resolved_recipe import Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
-from jobs.stages import any_weights, frozen, training
-from jobs.stages.evaluation_config import EvaluationConfig, check_head
-from jobs.stages.evaluation_worker import worker
-from jobs.workers.worker_group import Task
-from jobs.worlds import allowed_worlds
-from pipeline import artifacts, config
-from pipeline.config import require
+from jobs.stages import any_weights, training
+from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+from pipeline import artifacts
+from pipeline.config import Tags, require, tags
 from pipeline.evaluation import async_evaluation, document
-from pipeline.evaluation.protocols import Protocol, protocols_of
+from pipeline.evaluation.document import Entry
+from pipeline.evaluation.logistic import LogisticConfig
+from pipeline.evaluation.neighbours import NeighboursConfig
+from pipeline.evaluation.protocols import (
+    FEATURES,
+    FewShotConfig,
+    LinearConfig,
+    check_names,
+    check_ops,
+    check_shape,
+    protocols_of,
+    value_names,
+)
+from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
+
+Digests = tuple[str | None, ...]  # what a result depends on: document.identity_of
 
 
 @dataclass(frozen=True)
-class Question:
-    """One set, and one protocol to judge it by."""
+class EvaluatedSet:
+    """A set to evaluate on, and the set that protocols of features learn from."""
+
+    test: str = "???"  # the set's index, or its folder; or "@stage/name"
+    train: str | None = None  # what fewshot, linear, knn and logistic learn from; the same
+
+    RESUME: ClassVar[Tags] = tags(forbid="test train")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which weights are evaluated on which sets, and how."""
+
+    init: str = "???"  # weights: a folder of ours, timm or Hugging Face, an official .npz, or "@stage"
+    model: dict[str, Any] = field(default_factory=dict)  # what the file of others cannot tell, as heads: 3
+    sets: dict[str, EvaluatedSet] = field(default_factory=dict)  # by name
+    # top-1, top-5, real, per-class, and of features fewshot, linear, knn, logistic (docs/evaluation.md)
+    protocols: tuple[str, ...] = ("top-1",)
+    fewshot: FewShotConfig = field(default_factory=FewShotConfig)  # of the protocol fewshot
+    linear: LinearConfig = field(default_factory=LinearConfig)  # of the protocol linear
+    knn: NeighboursConfig = field(default_factory=NeighboursConfig)  # of the protocol knn
+    logistic: LogisticConfig = field(default_factory=LogisticConfig)  # of the protocol logistic
+    leaks: str | None = None  # a leaks.json of `python -m jobs leaks`: every value with and without leaked samples
+    preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
+    max_labels: int = 16  # labels a sample has at most; ReaL has 9
+    micro_batch: int = 64  # images a worker takes at a time; part of the protocol: another number may round otherwise
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
+    precision: Literal["bf16", "fp32"] = "fp32"  # in which the model computes
+    stall_s: float = 600.0  # in which no worker enters a new phase; then the attempt ends and the next begins
+
+    RESUME: ClassVar[Tags] = tags(
+        forbid="init model sets protocols fewshot linear knn logistic leaks preprocess max_labels micro_batch "
+        "precision",
+        free="cache stall_s",
+    )
+
+    def __post_init__(self) -> None:
+        check_names(self.protocols)
+        check_ops(self.preprocess)
+        at_least(self, 1, "micro_batch max_labels")
+        more_than_0(self, "stall_s")
+        for name, evaluated in self.sets.items():
+            check_name(name, "a set of sets", "rename it")
+            learned = [protocol for protocol in self.protocols if protocol in FEATURES]
+            require(
+                evaluated.train is not None or not learned,
+                f"sets.{name}.train is missing: {', '.join(learned)} learn from a training set\n"
+                f"  type sets.{name}.train=…, an index or @stage/name, or leave these protocols out",
+            )
+
+    def paths(self) -> dict[str, str]:
+        """Return every set by the field that names it."""
+        paths = {}
+        for name, evaluated in self.sets.items():
+            paths[f"sets.{name}.test"] = evaluated.test
+            if evaluated.train is not None:
+                paths[f"sets.{name}.train"] = evaluated.train
+        return paths
+
+    def metrics(self) -> list[str]:
+        """Return the names of the values that come out, as `document.metrics_of` calls them."""
+        values: list[str] = []
+        for protocol in self.protocols:
+            values += value_names(protocol, self)
+        if len(self.sets) == 1:
+            return values
+        return [f"{name} {value}" for name in self.sets for value in values]
+
+    def uses_head(self) -> bool:
+        """Tell whether a protocol looks at the outputs of the head."""
+        return any(protocol not in FEATURES for protocol in self.protocols)
+
+
+# ------------------------------------------------------------------------------------------------ the stage
+
+
+@dataclass(frozen=True)
+class NamedRequest:
+    """A request with the names that people see, and the digests that its result is known by."""
 
     name: str  # of the set, in the recipe
-    test: str  # absolute path, or URL
-    train: str | None  # where the protocol learns from it
-    protocol: Protocol
-    digests: tuple[str | None, ...]  # as document.question_of: what its answer is known by
+    request: Request
+    digests: Digests
 
 
 @dataclass(frozen=True)
@@ -65,212 +152,168 @@ class LeaksFile:
     leaks: Leaks
 
 
-Answers = dict[tuple[str | None, ...], dict[str, Any]]  # results by what they are known by: document.question_of
+def run(cfg: Config, context: Context) -> dict[str, Any]:
+    """Compute the results that no earlier evaluation of this run has, and write the document."""
+    init = context.resolve(cfg.init) or ""
+    weights_digest = any_weights.digest_of(init, context.say)
+    leaks = None
+    leaks_path = context.resolve(cfg.leaks)
+    if leaks_path is not None:
+        leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
+    all_named = requests_of(cfg, context, leaks)
 
-
-def run(cfg: EvaluationConfig, context: Context) -> dict[str, Any]:
-    """Judge what no earlier evaluation of this run has judged, and write the document."""
-    path = context.resolve(cfg.init) or ""
-    digest = any_weights.digest_of(path, context.say)
-    leaks = leaks_at(context.resolve(cfg.leaks))
-    questions = questions_of(cfg, context, leaks)
-    answers = answers_known(context, digest)
-    open_questions = []
-    for question in questions:
-        if question.digests in answers:
-            place = answers[question.digests]["from"]
-            context.say(f"{context.name}: {question.name} {question.protocol.name} carried over from {place}")
+    results = earlier_results(context, weights_digest)
+    unanswered: list[NamedRequest] = []
+    for named in all_named:
+        if named.digests in results:
+            source = results[named.digests]["from"]
+            context.say(f"{context.name}: {named.name} {named.request.protocol.name} carried over from {source}")
         else:
-            open_questions.append(question)
-    if open_questions:
-        answers |= answers_of_workers(cfg, context, open_questions, leaks)
+            unanswered.append(named)
+    if unanswered:
+        worker_config = WorkerConfig(
+            preprocess=preprocess_of(cfg, context),
+            max_labels=cfg.max_labels,
+            micro_batch=cfg.micro_batch,
+            precision=cfg.precision,
+            stall_s=cfg.stall_s,
+            cache=cfg.cache,
+            model=cfg.model,
+        )
+        requests = [named.request for named in unanswered]
+        computed = evaluate_on_workers(worker_config, init, requests, context)
+        for named, result in zip(unanswered, computed, strict=True):
+            results[named.digests] = {**result, "code": code_version()}
 
-    results = [signed(answers[question.digests], question, leaks) for question in questions]
-    written = {
+    written: Entry = {
         "schema": document.SCHEMA,
-        "weights": {"path": path, "digest": digest, "model": models.to_dict(context.model)},
-        "results": results,
+        "weights": {"path": init, "digest": weights_digest, "model": models.to_dict(context.model)},
+        "results": [with_names(results[named.digests], named, leaks) for named in all_named],
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
-    say_what_to_know(cfg, context, results)
+    say_warnings(cfg, context, written["results"])
     for line in document.table(written):
         context.say(line)
     return {"metrics": document.metrics_of(written)}
 
 
-def answers_of_workers(
-    cfg: EvaluationConfig, context: Context, questions: list[Question], leaks: LeaksFile | None
-) -> Answers:
-    """Return the results of the questions, by their digests, as a worker group computes them."""
-    places = set()
-    for question in questions:
-        places.add(question.test)
-        if question.train is not None:
-            places.add(question.train)
-    for place in sorted(places):
-        index = load_index(place)
-        if not index.sees_rot:
-            context.say(index.lack)
-    leaked: dict[str, list[int] | None] = {}  # by the set that is judged on
-    for question in questions:
-        if question.test not in leaked:
-            leaked[question.test] = None if leaks is None else leaked_of(leaks, question)
-    asked = [as_asked(question, leaked[question.test]) for question in questions]
-    make_task = partial(make_evaluation_task, cfg, context, asked)
-    worlds = allowed_worlds(cfg, context.cluster)
-    ask_to_stop = partial(frozen.stop_at_once, context.name)
-    outcome = supervise(worker, make_task, context, worlds=worlds, stall_s=cfg.stall_s, ask_to_stop=ask_to_stop)
-    answers = {}
-    for question, answer in zip(questions, outcome["results"], strict=True):
-        answers[question.digests] = {**answer, "code": code_version()}
-    return answers
+def preprocess_of(cfg: Config, context: Context) -> str:
+    """Return the evaluation ops of the stage."""
+    return cfg.preprocess or f"resize({context.model.image_size})"
 
 
-def say_what_to_know(cfg: EvaluationConfig, context: Context, results: Iterable[Mapping[str, Any]]) -> None:
-    """Say which sets have samples that could not be read, and where labels are taken on trust."""
-    sets = {result["set"]["name"]: result["set"] for result in results}
-    for name, judged in sets.items():
-        unreadable = judged["samples"] - judged["judged"]
-        if unreadable:
-            context.say(async_evaluation.unreadable_line(unreadable, judged["path"], name))
-        nameless = [] if context.class_names else ["the weights"]
-        if not load_index(judged["path"]).names:
-            nameless.append(f"the set {name}")
-        if nameless and cfg.judges_head():
-            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
+def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[NamedRequest]:
+    """Return the requests set by set and protocol by protocol, in the order of the recipe.
 
-
-# ------------------------------------------------------------------------------------------------ in the driver
-
-
-def questions_of(cfg: EvaluationConfig, context: Context, leaks: LeaksFile | None) -> list[Question]:
-    """Return what is asked, set by set and protocol by protocol, in the order of the recipe."""
-    preprocess = cfg.preprocess or f"resize({context.model.image_size})"
+    Raises DataError where a leaks.json is not about a set.
+    """
+    preprocess = preprocess_of(cfg, context)
     common: dict[str, Any] = {
         "preprocess": preprocess,
         "precision": cfg.precision,
         "micro_batch": cfg.micro_batch,
         "max_labels": cfg.max_labels,
     }
-    # A protocol's digest stands for its values: an answer from before a correction is none to the question of now.
+    # A protocol's digest stands for its values: a result from before a correction does not answer today's request.
     corrected = corrections(preprocess)
     if corrected:
         common["corrected"] = corrected
-    options = {"fewshot": cfg.fewshot, "linear": cfg.linear, "knn": cfg.knn, "logistic": cfg.logistic}
-    protocols = protocols_of(cfg.protocols, options, common)
-    learns = any(not protocol.best for protocol in protocols)
+    protocols = protocols_of(cfg.protocols, cfg, common)
     leaks_digest = leaks.digest if leaks else None
-    questions = []
-    for name, judged in cfg.sets.items():
-        test = context.resolve(judged.test) or ""
-        test_digest = load_index(test).digest
-        train = context.resolve(judged.train) if learns else None
-        train_digest = load_index(train or "").digest if learns else None
+    all_named: list[NamedRequest] = []
+    for name, evaluated in cfg.sets.items():
+        test = context.resolve(evaluated.test) or ""
+        index = load_index(test)
+        leaked = None
+        if leaks is not None:
+            try:
+                leaked = np.flatnonzero(leaked_test_samples(leaks.leaks, index)).tolist()
+            except DataError as error:
+                raise DataError(f"leaks {leaks.path} knows nothing of the set {name}: {error}") from None
         for protocol in protocols:
-            if protocol.best:  # of the head, which has learned already
-                question = Question(name, test, None, protocol, (test_digest, None, protocol.digest, leaks_digest))
-            else:
-                digests = (test_digest, train_digest, protocol.digest, leaks_digest)
-                question = Question(name, test, train, protocol, digests)
-            questions.append(question)
-    return questions
+            train = None
+            train_digest = None
+            if not protocol.best:  # the head has learned already
+                train = context.resolve(evaluated.train) or ""
+                train_digest = load_index(train).digest
+            request = Request(test, train, protocol, leaked=leaked)
+            digests = (index.digest, train_digest, protocol.digest, leaks_digest)
+            all_named.append(NamedRequest(name, request, digests))
+    return all_named
 
 
-def leaks_at(path: str | None) -> LeaksFile | None:
-    """Return a leaks.json with its path and digest; None where none is named. Raises DataError where it is none."""
-    if path is None:
-        return None
-    return LeaksFile(path, artifacts.digest_of(Path(path))["sha256"], read_leaks(path))
-
-
-def answers_known(context: Context, digest: str) -> Answers:
-    """Return the results of earlier evaluations of these weights in this run, by their digests, with their folder."""
-    answers: Answers = {}
+def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entry]:
+    """Return the results of earlier evaluations of these weights in this run, each with its folder as "from"."""
+    results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
     for path in sorted(context.run.glob(f"*/{document.NAME}")):
         try:
-            # Only of a finished stage, whose record says what the document should be.
+            # Only of a finished stage, whose record has the digest of the document.
             if path.parent == context.directory or not artifacts.check_files(path.parent, context.say):
                 continue
             earlier = json.loads(path.read_text())
         except (DataError, OSError, ValueError):
             continue
         weights = earlier["weights"]
-        if earlier["schema"] == document.SCHEMA and weights["digest"] == digest and weights["model"] == model:
+        if earlier["schema"] == document.SCHEMA and weights["digest"] == weights_digest and weights["model"] == model:
             for result in earlier["results"]:
-                answers[document.question_of(result)] = {**result, "from": path.parent.name}
-    return answers
+                results[document.identity_of(result)] = {**result, "from": path.parent.name}
+    return results
 
 
-def signed(answer: Mapping[str, Any], question: Question, leaks: LeaksFile | None) -> dict[str, Any]:
-    """Return a result with the names and paths of now, which are not part of what it is known by."""
-    result = {name: value for name, value in answer.items() if name != "from"}
-    result |= {"set": {"name": question.name, "path": question.test, **digest_part(answer["set"])}}
-    if question.train is not None:
-        result["train"] = {"path": question.train, **digest_part(answer["train"])}
+def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None) -> Entry:
+    """Return a result with today's names and paths, on which it does not depend."""
+    signed = {name: value for name, value in result.items() if name != "from"}
+    # Names and paths come first in the document, also where an earlier one had others.
+    signed["set"] = {"name": "", "path": "", **result["set"]} | {"name": named.name, "path": named.request.test}
+    if named.request.train is not None:
+        signed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
     if leaks is not None:
-        entry = {name: answer["leaks"][name] for name in ("leaked", "values")}
-        looked_at = [asdict(compared) for compared in leaks.leaks.train]
-        result["leaks"] = {"path": leaks.path, "digest": leaks.digest, "train": looked_at, **entry}
-    return result
+        compared = [asdict(train) for train in leaks.leaks.train]
+        of_result = {name: result["leaks"][name] for name in ("leaked", "values")}
+        signed["leaks"] = {"path": leaks.path, "digest": leaks.digest, "train": compared, **of_result}
+    return signed
 
 
-def digest_part(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if name not in ("name", "path")}
+def say_warnings(cfg: Config, context: Context, results: Iterable[Mapping[str, Any]]) -> None:
+    """Say which sets have samples that could not be read, and where labels are taken on trust."""
+    sets = {result["set"]["name"]: result["set"] for result in results}
+    for name, evaluated in sets.items():
+        unreadable = evaluated["samples"] - evaluated["judged"]
+        if unreadable:
+            context.say(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
+        nameless = [] if context.class_names else ["the weights"]
+        if not load_index(evaluated["path"]).names:
+            nameless.append(f"the set {name}")
+        if nameless and cfg.uses_head():
+            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
 
 
-def as_asked(question: Question, leaked: list[int] | None) -> dict[str, Any]:
-    """Return a question as the workers are told it; `leaked` are numbers of its set's samples, None: nobody looked."""
-    return {
-        "test": question.test,
-        "train": question.train,
-        "protocol": {"name": question.protocol.name, "fields": question.protocol.fields},
-        "leaked": leaked,
-    }
+# ------------------------------------------------------------------------------------------------ checks
 
 
-def make_evaluation_task(
-    cfg: EvaluationConfig, context: Context, asked: Sequence[Mapping[str, Any]], attempt: int
-) -> Task:
-    """Return what the workers of an attempt are told. Raises DataError where the weights have changed."""
-    init = context.resolve(cfg.init) or ""
-    any_weights.digest_of(init, context.say)
-    return {**frozen.task_of(context, attempt), "config": config.plain(cfg), "init": init, "questions": asked}
-
-
-def leaked_of(leaks: LeaksFile, question: Question) -> list[int]:
-    """Return the numbers of a set's leaked samples. Raises DataError where the document is not about this very set."""
-    try:
-        return np.flatnonzero(leaked_test_samples(leaks.leaks, load_index(question.test))).tolist()
-    except DataError as error:
-        raise DataError(f"leaks {leaks.path} knows nothing of the set {question.name}: {error}") from None
-
-
-# ------------------------------------------------------------------------ what is known before it runs
-
-
-def model_of(cfg: EvaluationConfig, source_model: SourceModel) -> Any:
+def model_of(cfg: Config, source_model: SourceModel) -> Any:
     """Return the architecture of the weights, which may be of another project; None where they are missing."""
     if any_weights.is_foreign(cfg.init):
         return any_weights.load(cfg.init, cfg.model).config
     return source_model(cfg.init)
 
 
-def shared_classes(cfg: EvaluationConfig) -> list[SharedClasses]:
-    """Return each set with the head that it judges, and with the set that protocols of features learn from."""
+def shared_classes(cfg: Config) -> list[SharedClasses]:
+    """Return each set with the head that it is of, and with the set that protocols of features learn from."""
     shared = []
-    for name, judged in cfg.sets.items():
-        test = {f"sets.{name}.test": judged.test}
-        shared.append(SharedClasses(test, with_head=cfg.judges_head()))
+    for name, evaluated in cfg.sets.items():
+        test = {f"sets.{name}.test": evaluated.test}
+        shared.append(SharedClasses(test, with_head=cfg.uses_head()))
         # What it learns from needs no head: these may be other classes than the weights'.
-        if judged.train is not None:
-            shared.append(SharedClasses({**test, f"sets.{name}.train": judged.train}))
+        if evaluated.train is not None:
+            shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
     return shared
 
 
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Refuse sets and protocols that do not fit the weights, and sets that cannot be read."""
-    cfg: EvaluationConfig = stage.config
+    cfg: Config = stage.config
     paths = list(cfg.paths().values())
     if stage.model is not None:
         indexes = {path: index for path in paths for index in there.made([path])}
@@ -281,13 +324,41 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     yield from ()
 
 
+def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str) -> None:
+    """Raise ConfigError or DataError where a set or a protocol does not fit the weights; `indexes` are by path.
+
+    Names are compared in jobs/recipe/class_names.py.
+    """
+    check_shape(cfg.preprocess, model, f"{stage}.preprocess")
+    if not cfg.uses_head():
+        return
+    require(
+        model.classes > 0,
+        f"{stage}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} judge\n"
+        f"  expected protocols of features: {', '.join(FEATURES)}",
+    )
+    require(
+        "top-5" not in cfg.protocols or model.classes >= 5,
+        f"{stage}: top-5 needs 5 classes, the weights have {model.classes}\n  leave it out of {stage}.protocols",
+    )
+    for name, evaluated in cfg.sets.items():
+        index = indexes.get(evaluated.test)
+        if index is not None and index.classes > model.classes:
+            more = ", ".join(index.class_name(label) for label in range(model.classes, index.classes)[:5])
+            raise DataError(
+                f"{stage}.sets.{name}: {evaluated.test} has {index.classes} classes, the weights {model.classes}: "
+                f"they know no {more}\n"
+                "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
+            )
+
+
 KIND = StageKind(
     name="evaluate",
-    config=EvaluationConfig,
+    config=Config,
     run=run,
     inputs={"init": Reads.ANY_WEIGHTS, "sets.*.test": Reads.SET, "sets.*.train": Reads.SET, "leaks": Reads.FILE},
     model=model_of,
     shared_classes=shared_classes,
     checks=checks,
-    metrics=EvaluationConfig.metrics,
+    metrics=Config.metrics,
 )

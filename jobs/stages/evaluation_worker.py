@@ -1,74 +1,166 @@
-"""What a worker of an `evaluate` stage does: one pass over each set, and rank 0 answers question by question.
+"""The worker group of a stage that evaluates weights and trains nothing (evaluate, fewshot).
 
-In:  {"questions": [{"test": "/shards/test", "train": null, "protocol": {"name": "top-1", …}, "leaked": null}, …], …}
-Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}, …]}, of rank 0, one a question (document.result_of)
+1. The driver checks the weights and starts the workers with requests (`evaluate_on_workers`).
+2. A worker joins the group, is checked as in training, and loads the whole model: workers share nothing but the sets.
+3. It evaluates as everywhere (pipeline/evaluation/worker.py); a stop is heard between two batches, and about once a
+   second while rank 0 computes. Nothing of an attempt that was stopped is kept.
+
+In:  {"init": "/runs/x/finetune-1a2b3c4d", "requests": [{"test": "/shards/test", "protocol": {…}, …}], …}
+Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, one a request (document.result_of)
 """
 
-from collections.abc import Callable, Mapping
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
-from jobs.stages import any_weights, frozen
-from jobs.stages.evaluation_config import EvaluationConfig
+import torch
+import torch.distributed as dist
+
+from data.bucket import open_storage
+from data.checks import printable_lines
+from data.errors import Preempted
+from data.remote.cache import CacheConfig
+from jobs.attempts.supervisor import supervise
+from jobs.context import Context
+from jobs.stages import any_weights
+from jobs.workers.worker_group import Task
+from jobs.worlds import allowed_worlds
 from pipeline import config
-from pipeline.config import require
-from pipeline.evaluation import document
-from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.protocols import Protocol, judge
+from pipeline.checkpoints.manifest import attempt_folder
+from pipeline.evaluation.document import Entry
+from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
+from pipeline.evaluation.protocols import Protocol
+from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.monitoring.telemetry import append_whole
+from pipeline.monitoring.watchdog import Phases
+from pipeline.versions import code_version
+
+COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """How the workers of such a stage evaluate; the fields are those of both stages' configs."""
+
+    preprocess: str  # evaluation ops
+    max_labels: int  # of a sample
+    micro_batch: int  # images a worker at a time
+    precision: Literal["bf16", "fp32"]  # in which the model computes
+    stall_s: float  # in which no worker enters a new phase; then the attempt ends and the next begins
+    cache: CacheConfig  # of remote shards, on every node
+    model: dict[str, Any] = field(default_factory=dict)  # what a weights file of others cannot tell
+
+
+# ------------------------------------------------------------------------------------------------ in the driver
+
+
+def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request], context: Context) -> list[Entry]:
+    """Run attempts until the requests are answered; return a result for each.
+
+    Raises DataError where the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
+    """
+    outcome = supervise(
+        worker,
+        partial(make_task, cfg, init, requests, context),
+        context,
+        worlds=allowed_worlds(cfg, context.cluster),
+        stall_s=cfg.stall_s,
+        ask_to_stop=partial(stop_at_once, context.name),
+    )
+    results: list[Entry] = outcome["results"]
+    return results
+
+
+def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context: Context, attempt: int) -> Task:
+    """Return the task of an attempt's workers. Raises DataError where the weights have changed."""
+    any_weights.digest_of(init, context.say)
+    return {
+        "run": str(context.run),
+        "attempt": attempt,
+        "claimed": time.time(),
+        "code": code_version(),
+        "folder": str(attempt_folder(context.directory, attempt)),
+        "remote": context.remote,
+        "config": config.plain(cfg),
+        "init": init,
+        "requests": [asdict(request) for request in requests],
+    }
+
+
+def stop_at_once(stage: str, attempt_folder: Path) -> NoReturn:
+    """End the attempt, because nothing of it is worth a commit. Always raises Preempted."""
+    raise Preempted(f"stopped in {stage}; run the same command again to do it from its start")
+
+
+# ------------------------------------------------------------------------------------------------ in a worker
 
 
 def worker(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Do one worker's share; rank 0's value holds the result of each question.
+    """Do one worker's share; rank 0's value holds the results.
 
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
-    cfg = config.build(EvaluationConfig, task["config"], "config")
-    this = frozen.judge_of(task, cfg, lambda: any_weights.load(task["init"], cfg.model))
-    results: list[Any] = []
-    # One pass over a set serves all of its protocols; the features of two sets are kept at a time.
-    stores: dict[str, FeatureStore] = {}
-    for asked in task["questions"]:
-        needed = [path for path in (asked["train"], asked["test"]) if path is not None]
-        for path in list(stores):
-            if path not in needed and not is_asked_again(path, task["questions"], len(results)):
-                stores.pop(path).close()
-        for path in needed:
-            if path not in stores:
-                stores[path] = collected(this, cfg, path, task["questions"])
-        this.say(f"{asked['test']}: judging by {asked['protocol']['name']}")
-        results.append(this.alone("judge", partial(answer_of, this, asked, stores)))
-    for store in stores.values():
-        store.close()
-    this.close()
+    # The driver imports this module, and has no use for what brings deepspeed.
+    from pipeline.preflight.start import check_start
+    from pipeline.process_group import join_group
+    from pipeline.start import fetch_init
+    from pipeline.train import notice_sigterm
+
+    cfg = config.build(WorkerConfig, task["config"], "config")
+    folder = Path(task["folder"])
+    asked_to_stop = threading.Event()
+    notice_sigterm(asked_to_stop)
+    phases = Phases(folder, int(os.environ["RANK"]), cfg.stall_s)
+    # Entered before the group is joined, where a worker waits for a lost peer: the watchdog sees nothing but phases.
+    phases.enter("join", 0)
+    device = join_group(COLLECTIVE_TIMEOUT_S)
+    storage = open_storage(Path(task["run"]), task["remote"])
+    check_start(
+        run=Path(task["run"]),
+        attempt=task["attempt"],
+        attempt_folder=folder,
+        code=task["code"],
+        claimed=task["claimed"],
+        device=device,
+        is_shared=storage.is_shared,
+        say=partial(print, file=phases.log, flush=True),
+    )
+    phases.enter("build", 0)
+    fetch_init(storage, task["init"])
+    dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
+
+    def log(text: str) -> None:
+        """Write a line into the stage's log, which the driver shows."""
+        append_whole(folder.parents[1] / "log.txt", f"{printable_lines(text)}\n".encode())
+
+    evaluator = Evaluator(
+        group=EvaluationGroup(phases, device, asked_to_stop.is_set),
+        model=any_weights.load(task["init"], cfg.model).to(device, dtype),
+        dtype=dtype,
+        folder=folder,
+        preprocess=cfg.preprocess,
+        micro_batch=cfg.micro_batch,
+        max_labels=cfg.max_labels,
+        cache=cfg.cache,
+        ranks=(dist.get_rank(),),
+        world=dist.get_world_size(),
+        log=log,
+    )
+    requests = [Request(**{**request, "protocol": Protocol(**request["protocol"])}) for request in task["requests"]]
+    try:
+        results = evaluator.evaluate(requests)
+    except EvaluationFailed as error:
+        # Where a protocol failed its message says what to change.
+        remedy = "" if error.path is None else "\n  repair the set, then run the same command again"
+        raise EvaluationFailed(f"{error}{remedy}", error.exit_code, error.path) from error
+    except EvaluationStopped:
+        raise Preempted("stopped between two batches; run the same command again to begin anew") from None
+    dist.barrier()
+    phases.close()
+    dist.destroy_process_group()
     return {"results": results}
-
-
-def is_asked_again(path: str, questions: list[dict[str, Any]], number: int) -> bool:
-    """Tell whether one of the questions from a number on needs a set."""
-    return any(path in (asked["test"], asked["train"]) for asked in questions[number:])
-
-
-def collected(this: frozen.Judge, cfg: EvaluationConfig, path: str, questions: list[dict[str, Any]]) -> FeatureStore:
-    """Collective: pass a set through the model, and keep what the questions need of it."""
-    best = 0
-    needs_features = False
-    for asked in questions:
-        protocol = Protocol(**asked["protocol"])
-        if protocol.best and asked["test"] == path:
-            best = max(best, protocol.best)
-        if not protocol.best and path in (asked["test"], asked["train"]):
-            needs_features = True
-    ops: str = questions[0]["protocol"]["fields"]["preprocess"]
-    return this.collected(path, ops, cfg.max_labels, with_features=needs_features, best=best)
-
-
-def answer_of(
-    this: frozen.Judge, asked: Mapping[str, Any], stores: Mapping[str, FeatureStore], beat: Callable[[], None]
-) -> dict[str, Any]:
-    """Return the result of one question, at rank 0."""
-    protocol = Protocol(**asked["protocol"])
-    test = stores[asked["test"]]
-    train = stores[asked["train"]] if asked["train"] is not None else None
-    require(len(test.rows) > 0, f"{asked['test']}: none of {test.index.samples} samples could be read")
-    judged = judge(protocol, train, test, this.device, beat)
-    return document.result_of(judged, protocol, test, train, asked["leaked"])

@@ -83,50 +83,90 @@ class Mean:
     runs: int
     interval: tuple[float, float] | None = None  # low and high, of one run alone whose evaluation says them
 
+    def __str__(self) -> str:
+        """Return "98.12 ± 0.07", in percent; of one run "98.12", and its interval if known: "98.12 [97.43, 98.63]"."""
+        text = f"{100 * self.mean:.2f}"
+        if self.interval is not None:
+            low, high = self.interval
+            return f"{text} [{100 * low:.2f}, {100 * high:.2f}]"
+        return text if self.sd is None else f"{text} ± {100 * self.sd:.2f}"
 
-Row = Mapping[str, Mean]  # metric → its mean; empty where a run of the row has diverged
+
+@dataclass(frozen=True)
+class Row:
+    """The runs that differ by their seed alone, or the mean of several such rows."""
+
+    name: str
+    means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
+
+    @property
+    def remark(self) -> str:
+        """Return "diverged", or the values that were chosen for the row; "" where its name says them."""
+        if not self.means:
+            return "diverged"
+        text = in_words(self.values)
+        # The rows of a grid are called by their values.
+        return text if text != self.name else ""
 
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Make the table and say it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
     results = [result_of(name, run_config, cfg.best, context) for name, run_config in cfg.runs.items()]
-    diverged = [result for result in results if result.diverged]
     rows = rows_of(results)
-    best = best_row(rows, cfg.best) if cfg.chooses else None
+    best: Row | None = None
+    for row in rows:
+        # Of equal rows the first wins.
+        if cfg.chooses and row.means and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
+            best = row
+    diverged = [result for result in results if result.diverged]
     for result in diverged:
         context.say(f"{context.name}: {result.stage} has diverged: {result.diverged}")
     if diverged and best is None:
-        raise Diverged(diverged_text(context, diverged, chooses=cfg.chooses))
+        names = ", ".join(result.stage for result in diverged)
+        folders = {str(Path(context.resolve(f"@{result.stage}") or "") / artifacts.DONE) for result in diverged}
+        expected = "one that has not, to choose from" if cfg.chooses else "all of them for the table"
+        raise Diverged(
+            f"{context.name}: {len(diverged)} runs of the sweep have diverged: {names}\n"
+            f"  expected {expected}\n"
+            f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
+        )
 
-    means = means_of(results, cfg.groups) if not cfg.chooses else {}
-    table = Table(context.name, results, rows, means, cfg.best, best)
-    lines = table.lines()
+    means = [] if cfg.chooses else means_of(results, cfg.groups)
+    lines = table_lines(f"{context.name}, in %", cfg.best, rows, means, best)
     for line in lines:
         context.say(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
-    chosen = values_of(results, best) if best is not None else {}
     record = {
         "sweep": context.name,
         "metric": cfg.best,
         "rule": TIES,
-        "chosen": chosen,
+        "chosen": dict(best.values) if best is not None else {},
         "runs": [asdict(result) for result in results],
-        "rows": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in rows.items()},
-        "means": {name: {metric: asdict(mean) for metric, mean in row.items()} for name, row in means.items()},
+        "rows": {row.name: {metric: asdict(mean) for metric, mean in row.means.items()} for row in rows},
+        "means": {row.name: {metric: asdict(mean) for metric, mean in row.means.items()} for row in means},
     }
     artifacts.write_record(context.directory / DOCUMENT, record)
-    return {
-        "summary": table.summary(),
-        "files": artifacts.digests(context.directory, [DOCUMENT]),
-    }
+
+    # In one line, for `status` and the campaign's closing table.
+    if best is not None:
+        summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
+    else:
+        parts = []
+        for row in means or rows:
+            part = str(row.means[cfg.best])
+            if row.name != context.name:
+                part = f"{row.name} {part}"
+            if row in rows and row.remark:
+                part += f" ({row.remark})"
+            parts.append(part)
+        summary = f"{cfg.best} {', '.join(parts)}"
+    return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
 
 def chosen_values(folder: Path) -> dict[str, Any]:
     """Return the values that the table in this folder has chosen, by dotted field. Raises DataError, OSError."""
-    return artifacts.read_record(folder / DOCUMENT).values["chosen"]
-
-
-# ------------------------------------------------------------------------------------------------ what the runs say
+    return artifacts.read_record(folder / DOCUMENT)["chosen"]
 
 
 def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
@@ -143,62 +183,52 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
         )
     # What an earlier table has chosen for the run stands in the run's own record.
-    chosen = artifacts.read_record(folder / "stage.json").values.get("chosen", {})
+    chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
     values = {**cfg.values, **chosen}
-    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, intervals_of(folder))
+    intervals = {}
+    if (folder / document.NAME).exists():
+        entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
+        intervals = {metric: (entry["low"], entry["high"]) for metric, entry in entries.items()}
+    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, intervals)
 
 
-def intervals_of(folder: Path) -> dict[str, tuple[float, float]]:
-    """Return low and high of every value of an evaluation; nothing of a stage that has left none."""
-    path = folder / document.NAME
-    if not path.exists():
-        return {}
-    entries = document.entries_of(json.loads(path.read_text()))
-    return {name: (entry["low"], entry["high"]) for name, entry in entries.items()}
-
-
-def rows_of(results: Sequence[Result]) -> dict[str, Row]:
+def rows_of(results: Sequence[Result]) -> list[Row]:
     """Return the rows of the table in the order of their first runs."""
-    rows: dict[str, Row] = {}
+    rows = []
     for name in dict.fromkeys(result.row for result in results):
         runs = [result for result in results if result.row == name]
-        has_diverged = any(result.diverged for result in runs)
-        row = {} if has_diverged else means_by_metric([result.metrics for result in runs])
-        # Several runs have their deviation; the interval of a single one is of its test samples.
-        if len(runs) == 1:
+        means: dict[str, Mean] = {}
+        if not any(result.diverged for result in runs):
+            means = means_by_metric([result.metrics for result in runs])
+        # Several runs have their deviation; the interval of a single run is of its test samples.
+        if len(runs) == 1 and means:
             for metric, interval in runs[0].intervals.items():
-                row[metric] = replace(row[metric], interval=interval)
-        rows[name] = row
+                means[metric] = replace(means[metric], interval=interval)
+        rows.append(Row(name, means, runs[0].values))
     return rows
 
 
 def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
-    """Return the mean of every metric that all runs have."""
+    """Return mean and standard deviation of every metric that all runs have; the latter only of two and more."""
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
         if len(values) == len(runs):
-            means[metric] = mean_of(values)
+            sd = statistics.stdev(values) if len(values) > 1 else None
+            means[metric] = Mean(statistics.fmean(values), sd, len(values))
     return means
 
 
-def mean_of(values: Sequence[float]) -> Mean:
-    """Return mean and standard deviation of a sample; the latter only of two and more."""
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return Mean(statistics.fmean(values), sd, len(values))
-
-
-def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> dict[str, Row]:
+def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
     """Return the means over several rows: of every group, and of all, where the table has groups.
 
     The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
     repeats a whole benchmark.
     """
-    rows = list(dict.fromkeys(result.row for result in results))
     if not groups:
-        return {}
-    means: dict[str, Row] = {}
-    for name, members in {**groups, "mean": rows}.items():
+        return []
+    means = []
+    for name, members in {**groups, "mean": list(dict.fromkeys(result.row for result in results))}.items():
         by_seed: dict[int | None, list[Mapping[str, float]]] = {}
         for result in results:
             if result.row in members:
@@ -206,25 +236,8 @@ def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> dict
         repeats = []
         for runs in by_seed.values():
             repeats.append({metric: value.mean for metric, value in means_by_metric(runs).items()})
-        means[f"{name} of {len(members)}"] = means_by_metric(repeats)
+        means.append(Row(f"{name} of {len(members)}", means_by_metric(repeats)))
     return means
-
-
-def best_row(rows: Mapping[str, Row], metric: str) -> str | None:
-    """Return the row with the highest mean, of equal ones the first; None where all rows have diverged."""
-    best = None
-    for name, row in rows.items():
-        if row and (best is None or row[metric].mean > rows[best][metric].mean):
-            best = name
-    return best
-
-
-def values_of(results: Sequence[Result], row: str) -> dict[str, Any]:
-    """Return the values of the grid that a row stands for."""
-    for result in results:
-        if result.row == row:
-            return dict(result.values)
-    raise AssertionError(f"{row} is the row of no run")
 
 
 def in_words(values: Mapping[str, Any]) -> str:
@@ -232,87 +245,26 @@ def in_words(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
-def diverged_text(context: Context, diverged: Sequence[Result], *, chooses: bool) -> str:
-    """Return the message about runs without which there is no table."""
-    names = ", ".join(result.stage for result in diverged)
-    folders = sorted({str(Path(context.resolve(f"@{result.stage}") or "") / artifacts.DONE) for result in diverged})
-    return (
-        f"{context.name}: {len(diverged)} runs of the sweep have diverged: {names}\n"
-        + ("  expected one that has not, to choose from\n" if chooses else "  expected all of them for the table\n")
-        + "  lower optim.lr or change the sweep; to try the same again, remove "
-        + " ".join(folders)
-    )
-
-
-# ------------------------------------------------------------------------------------------------ for people
-
-
-@dataclass(frozen=True)
-class Table:
-    """What is shown of a sweep, in percent."""
-
-    name: str
-    results: Sequence[Result]
-    rows: Mapping[str, Row]
-    means: Mapping[str, Row]
-    metric: str  # that decides
-    best_row: str | None  # of a table that chooses
-
-    def lines(self) -> list[str]:
-        """Return the table as lines: the metric that decides first, then the others."""
-        all_rows = {**self.rows, **self.means}
-        metrics = [self.metric]
-        for row in all_rows.values():
-            metrics += [metric for metric in row if metric not in metrics]
-        title = f"{self.name}, in %"
-        width = max(len(first) for first in (title, *all_rows))
-        texts = [mean_text(value) for row in all_rows.values() for value in row.values()]
-        column = max(16, *(len(text) + 3 for text in (*metrics, *texts)))
-        lines = [title.ljust(width) + "".join(f"{metric:>{column}}" for metric in metrics)]
-        for row_name, row in all_rows.items():
-            line = row_name.ljust(width)
-            for metric in metrics:
-                line += f"{mean_text(row[metric]) if metric in row else '-':>{column}}"
-            if row_name == self.best_row:
-                line += "   the best"
-            elif row_name in self.rows:
-                text = self.remark(row_name)
-                line += f"   {text}" if text else ""
-            lines.append(line)
-        return lines
-
-    def summary(self) -> str:
-        """Return the table in one line, for `status` and the campaign's closing table."""
-        if self.best_row is not None:
-            best = mean_text(self.rows[self.best_row][self.metric])
-            return f"{self.best_row}: {self.metric} {best}, the best of {len(self.rows)}"
-        parts = []
-        for row_name, row in (self.means or self.rows).items():
-            part = mean_text(row[self.metric])
-            if row_name != self.name:
-                part = f"{row_name} {part}"
-            values = self.remark(row_name) if row_name in self.rows else ""
-            if values:
-                part += f" ({values})"
-            parts.append(part)
-        return f"{self.metric} {', '.join(parts)}"
-
-    def remark(self, row: str) -> str:
-        """Return what stands behind a row: that it has diverged, or the values that were chosen for it; or nothing."""
-        if any(result.diverged for result in self.results if result.row == row):
-            return "diverged"
-        text = in_words(values_of(self.results, row))
-        # The rows of a grid are called by their values.
-        return text if text != row else ""
-
-
-def mean_text(value: Mean) -> str:
-    """Return "98.12 ± 0.07", in percent; of one run "98.12", and its interval where it has one: "[97.43, 98.63]"."""
-    text = f"{100 * value.mean:.2f}"
-    if value.interval is not None:
-        low, high = value.interval
-        return f"{text} [{100 * low:.2f}, {100 * high:.2f}]"
-    return text if value.sd is None else f"{text} ± {100 * value.sd:.2f}"
+def table_lines(title: str, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> list[str]:
+    """Return the table as lines: the metric that decides first, then the others."""
+    metrics = [metric]
+    cells = []
+    for row in (*rows, *means):
+        metrics += [other for other in row.means if other not in metrics]
+        cells += [str(mean) for mean in row.means.values()]
+    width = max(len(title), *(len(row.name) for row in (*rows, *means)))
+    column = max(16, *(len(text) + 3 for text in (*metrics, *cells)))
+    lines = [title.ljust(width) + "".join(f"{name:>{column}}" for name in metrics)]
+    for row in (*rows, *means):
+        line = row.name.ljust(width)
+        for name in metrics:
+            line += f"{row.means.get(name, '-')!s:>{column}}"
+        if row is best:
+            line += "   the best"
+        elif row in rows and row.remark:
+            line += f"   {row.remark}"
+        lines.append(line)
+    return lines
 
 
 # ------------------------------------------------------------------------ what is known before it runs

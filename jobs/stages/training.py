@@ -29,9 +29,8 @@ from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.disk_space import check_disk_space
-from pipeline.checkpoints.stored import StoredCheckpoints, committed_steps
 from pipeline.config import require
-from pipeline.evaluation.evaluate import ProbeConfig, check_shape
+from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, need_if_traced, with_blocks
 from pipeline.plan.memory_remedies import check_fits, smaller_micro_batches
@@ -48,8 +47,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
     say_what_is_dropped(cfg, context)
-    checkpoints = context.directory / "checkpoints"
-    check_disk_space(cfg, context.model, checkpoints, is_scratch=context.remote is not None)
+    check_disk_space(cfg, context.model, context.checkpoints)
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.cluster)
     evaluations = evaluations_beside(cfg, context)
@@ -64,9 +62,9 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     )
     if evaluations is not None:
         evaluations.finish()
-    if context.remote is not None:
-        # Rank 0 may have worked on another node: what it has handed on is brought here.
-        StoredCheckpoints(context.remote, context.directory).bring_exactly(outcome["files"])
+    # Rank 0 may have worked on another node: what it has handed on is brought here.
+    for name, record in outcome["files"].items():
+        artifacts.bring(context.storage, f"{context.directory.name}/{name}", record)
     return outcome
 
 
@@ -75,7 +73,7 @@ def evaluations_beside(cfg: TrainConfig, context: Context) -> Evaluations | None
     is_judged = bool(cfg.data.evaluate or cfg.probe.train)
     if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not is_judged:
         return None
-    if context.remote is not None:
+    if not context.storage.is_shared:
         context.say(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
         return None
     return Evaluations(cfg, context)
@@ -109,7 +107,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     """
     init = context.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
-    if init is not None and not committed_steps(context.directory, context.remote):
+    if init is not None and not context.checkpoints.committed():
         artifacts.check_weights(Path(init), context.say)
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
     cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))

@@ -11,8 +11,10 @@ from pathlib import Path
 import models
 from data.errors import CheckpointError
 from data.files import free_bytes, size_text
+from data.storage import Folder
 from models import ModelConfig
-from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.manifest import Manifest, step_of
+from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.optimization import STATE
 from pipeline.training_config import TrainConfig
 
@@ -28,64 +30,56 @@ def checkpoint_bytes(cfg: TrainConfig, model: ModelConfig) -> int:
     return models.parameters_of(model) * BYTES_FP32 * copies + HEADER_BYTES
 
 
-def check_disk_space(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scratch: bool = False) -> None:
-    """Raise CheckpointError where a stage's checkpoints and weights will not fit on the disk of `folder`."""
-    needed, parts = bytes_to_come(cfg, model, folder, is_scratch=is_scratch)
-    free = free_bytes(folder)
+def check_disk_space(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> None:
+    """Raise CheckpointError where a stage's checkpoints and weights will not fit on this node's disk."""
+    needed, parts = bytes_to_come(cfg, model, checkpoints)
+    free = free_bytes(checkpoints.local)
     if free < needed:
         raise CheckpointError(
-            f"{size_text(needed)} needed under {folder} ({parts}), {size_text(free)} free\n"
+            f"{size_text(needed)} needed under {checkpoints.local} ({parts}), {size_text(free)} free\n"
             f"  expected: room for keep={cfg.keep} checkpoints, for one more while it is written, and for the weights\n"
             "  make room there, lower keep, or give the run another disk: run=/elsewhere"
         )
 
 
-def bytes_to_come(cfg: TrainConfig, model: ModelConfig, folder: Path, *, is_scratch: bool = False) -> tuple[int, str]:
+def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckpoints) -> tuple[int, str]:
     """Return the bytes that a stage will still need for checkpoints and weights, and of what they are, in words.
 
-    At its fullest the disk holds one checkpoint more than `keep`: the oldest goes only when the newest is whole. Where
-    they are kept in an object store (`is_scratch`), it holds one to start from, and one on its way there. What the next
-    start sweeps away before its first save is room already.
+    At its fullest the disk holds one checkpoint more than are kept there: the oldest goes only when the newest is
+    whole. What the next start sweeps away before its first save is room already.
     """
-    kept = max(cfg.keep, 2)  # as `checkpoint.prune` keeps them
-    if is_scratch:
-        kept = 1
-    existing = committed(folder)
+    kept = checkpoints.storage.sets_here(max(cfg.keep, LEAST_KEPT))
+    # Of this disk alone: what lies in an object store needs no room here.
+    existing = Folder(checkpoints.local).published("")
     to_come = kept + 1 - min(len(existing), kept)
     # A short stage makes fewer.
     if cfg.steps is not None:
-        last_step = step_of(existing[0]) if existing else 0
+        last_step = step_of(Path(existing[0])) if existing else 0
         to_come = min(to_come, math.ceil((cfg.steps - last_step) / cfg.save_every))
     one_checkpoint = checkpoint_bytes(cfg, model)
     weights = models.parameters_of(model) * BYTES_FP32
     parts = f"{to_come} checkpoints of {size_text(one_checkpoint)}, weights of {size_text(weights)}"
-    swept = swept_bytes(folder)
-    if swept:
-        parts += f", less {size_text(swept)} of .tmp-* there, which the start deletes"
-    return max(to_come * one_checkpoint + weights - swept, 0), parts
-
-
-def swept_bytes(folder: Path) -> int:
-    """Return the bytes of what died amid a save or a deletion, as `checkpoint.choose` deletes it."""
     swept = 0
-    for leftover in folder.glob(".tmp-*"):
+    for leftover in checkpoints.local.glob(".tmp-*"):
         for path in [leftover, *leftover.rglob("*")]:
             # Whoever plans beside a run that goes on may see it disappear.
             with suppress(FileNotFoundError):
                 if path.is_file():
                     swept += path.stat().st_size
-    return swept
+    if swept:
+        parts += f", less {size_text(swept)} of .tmp-* there, which the start deletes"
+    return max(to_come * one_checkpoint + weights - swept, 0), parts
 
 
-def shortage(temporary: Path, needed_bytes: int) -> str:
-    """Say what is missing for a save that will write so many bytes into a folder; "" where it fits.
+def shortage(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> str:
+    """Return what is missing for a save that will write so many bytes; "" where it fits.
 
-    What the workers have written there already counts as room: they do not wait for each other.
+    What the workers have written already counts as room: they do not wait for each other. Raises OSError where the disk
+    does not tell.
     """
-    written = 0
-    if temporary.is_dir():
-        written = sum(path.stat().st_size for path in temporary.iterdir())
-    free = free_bytes(temporary)
-    if free + written >= needed_bytes:
+    storage = checkpoints.storage
+    staged = checkpoints.staged_name(manifest)
+    free = storage.free_bytes(staged)
+    if free >= needed_bytes or free + sum(storage.list(staged).values()) >= needed_bytes:
         return ""
-    return f"No space left on device: {temporary.parent} ({size_text(needed_bytes)} needed, {size_text(free)} free)"
+    return f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"

@@ -1,34 +1,29 @@
 """What a checkpoint says about itself, and whether files have the bytes that were promised; all without torch.
 
-    MANIFEST.json   {"sha256": "9f3c…", "body": "{\"step\": 1200, \"files\": {\"rank-00000.safetensors\": …}, …}"}
+    MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
 Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that whoever reads a part can
-check that part alone. Manifests from before there were chunks are read as ever; their files are checked whole.
+check that part alone.
 
 `status` reads manifests, and a record of a stage (pipeline/artifacts.py) promises files in the same way: neither needs
-torch, which takes 1.4 CPU-seconds to import. The checkpoints themselves: pipeline/checkpoints/checkpoint.py.
+torch, which takes 1.4 CPU-seconds to import. The checkpoints themselves: pipeline/checkpoints/reader.py.
 """
 
 import errno
 import hashlib
-import json
-import os
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from xxhash import xxh3_64_hexdigest
 
 from data.errors import CheckpointError
-from data.files import temporary_name
-from data.store import Store
+from data.seal import Unsealed, seal, unseal
+from data.storage import MANIFEST, Folder, Storage
 
 SCHEMA = 1
-MANIFEST = "MANIFEST.json"
-NAME = re.compile(r"step-\d{10}(-\d{6})?")  # of a committed checkpoint
+ATTEMPTS = "attempts"  # in the run: a file for each attempt that was claimed
 # With these errors the file itself is bad; any other error means the storage is, and no checkpoint is to blame.
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR}
 # A reader of a small range reads up to two chunks too much; a digest is 16 characters of the manifest.
@@ -38,13 +33,18 @@ DIGEST_LENGTH = 16  # hexadecimal digits of a chunk's digest
 
 
 class FileRecord(TypedDict):
-    """Holds what a manifest says of one file."""
+    """Holds what a record promises of one file."""
 
     bytes: int
     sha256: str
-    chunk_bytes: NotRequired[int]  # of all chunks but the last, which may be shorter
+
+
+class ChunkedRecord(FileRecord):
+    """Holds what a manifest promises of one worker's file."""
+
+    chunk_bytes: int  # of all chunks but the last, which may be shorter
     # XXH3 of 64 bits finds any accident, as sha256 does, and costs a fifteenth: 27 GB/s here (benchmarks/README.md).
-    chunks: NotRequired[str]  # the digests of all chunks, one behind the other
+    chunks: str  # the digests of all chunks, one behind the other
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Manifest:
     code: str  # version of the code that wrote it
     bad_samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
-    files: dict[str, FileRecord] = field(default_factory=dict)  # by name
+    files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
 
 
@@ -78,12 +78,13 @@ class NewerSchema(CheckpointError):
 # ------------------------------------------------------------------------ names
 
 
-def newest_attempt(directory: Path) -> int:
-    """Return the highest attempt number claimed in a run directory; 0 where there is none."""
+def newest_attempt(storage: Storage) -> int:
+    """Return the highest attempt number claimed in a run; 0 where there is none. Raises StorageError, OSError."""
     newest = 0
-    for path in (directory / "attempts").glob("*.json"):
-        if path.stem.isdigit():
-            newest = max(newest, int(path.stem))
+    for name in storage.list(ATTEMPTS):
+        number = name.removeprefix(f"{ATTEMPTS}/").removesuffix(".json")
+        if number.isdigit():
+            newest = max(newest, int(number))
     return newest
 
 
@@ -107,12 +108,8 @@ def attempt_of_stage(directory: Path, attempt: int) -> int:
 
 
 def committed(folder: Path) -> list[Path]:
-    """List the checkpoints that were renamed into place, newest step first, and of one step the later attempt first.
-
-    A folder of any other name, such as a copy that somebody made, is no checkpoint.
-    """
-    # By name, never by time: clocks of nodes differ, and a copy of a run has times of its own.
-    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), reverse=True)
+    """List the checkpoints in a folder, newest step first, and of one step the later attempt first."""
+    return [folder / name for name in Folder(folder).published("")]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -123,14 +120,9 @@ def step_of(checkpoint: Path) -> int:
 # ------------------------------------------------------------------------ manifest and verification
 
 
-def seal(manifest: Manifest) -> str:
-    """Return the text of a manifest file: the values and their digest; there is exactly one text for given values."""
-    return sealed_text(json.dumps(asdict(manifest), indent=1, sort_keys=True))
-
-
-def sealed_text(body: str) -> str:
-    """Return the JSON text that holds `body` and its sha256."""
-    return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body})
+def sealed(manifest: Manifest) -> bytes:
+    """Return the content of a manifest file."""
+    return seal(asdict(manifest)).encode()
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -139,33 +131,63 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises CheckpointError where the manifest is missing, torn, altered, of another step or newer than this code.
     Raises OSError where the storage fails, which says nothing about the checkpoint.
     """
-    path = checkpoint / MANIFEST
+    return manifest_in(Folder(checkpoint.parent), checkpoint.name)
+
+
+def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
+    """Do what `read_manifest` does, of a checkpoint by its name in the storage; raises StorageError too."""
+    path = f"{storage.address(checkpoint)}/{MANIFEST}"
     try:
-        text = path.read_text()
-        body = json.loads(text)["body"]
-        # The whole text is compared, not the digest alone: a change outside the body would pass otherwise.
-        if text != sealed_text(body):
-            raise CheckpointError(f"{path} does not match its own digest")
-        values = json.loads(body)
+        content = storage.read(f"{checkpoint}/{MANIFEST}")
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if content is None:
+        raise Damaged(f"{path}: no such file")
+    try:
+        values = unseal(content)
         # Refused before the fields are read, which a newer schema may have renamed; and never passed over for an older
         # checkpoint, because that would throw away progress.
         if values["schema"] > SCHEMA:
             raise NewerSchema(
-                f"{checkpoint} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
+                f"{storage.address(checkpoint)} has schema {values['schema']}, this code reads up to {SCHEMA}\n"
                 "  update Patchline to load it"
             )
         manifest = Manifest(**values)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is torn or not a manifest") from None
+    except Unsealed as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{path} is not a manifest") from None
     # A folder that was renamed by hand would be loaded as another step than its weights are of.
-    if checkpoint.name.startswith("step-") and step_of(checkpoint) != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(checkpoint)}")
+    name = checkpoint.rpartition("/")[2]
+    if name.startswith("step-") and step_of(Path(name)) != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {step_of(Path(name))}")
     return manifest
 
 
-def unreadable(path: Path, error: OSError) -> Exception:
+def look_at(storage: Storage, checkpoint: str) -> Manifest:
+    """Read the manifest, and look whether the files that it names are there, in their sizes, and no others.
+
+    Raises CheckpointError naming the file and what differs; OSError, StorageError where the storage fails.
+    """
+    address = storage.address(checkpoint)
+    present = {name.removeprefix(f"{checkpoint}/"): size for name, size in storage.list(checkpoint).items()}
+    # Not opened where it is no regular file: to read from a pipe would be to wait for ever.
+    if MANIFEST not in present:
+        raise Damaged(f"{address}/{MANIFEST}: no such file")
+    manifest = manifest_in(storage, checkpoint)
+    del present[MANIFEST]
+    # A file too many is refused like one too few: it is not what was committed.
+    missing = sorted(manifest.files.keys() - present.keys())
+    extra = sorted(present.keys() - manifest.files.keys())
+    if missing or extra:
+        raise Damaged(f"{address}: missing {missing or 'nothing'}, unexpected {extra or 'nothing'}")
+    for name, record in manifest.files.items():
+        if present[name] != record["bytes"]:
+            raise Damaged(f"{address}/{name}: {present[name]} bytes, the manifest says {record['bytes']}")
+    return manifest
+
+
+def unreadable(path: Path | str, error: OSError) -> Exception:
     """Return the error to raise: about this file where the file is bad, the same OSError where the storage is."""
     if error.errno in UNREADABLE:
         return Damaged(f"{path}: {error.strerror or error}")
@@ -175,7 +197,7 @@ def unreadable(path: Path, error: OSError) -> Exception:
 # ------------------------------------------------------------------------ files
 
 
-def digest(content: memoryview) -> FileRecord:
+def digest(content: memoryview) -> ChunkedRecord:
     """Return the record of a file with this content."""
     chunk_bytes = chunk_bytes_of(len(content))
     chunks = (content[start : start + chunk_bytes] for start in range(0, len(content), chunk_bytes))
@@ -190,7 +212,7 @@ def chunk_bytes_of(size: int) -> int:
     return chunk_bytes
 
 
-def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> FileRecord:
+def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedRecord:
     """Return the record of the file that has these chunks, of which each is looked at once."""
     whole = hashlib.sha256()
     digests: list[str] = []
@@ -203,23 +225,21 @@ def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> FileRecord:
     return {"bytes": size, "sha256": whole.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
 
 
-def verify_file(path: Path, expected: FileRecord) -> FileRecord:
-    """Read a whole file, and return its record with the digests of its chunks, also where `expected` lacks these.
+def verify_file(path: Path, expected: ChunkedRecord) -> None:
+    """Read a whole file of a checkpoint.
 
     Raises Damaged unless it has the size and digests that the manifest gives it, OSError where the storage fails.
     """
     # The size first: a truncated file is found without reading gigabytes of it.
     check_size(path, expected)
-    chunk_bytes = expected.get("chunk_bytes", chunk_bytes_of(expected["bytes"]))
     try:
-        actual = digest_chunks(chunks_of(path, chunk_bytes), chunk_bytes)
+        actual = digest_chunks(chunks_of(path, expected["chunk_bytes"]), expected["chunk_bytes"])
     except OSError as error:
         raise unreadable(path, error) from None
     if actual["sha256"] != expected["sha256"]:
         raise Damaged(f"{path}: its sha256 is not the manifest's; the file has changed")
-    if actual["chunks"] != expected.get("chunks", actual["chunks"]):
+    if actual["chunks"] != expected["chunks"]:
         raise Damaged(f"{path}: its sha256 is the manifest's, and the digests of its chunks are not")
-    return actual
 
 
 def check_size(path: Path, expected: FileRecord) -> None:
@@ -241,29 +261,3 @@ def chunks_of(path: Path, chunk_bytes: int) -> Iterator[memoryview]:
             while length < chunk_bytes and (more := file.readinto(memory[length:])):
                 length += more
             yield memory[:length]
-
-
-def bring(store: Store, name: str, path: Path, record: FileRecord) -> None:
-    """Fetch an object unless the local file has the bytes of its record; the file appears when it has them.
-
-    Raises CheckpointError where the store has other bytes, FileNotFoundError, StorageError, OSError.
-    """
-    with suppress(CheckpointError):
-        verify_file(path, record)
-        return
-    # Under a temporary name, because the driver puts whatever changes in the run's folder, over the good one too.
-    temporary = temporary_name(path)
-    try:
-        # Where the transfer was at fault, a second one is right.
-        for _ in range(2):
-            store.fetch(name, temporary, record["bytes"])
-            with suppress(CheckpointError):
-                verify_file(temporary, record)
-                os.replace(temporary, path)
-                return
-    finally:
-        temporary.unlink(missing_ok=True)
-    raise CheckpointError(
-        f"{store.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
-        "  bring the object back from a copy, then run the same command again"
-    )

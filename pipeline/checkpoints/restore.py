@@ -1,46 +1,105 @@
-"""Filling the engines of all workers with one checkpoint, of which each reads and verifies what it needs alone.
+"""Filling the engines of all workers with one checkpoint: one decision of all, and each reads what it needs alone.
 
-1. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read.
-2. All hear whether somebody has read bytes that were not committed, or could not read (`load`).
-3. Where bytes were bad, rank 0 reads the whole checkpoint. What is bad for rank 0 too is refused, and all workers begin
-   again with the one before it (`load_together`); what is whole for rank 0 is the fault of the other's node.
+1. Rank 0 sweeps what died, takes the newest checkpoint whose manifest is whole and whose files are all there in their
+   sizes. On every node one worker makes its files readable there, which copies them where nodes share no folder. All
+   hear which checkpoint it is (`choose_together`).
+2. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read.
+3. All hear whether somebody has read bytes that were not committed, or could not read (`load`).
+4. Where bytes were bad, rank 0 reads the whole checkpoint anew. What is bad for rank 0 too is refused, and all workers
+   begin again with the one before it (`load_together`); what is whole for rank 0 is the fault of the other's node.
 
 In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensors; step-0000001100
 Out: bad-0000001200-000007, and engines that hold step 1100, on whatever number of workers
 """
 
+import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import CheckpointError
-from pipeline.checkpoints.checkpoint import Chosen, Reader, cannot_read, choose_together, refuse, verify
-from pipeline.checkpoints.manifest import Damaged
+from data.errors import CheckpointError, DataError, StorageError
+from pipeline.checkpoints.manifest import Damaged, NewerSchema
+from pipeline.checkpoints.reader import Reader
+from pipeline.checkpoints.stage_checkpoints import Chosen, Log, StageCheckpoints
 
+Value = TypeVar("Value")
 # Fills a worker's engine, collectively, with what a function (parameter, kind, first element, how many) → flat fp32
 # tensor returns, and sets its number of updates.
 Fill: TypeAlias = Callable[[Callable[[str, str, int, int], Tensor], int], None]
 
 
-def load_together(fill: Fill, folder: Path, chosen: Chosen, attempt: int, say: Callable[[str], None]) -> Chosen:
+def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Chosen | None:
+    """Collective: return the newest checkpoint that is whole as far as its sizes tell; None where there is none.
+
+    Where its files had to be copied to the nodes, every byte was compared. Raises CheckpointError on every worker
+    alike, for the reasons of `StageCheckpoints.choose`, where the storage fails, and where one node alone cannot read.
+    """
+    # One decision before anything is built on it: no worker may start anew while the others resume.
+    while True:
+        candidate = on_rank_0(lambda: checkpoints.choose(attempt, log))
+        if candidate is None:
+            return None
+        name, manifest = candidate
+        problem = fetch_together(checkpoints, name)
+        if not problem:
+            return Chosen(name, checkpoints.local / name, manifest)
+        on_rank_0(lambda: checkpoints.refuse(name, attempt, problem, log))  # noqa: B023 (called in this round)
+
+
+def fetch_together(checkpoints: StageCheckpoints, name: str) -> str:
+    """Collective: make a checkpoint readable on every node; returns why it is bad on all of them, "" where it is whole.
+
+    Raises CheckpointError, on every worker alike, where a node could not fetch it, or it is bad on some alone.
+    """
+    outcome: str | CheckpointError | None = None  # of a worker that does not fetch; "" where it is whole
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        try:
+            checkpoints.fetch(name)
+            outcome = ""
+        except NewerSchema as error:
+            outcome = error
+        except CheckpointError as error:
+            outcome = str(error)
+        except (StorageError, DataError, OSError) as error:
+            outcome = cannot_read(error)
+    outcomes = [(outcome, socket.gethostname())] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcomes[0])
+    problem = ""  # of the first node that has one
+    node_with_problem = ""
+    is_whole_somewhere = False
+    for of_worker, node in outcomes:
+        if isinstance(of_worker, CheckpointError):
+            raise of_worker
+        if of_worker == "":
+            is_whole_somewhere = True
+        elif of_worker is not None and not problem:
+            problem = of_worker
+            node_with_problem = node
+    # One node with a bad disk must not condemn checkpoint after checkpoint for all.
+    if problem and is_whole_somewhere:
+        raise CheckpointError(
+            f"{node_with_problem} cannot keep a good copy of {name}, and another node can: {problem}\n"
+            "  take the node out, or look at its disk; then run the same command again"
+        )
+    return problem
+
+
+def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log) -> Chosen:
     """Collective: fill the engine with the checkpoint, or with the newest before it that is whole; returns which.
 
-    Raises CheckpointError on every worker alike: for the reasons of `choose`, where a worker reads other bytes than
-    rank 0 does, and where the checkpoint is of another model.
+    Raises CheckpointError on every worker alike: for the reasons of `choose_together`, where a worker reads other bytes
+    than rank 0 does, and where the checkpoint is of another model.
     """
-    refused = 0
     while True:
         problem = load(fill, chosen)
         if not problem:
             return chosen
-        condemn(chosen, problem, attempt, say)
-        refused += 1
-        next_chosen = choose_together(folder, attempt, say, refused)
+        condemn(checkpoints, chosen, problem, attempt, log)
+        next_chosen = choose_together(checkpoints, attempt, log)
         assert next_chosen is not None, "choose raises where the last one was refused"
         chosen = next_chosen
 
@@ -95,37 +154,48 @@ class Reading:
         return torch.zeros(count)
 
 
-def condemn(chosen: Chosen, problem: str, attempt: int, say: Callable[[str], None]) -> None:
+def condemn(checkpoints: StageCheckpoints, chosen: Chosen, problem: str, attempt: int, log: Log) -> None:
     """Collective: rank 0 reads every byte of a checkpoint that a worker has found bad, and refuses it.
 
     Raises CheckpointError on every worker alike where it is whole for rank 0: one node with a bad disk or mount must
     not condemn checkpoint after checkpoint for all. The same where the storage fails rank 0 while it reads or renames.
     """
-    failure: list[CheckpointError | None] = [None]
-    if dist.get_rank() == 0:
+
+    def read_all_and_refuse() -> None:
         try:
-            if is_whole(chosen.folder):
-                failure = [
-                    CheckpointError(
-                        f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
-                        "  nothing was changed; look at the disk, the mount and the memory of that node, or take it\n"
-                        "  out, then run the same command again"
-                    )
-                ]
-            else:
-                refuse(chosen.folder, attempt, problem, say)
-        except OSError as error:
-            # Kept for the broadcast, in which all others wait.
-            failure = [CheckpointError(f"{problem}; {cannot_read(error)}")]
-    dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise failure[0]
+            checkpoints.verify(chosen.name)
+        except CheckpointError:
+            checkpoints.refuse(chosen.name, attempt, problem, log)
+            return
+        raise CheckpointError(
+            f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
+            "  nothing was changed; look at the disk, the mount and the memory of that node, or take it\n"
+            "  out, then run the same command again"
+        )
+
+    on_rank_0(read_all_and_refuse, f"{problem}; ")
 
 
-def is_whole(checkpoint: Path) -> bool:
-    """Read every byte of a checkpoint; return whether it is what was committed. Raises OSError where storage fails."""
-    try:
-        verify(checkpoint)
-    except CheckpointError:
-        return False
-    return True
+def on_rank_0(work: Callable[[], Value], what_happened: str = "") -> Value:
+    """Collective: let rank 0 work; every worker gets the value, or the same CheckpointError.
+
+    `what_happened` comes first in the error of a storage that fails.
+    """
+    outcome: list[Value | CheckpointError | None] = [None]
+    if dist.get_rank() == 0:
+        # What is raised is kept for the broadcast, in which all others wait.
+        try:
+            outcome = [work()]
+        except CheckpointError as error:
+            outcome = [error]
+        except (StorageError, DataError, OSError) as error:
+            outcome = [CheckpointError(f"{what_happened}{cannot_read(error)}")]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], CheckpointError):
+        raise outcome[0]
+    return outcome[0]  # type: ignore[return-value]  # what `work` has returned on rank 0
+
+
+def cannot_read(error: Exception) -> CheckpointError:
+    """Return the error of a start that cannot reach its checkpoints, none of which is to blame."""
+    return CheckpointError(f"cannot read the checkpoints: {error}\n  nothing was changed; see to the storage")

@@ -13,33 +13,30 @@ A save, in order:
    no room for one more beside them, the others hear of the commit only when they are gone.
 
 In:  checkpoints/.tmp-0000001200-000007/rank-00000.safetensors …
-Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (checkpoint.py reads them)
+Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (reader.py reads them)
 
 A save that fails costs that checkpoint, not the run; `max_failed_saves` in a row end the run.
 
-Step 1 is in snapshot.py, step 4 in commit.py. Where the nodes share no folder, the thread of step 2 puts the file into
-an object store (stored.py), and rank 0 commits there.
+Step 1 is in snapshot.py, step 4 in stage_checkpoints.py. Where the nodes share no folder, the thread of step 2 puts the
+file into an object store, and rank 0 commits there: all of that is in data/storage.py.
 """
 
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
-from data.files import make_folder, refusal, write_durably
-from pipeline.checkpoints.checkpoint import prune
-from pipeline.checkpoints.commit import Decision, commit, commit_in_store
+from data.files import refusal
 from pipeline.checkpoints.disk_space import shortage
-from pipeline.checkpoints.manifest import FileRecord, Manifest, committed, digest
+from pipeline.checkpoints.manifest import ChunkedRecord, Manifest, digest
 from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.snapshot import copied
-from pipeline.checkpoints.stored import StoredCheckpoints
+from pipeline.checkpoints.stage_checkpoints import Chosen, Decision, StageCheckpoints
 from pipeline.monitoring.telemetry import Telemetry
 
 DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run
@@ -54,20 +51,16 @@ class Saver:
 
     def __init__(
         self,
-        folder: Path,
-        run: Path,
+        checkpoints: StageCheckpoints,
         telemetry: Telemetry,
         *,
         keep: int,
         keep_every: int,
         max_failed_saves: int,
         expected_bytes: int = 0,
-        remote: StoredCheckpoints | None = None,
         needed: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self.folder = folder  # of the stage's checkpoints
-        self.remote = remote  # where they are committed instead, when the nodes share no folder
-        self.run = run
+        self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.keep = keep
         self.keep_every = keep_every
@@ -85,7 +78,7 @@ class Saver:
         self.snapshot = torch.empty(0, dtype=torch.uint8)  # kept for the next save, which has the same size
         self.snapshot_s = 0.0  # that the loop waited for the snapshot in flight
         self.began = 0.0  # of the save in flight, on the monotonic clock
-        make_folder(folder, run)
+        checkpoints.make_folder()
 
     @property
     def in_flight(self) -> bool:
@@ -105,59 +98,52 @@ class Saver:
         assert not self.in_flight
         self.began = time.monotonic()
         self.manifest = manifest
-        # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
-        self.temporary = self.folder / f".tmp-{manifest.step:010d}-{manifest.attempt:06d}"
-        path = self.temporary / f"rank-{dist.get_rank():05d}.safetensors"
+        file = f"rank-{dist.get_rank():05d}.safetensors"
         self.snapshot = copied(fragments, self.snapshot)
         # `write` puts its own result in place of this one. Where its thread dies of what it does not catch, this one
         # stays, and the save counts as failed.
-        self.result = WrittenFile(path.name, error=f"{path.name}: the thread that writes it has died, see stderr")
+        self.result = WrittenFile(file, error=f"{file}: the thread that writes it has died, see stderr")
         # A daemon, so that a worker that ends with an error does not stay until a slow disk has taken the file.
-        arguments = (path, self.snapshot.numpy().data)
+        arguments = (file, self.snapshot.numpy().data)
         self.thread = threading.Thread(target=self.write, args=arguments, name="checkpoint", daemon=True)
         self.thread.start()
         self.snapshot_s = time.monotonic() - self.began
         self.stalled_s += self.snapshot_s
 
-    def write(self, path: Path, content: memoryview) -> None:
+    def write(self, file: str, content: memoryview) -> None:
         """Do the thread's work: leave the record of the written file in `result`, or why there is none."""
         try:
             if dist.get_rank() == 0:
                 self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
-            missing = self.missing_room()
+            missing = self.missing_space()
             if missing:
                 self.wait_for_deleting()  # what is on its way out is no room yet
-                missing = self.missing_room()
+                missing = self.missing_space()
             if missing:
-                self.result = WrittenFile(path.name, error=f"{path.name}: {missing}")
-            else:
-                self.result = WrittenFile(path.name, self.write_and_digest(path, content))
+                self.result = WrittenFile(file, error=f"{file}: {missing}")
+                return
+            record = self.write_and_digest(file, content)
+            if dist.get_rank() == 0:
+                self.checkpoints.send_metrics(self.manifest.attempt)
+            self.result = WrittenFile(file, record)
         except OSError as error:
-            self.result = WrittenFile(path.name, error=f"{path.name}: {refusal(error)}")
+            self.result = WrittenFile(file, error=f"{file}: {refusal(error)}")
         except StorageError as error:
-            self.result = WrittenFile(path.name, error=str(error))  # which names the object
+            self.result = WrittenFile(file, error=str(error))  # which names the object
 
-    def missing_room(self) -> str:
-        """Say what the disk lacks for this save; "" where it fits. Raises OSError where the disk does not tell."""
-        # Rank 0 looks for all: one worker that fails is enough to fail the save. A store has room.
-        if dist.get_rank() != 0 or self.remote is not None:
+    def missing_space(self) -> str:
+        """Return what the disk lacks for this save; "" where it fits. Raises OSError where the disk does not tell."""
+        # Rank 0 looks for all: one worker that fails is enough to fail the save.
+        if dist.get_rank() != 0:
             return ""
-        return shortage(self.temporary, self.expected_bytes)
+        return shortage(self.checkpoints, self.manifest, self.expected_bytes)
 
-    def write_and_digest(self, path: Path, content: memoryview) -> FileRecord:
-        """Write this worker's file, or put it into the store, and take its digests meanwhile.
-
-        Raises OSError or StorageError where it could not be written.
-        """
+    def write_and_digest(self, file: str, content: memoryview) -> ChunkedRecord:
+        """Write this worker's file, and take its digests meanwhile. Raises OSError or StorageError."""
         # Both read the same memory, which nobody changes until the next save, and do without Python's lock.
         with ThreadPoolExecutor(1, "digest") as beside:
             digesting = beside.submit(digest, content)
-            if self.remote is None:
-                # Whichever worker comes first makes the folder; rank 0 makes its name durable with the commit.
-                path.parent.mkdir(exist_ok=True)
-                write_durably(path, content)
-            else:
-                self.remote.put(path.name, content, self.manifest, is_first=dist.get_rank() == 0)
+            self.checkpoints.storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
         return digesting.result()
 
     def finish(self) -> Manifest | None:
@@ -175,10 +161,7 @@ class Saver:
         dist.all_gather_object(results, self.result)
         decision = [Decision(None)]
         if dist.get_rank() == 0:
-            if self.remote is None:
-                decision = [commit(self.folder, self.temporary, self.run, self.manifest, results, self.telemetry.say)]
-            else:
-                decision = [commit_in_store(self.remote, self.manifest, results)]
+            decision = [self.checkpoints.commit(self.manifest, results, self.telemetry.say)]
         now = time.monotonic()
         took_s = now - self.began
         stalled_s = self.snapshot_s + now - finish_began
@@ -230,7 +213,7 @@ class Saver:
             raise CheckpointError(
                 f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
                 f"  expected: a disk that can be written, with room for keep={self.keep} checkpoints and one more\n"
-                f"  make room under {self.folder}, or lower keep, then run the same command again"
+                f"  make room under {self.checkpoints.address}, or lower keep, then run the same command again"
             )
 
     def begin_to_delete(self, next_bytes: int) -> None:
@@ -243,17 +226,12 @@ class Saver:
         self.deleting = threading.Thread(target=self.delete_old, args=arguments, name="old checkpoints", daemon=True)
         self.deleting.start()
         # The others begin the next save as soon as they hear of this one, and do not look for room: so they hear later.
-        if not self.has_room_for(next_bytes):
-            self.wait_for_deleting()
-
-    def has_room_for(self, next_bytes: int) -> bool:
-        """Return whether one more save fits on the disk as it is now."""
-        if self.remote is not None:
-            return True
         try:
-            return not shortage(self.temporary, next_bytes)
+            has_room = not shortage(self.checkpoints, self.manifest, next_bytes)
         except OSError:  # the disk does not tell
-            return False
+            has_room = False
+        if not has_room:
+            self.wait_for_deleting()
 
     def wait_for_deleting(self) -> None:
         """Wait until the old checkpoints are gone that a commit has made superfluous, or say that they are not yet."""
@@ -262,7 +240,7 @@ class Saver:
         self.deleting.join(DELETING_S)
         if self.deleting.is_alive():
             self.telemetry.say(
-                f"old checkpoints are still being deleted under {self.folder} after {DELETING_S:.0f} s; "
+                f"old checkpoints are still being deleted under {self.checkpoints.address} after {DELETING_S:.0f} s; "
                 "the run goes on, and does not have their room yet"
             )
 
@@ -271,20 +249,16 @@ class Saver:
         try:
             if before is not None:
                 before.join()
-            if self.remote is None:
-                prune(self.folder, self.keep, self.keep_every, self.needed())
-            else:
-                self.remote.prune(self.keep, self.keep_every)
+            self.checkpoints.prune(self.keep, self.keep_every, self.needed())
         except (OSError, StorageError) as error:
             self.telemetry.say(f"old checkpoints stay: {error}")
         except Exception as error:  # of a thread nobody else would hear it
             self.telemetry.say(f"old checkpoints stay: {type(error).__name__}: {error}")
 
-    def newest(self) -> Path:
-        """Return the folder of the newest checkpoint, or of a copy of it; rank 0 alone."""
-        if self.remote is None:
-            return committed(self.folder)[0]
-        return self.remote.fetch_newest().folder
+    def newest(self) -> Chosen:
+        """Return the newest checkpoint, its files on this node; rank 0 alone. Raises CheckpointError, StorageError."""
+        name = self.checkpoints.committed()[0]
+        return Chosen(name, self.checkpoints.fetch(name), self.checkpoints.manifest(name))
 
 
 def bytes_of(manifest: Manifest) -> int:

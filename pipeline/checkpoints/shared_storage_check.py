@@ -9,16 +9,17 @@ On a folder that is not shared every worker writes happily onto the disk of its 
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.files import size_text
-from pipeline.checkpoints.manifest import FileRecord
+from data.storage import Storage
+from pipeline.checkpoints.manifest import ChunkedRecord
 
 SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
 POLL_S = 0.1
-SOON_S = 1.0  # a wait beyond it is said
+SOON_S = 1.0  # a wait beyond it is logged
 SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
@@ -27,7 +28,7 @@ class WrittenFile:
     """Describes what one worker's thread has left: a file with its size and digests, or an error."""
 
     name: str
-    record: FileRecord | None = None  # None where there is an error
+    record: ChunkedRecord | None = None  # None where there is an error
     error: str = ""
     node: str = field(default_factory=socket.gethostname)  # where it was written
 
@@ -37,64 +38,65 @@ class WrittenFile:
         return self.record["bytes"] if self.record else 0
 
 
-def unseen_files(folder: Path, written: Sequence[WrittenFile], say: Callable[[str], None]) -> str:
-    """Name the workers, by rank, whose files rank 0 does not see in a folder; "" where it sees all, whole."""
-    sizes = {file.name: file.bytes for file in written}
-    # What rank 0 has written itself it sees at once: where that is gone, somebody has swept the folder.
-    is_swept = written[0].name not in names_in(folder)
-    unseen, waited_s = look_for(folder, sizes, is_patient=not is_swept)
+def unseen_files(storage: Storage, staged: str, written: Sequence[WrittenFile], log: Callable[[str], None]) -> str:
+    """Name the workers, by rank, whose files rank 0 does not see in a staged set; "" where it sees all, whole.
+
+    Raises StorageError, OSError where the storage fails.
+    """
+
+    def sizes() -> dict[str, int]:
+        return {name.removeprefix(f"{staged}/"): size for name, size in storage.list(staged).items()}
+
+    expected = {file.name: file.bytes for file in written}
+    # What rank 0 has written itself it sees at once: where that is gone, another start has swept the folder.
+    is_patient = not storage.sees_at_once and written[0].name in sizes()
+    unseen, waited_s = wait_until_seen(sizes, expected, SEEN_WITHIN_S if is_patient else 0.0)
+    address = storage.address(staged)
     if not unseen:
         if waited_s > SOON_S:
-            say(f"rank 0 saw the files of all workers in {folder} only after {waited_s:.1f} s")
+            log(f"rank 0 saw the files of all workers in {address} only after {waited_s:.1f} s")
         return ""
 
     ranks = [rank for rank, file in enumerate(written) if file.name in unseen]
     first = written[ranks[0]]
-    seen = "no such file"
     bytes_seen = unseen[first.name]
-    if bytes_seen is not None:
-        seen = f"{bytes_seen:,} bytes"
+    seen = "no such file" if bytes_seen is None else f"{bytes_seen:,} bytes"
     others = ""
     if len(ranks) > 1:
         others = f", nor the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
     return (
-        f"worker {ranks[0]} on {first.node} has written {folder / first.name} ({size_text(first.bytes)}), rank 0 on "
+        f"worker {ranks[0]} on {first.node} has written {address}/{first.name} ({size_text(first.bytes)}), rank 0 on "
         f"{socket.gethostname()} sees {seen} there after {waited_s:.0f} s{others}; "
-        f"{folder.parent} must be the same storage on all nodes"
+        f"{address.rpartition('/')[0]} must be the same storage on all nodes"
     )
 
 
-def look_for(
-    folder: Path, expected: Mapping[str, int | None], *, is_patient: bool = True
-) -> tuple[dict[str, int | None], float]:
-    """Look for files by name and size in bytes, None for any size, once, or until all are seen or 30 s are over.
+def look_for(folder: Path, names: Iterable[str]) -> tuple[dict[str, int | None], float]:
+    """Look for names in a folder until all are seen, or 30 s are over.
 
-    Returns those that are not seen so, each with the size that was seen, None for no file; and the seconds it took.
+    Returns those that are not seen, and the seconds it took.
+    """
+    return wait_until_seen(lambda: dict.fromkeys(names_in(folder)), dict.fromkeys(names), SEEN_WITHIN_S)
+
+
+def wait_until_seen(
+    sizes: Callable[[], Mapping[str, int | None]], expected: Mapping[str, int | None], patience_s: float
+) -> tuple[dict[str, int | None], float]:
+    """Ask for the sizes of files until they are as expected, None for any size, or the patience is over.
+
+    Returns the files that are not seen so, each with the size that was seen, None for no file; and the seconds it took.
     """
     began = time.monotonic()
     while True:
-        unseen = unseen_in(folder, expected)
+        seen = sizes()
+        unseen: dict[str, int | None] = {}
+        for name, size in expected.items():
+            if name not in seen or (size is not None and seen[name] != size):
+                unseen[name] = seen.get(name)
         waited_s = time.monotonic() - began
-        if not unseen or not is_patient or waited_s >= SEEN_WITHIN_S:
+        if not unseen or waited_s >= patience_s:
             return unseen, waited_s
         time.sleep(POLL_S)
-
-
-def unseen_in(folder: Path, expected: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the files that are not seen as expected now, each with its bytes, None for no file."""
-    unseen: dict[str, int | None] = {}
-    names = names_in(folder)
-    for name, size in expected.items():
-        if name not in names:
-            unseen[name] = None
-            continue
-        # Asked for its size only where that matters: a large worker group has thousands of files.
-        if size is None:
-            continue
-        bytes_seen = size_of(folder / name)
-        if bytes_seen != size:
-            unseen[name] = bytes_seen
-    return unseen
 
 
 def names_in(folder: Path) -> set[str]:
@@ -104,11 +106,3 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))
     except FileNotFoundError:
         return set()
-
-
-def size_of(path: Path) -> int | None:
-    """Return the size of a file in bytes; None where it is gone."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None

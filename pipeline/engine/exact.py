@@ -24,12 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline import config
-from pipeline.arithmetic import exact_gradient_bytes
 from pipeline.engine.engine import Engine, clipping
-from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.optimization import OptimConfig
-from pipeline.training_config import TrainConfig
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
@@ -233,38 +229,3 @@ def seconds_of(add_up: Callable[[Tensor], object], flat: Tensor) -> float:
     # A GPU works on after the call has returned: reading an element waits for it.
     float(flat[0])
     return time.monotonic() - began
-
-
-def say_price(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
-    """Collective: measure and report the price of the exact sum.
-
-    Reports too what has changed since the attempt before, of the conditions that the bits depend on.
-    """
-    tree_s, plain_s = engine.price()
-    if dist.get_rank() != 0:
-        return
-    world = dist.get_world_size()
-    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
-    line = (
-        f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
-        f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
-    )
-    now = conditions()
-    # Read before this attempt's own record is written.
-    earlier = read_metrics(telemetry.directory, "exact")
-    telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)
-    if not earlier:
-        return
-    before = {key: earlier[-1][key] for key in now}
-    changed = config.differences(before, now)
-    if changed:
-        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
-
-
-def conditions() -> dict[str, int | str]:
-    """Return what the last bits of a gradient depend on beside the config."""
-    # With 2 threads instead of 1, 20,218,211 of the 21,669,514 gradient elements of S/16 differed (docs/exact.md).
-    processor = torch.backends.cpu.get_cpu_capability()
-    if torch.cuda.is_available():
-        processor = torch.cuda.get_device_name()
-    return {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}

@@ -32,7 +32,7 @@ from pipeline.engine.deepspeed import check_zero_section
 Settings: TypeAlias = Mapping[str, Any]  # one section of a DeepSpeed configuration, as JSON has it
 
 # Keys of zero_optimization and the ZeRO stages at which DeepSpeed 0.19.8 reads them. They decide when and in what
-# pieces data moves; tests/test_engine.py trains by two workers with all of them at odd values to the same bits. With
+# pieces data moves; test_engine.py trains by two workers with all of them at odd values to the same bits. With
 # more workers a bucket's size decides the last bits of sums (docs/design/step.md).
 TUNING: dict[str, tuple[int, ...]] = {
     "overlap_comm": (1, 2, 3),

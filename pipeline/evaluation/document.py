@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.protocols import Judged, Protocol
+from pipeline.evaluation.protocols import Outcome, Protocol
 
 SCHEMA = 1
 NAME = "evaluation.json"
@@ -116,35 +116,16 @@ def mean_entry(classes: Sequence[Entry]) -> Entry:
 # ------------------------------------------------------------------------------------------------ one result
 
 
-def values_of(
-    judged: Judged, protocol: Protocol, labels: np.ndarray, names: Sequence[str], chosen: np.ndarray
-) -> tuple[dict[str, Entry], list[Entry]]:
-    """Return the values of a protocol, and the classes of per-class, over the samples that are chosen: (N,) bool."""
-    values: dict[str, Entry] = {}
-    classes: list[Entry] = []
-    for name, of_seeds in judged.right.items():
-        picked = [is_right[chosen] for is_right in of_seeds]
-        if protocol.name == "fewshot":
-            values[name] = seeds_entry(picked, protocol.fields["options"]["seeds"])
-        elif protocol.name == "per-class":
-            classes = class_entries(picked[0], labels[chosen], names)
-            values[name] = mean_entry(classes)
-        else:
-            values[name] = share_entry(picked[0])
-    return values, classes
-
-
 def result_of(
-    judged: Judged,
+    outcome: Outcome,
     protocol: Protocol,
     test: FeatureStore,
     train: FeatureStore | None,
     leaked: Sequence[int] | None,
 ) -> Entry:
-    """Return what the document says of a set and a protocol; `leaked` are numbers of samples, None: nobody looked."""
-    names = test.index.names
+    """Return the result of a protocol on a set; `leaked` are numbers of samples, None where there was no leak check."""
     everything = np.ones(len(test.rows), bool)
-    values, classes = values_of(judged, protocol, test.labels, names, everything)
+    values, classes = value_entries(outcome, protocol, test, everything)
     result: Entry = {
         "set": {"digest": test.index.digest, "samples": test.index.samples, "judged": len(test.rows)},
         "train": None,
@@ -156,15 +137,36 @@ def result_of(
         result["train"] = {"digest": train.index.digest, "samples": train.index.samples, "used": len(train.rows)}
     if classes:
         result["classes"] = classes
-    if judged.shots and train is not None:
-        result["shots"] = shots_of(judged.shots, train)
-    if judged.chosen:
-        result["chosen"] = judged.chosen
+    if outcome.shots and train is not None:
+        result["shots"] = shots_of(outcome.shots, train)
+    if outcome.chosen:
+        result["chosen"] = outcome.chosen
     if leaked is not None:
         is_clean = ~np.isin(test.rows, np.asarray(leaked, int))
-        values_without, _ = values_of(judged, protocol, test.labels, names, is_clean)
+        values_without, _ = value_entries(outcome, protocol, test, is_clean)
         result["leaks"] = {"leaked": int((~is_clean).sum()), "values": values_without}
     return result
+
+
+def value_entries(
+    outcome: Outcome, protocol: Protocol, test: FeatureStore, chosen: np.ndarray
+) -> tuple[dict[str, Entry], list[Entry]]:
+    """Return a protocol's values, and the classes of per-class, over the chosen samples of the set: (N,) bool.
+
+    The only place where a value gets its interval.
+    """
+    values: dict[str, Entry] = {}
+    classes: list[Entry] = []
+    for name, of_seeds in outcome.right.items():
+        picked = [is_right[chosen] for is_right in of_seeds]
+        if protocol.kind.interval == "seeds":
+            values[name] = seeds_entry(picked, protocol.settings.seeds)
+        elif protocol.kind.interval == "classes":
+            classes = class_entries(picked[0], test.labels[chosen], test.index.names)
+            values[name] = mean_entry(classes)
+        else:
+            values[name] = share_entry(picked[0])
+    return values, classes
 
 
 def shots_of(shots: Mapping[str, Mapping[str, Sequence[int]]], train: FeatureStore) -> Entry:
@@ -178,11 +180,21 @@ def shots_of(shots: Mapping[str, Mapping[str, Sequence[int]]], train: FeatureSto
     return ids
 
 
+def metrics_with_seeds(result: Entry) -> dict[str, float]:
+    """Return {"10shot-seed-0": 0.82, …, "10shot": mean over seeds} of a result (as big_vision fewshot_lsr.py)."""
+    metrics: dict[str, float] = {}
+    for name, entry in result["values"].items():
+        for seed, value in entry.get("seeds", {}).items():
+            metrics[f"{name}-seed-{seed}"] = value
+        metrics[name] = entry["value"]
+    return metrics
+
+
 # ------------------------------------------------------------------------------------------------ the whole
 
 
-def question_of(result: Entry) -> tuple[str | None, ...]:
-    """Return the digests of what a result answers: test set, training set, protocol, leaks."""
+def identity_of(result: Entry) -> tuple[str | None, ...]:
+    """Return the digests that a result depends on: test set, training set, protocol, leaks."""
     train = result["train"]
     leaks = result["leaks"]
     return (

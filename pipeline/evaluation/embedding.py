@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
-from data.leaks.journal import Journal, Match, ShardMatches, key_of
-from data.leaks.search import Embeddings
+from data.journal import Journal
+from data.leaks.search import Embeddings, Match, ShardMatches, key_of, matches_of
 from data.remote.cache import CacheConfig
 from data.shards.reader import Reader
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 
 # T test images, D features
 
@@ -60,7 +60,7 @@ def find_alike(
                 journal.add(key_of(shard.shards[0]), alike(model, shard, of_tests, numbers, cosine, device, cache))
                 if report:
                     report(done, len(missing))
-        return Embeddings(dict(journal.records), settings)
+        return Embeddings({key: matches_of(record) for key, record in journal.records.items()}, settings)
 
 
 def forget(folder: Path) -> None:

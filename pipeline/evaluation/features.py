@@ -1,13 +1,13 @@
-"""What a model makes of every sample of a set, kept by rank 0 alone: features on disk, the rest in memory.
+"""The features, predictions and labels of every sample of a set, kept by rank 0 alone: features on disk.
 
 1. Every worker computes one batch of its part of the set and sends it to rank 0, which receives one batch at a time.
 2. Rank 0 writes the features where the sample's number in the set says: the file is in the order of the set at any
    world size. It is preallocated, so that a disk without room is refused at the first batch, and has no name, so that
    it goes with the process however that ends.
-3. Who fits or judges reads as many rows at a time as fit in memory: `blocks`.
+3. A protocol reads as many rows at a time as fit in memory: `blocks`.
 
     store = FeatureStore(index, folder)
-    collect(model, agreed(store.watching(batches), …), store, torch.float32, device)
+    collect(model, group.agreed(store.watching(batches)), store, torch.float32, device)
     store.rows, store.labels, store.features(store.rows[:100])          of rank 0; those of the others stay empty
 
 A worker holds one batch; rank 0 two, and of each sample its label lists and predictions: some ten numbers.
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from data.evaluation import EvaluationBatch
 from data.index.index import Index
-from pipeline.evaluation.evaluate import evaluated, normalise
 
 # N samples of the set, b rows of a batch, D features, L labels of a sample at most, K best classes
 
@@ -162,6 +161,11 @@ def write_all(file: int, content: bytes, offset: int) -> None:
         written += os.pwrite(file, content[written:], offset + written)
 
 
+def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bring uint8 pixels to [−1, 1] on the device (SPEC 2.5: value_range(-1, 1))."""
+    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
+
+
 def collect(
     model: nn.Module,
     samples: Iterable[EvaluationBatch],
@@ -174,24 +178,31 @@ def collect(
 ) -> None:
     """Collective: pass a set through the model once; rank 0's store keeps features, and the `best` classes of the head.
 
+    The model computes in eval mode and without gradients; its mode is restored afterwards.
     `samples` comes from `store.watching`, so that every worker hears of a disk that is full.
     """
-    for batch in evaluated(model, samples):
-        rows = model.features(normalise(batch.images, dtype, device))  # type: ignore[operator]
-        made = [store.numbers(batch).to(device), batch.labels.to(device)]
-        if best:
-            # Stable, so that of equal outputs the lowest class comes first, whatever the device.
-            order = model.head(rows).float().sort(dim=1, descending=True, stable=True)  # type: ignore[operator]
-            made.append(order.indices[:, :best].contiguous())
-        if with_features:
-            made.append(rows.float().contiguous())
-        # On all workers but rank 0 there is nothing to keep, and going through the parts is what sends them.
-        for part in at_rank_0(made):
-            numbers = part[0]
-            labels = part[1]
-            predictions = part[2] if best else None
-            features = part[-1] if with_features else None
-            store.keep(numbers, labels, features, predictions)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            # Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
+            for batch in samples:
+                rows = model.features(normalise(batch.images, dtype, device))  # type: ignore[operator]
+                made = [store.numbers(batch).to(device), batch.labels.to(device)]
+                if best:
+                    # Stable, so that of equal outputs the lowest class comes first, whatever the device.
+                    logits = model.head(rows).float()  # type: ignore[operator]
+                    order = logits.sort(dim=1, descending=True, stable=True)
+                    made.append(order.indices[:, :best].contiguous())
+                if with_features:
+                    made.append(rows.float().contiguous())
+                # On all workers but rank 0 there is nothing to keep, and going through the parts is what sends them.
+                for part in at_rank_0(made):
+                    predictions = part[2] if best else None
+                    features = part[-1] if with_features else None
+                    store.keep(part[0], part[1], features, predictions)
+    finally:
+        model.train(was_training)
 
 
 def at_rank_0(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -23,7 +23,8 @@ from torch.nn.functional import cross_entropy
 from data.checks import at_least
 from pipeline.config import require
 from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.probe import Beat, moments
+from pipeline.evaluation.group import Beat
+from pipeline.evaluation.probe import moments
 
 # D features, C classes
 

@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from data.checks import more_than_0
 from pipeline.config import require
 from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.probe import Beat
+from pipeline.evaluation.group import Beat
 
 # n test rows of a block, k neighbours, D features, C classes
 

@@ -5,26 +5,23 @@
 3. A linear map from features to {−1, 1}^C is fitted to the picked rows in closed form: regularised least squares.
 4. The class with the largest output is the prediction on the test set.
 
-    linear_probe(train_features, train_labels, test_features, test_labels, shots=10, seed=0)  →  0.8713
+    fit(train[rows], labels[rows]).predict(test)    (n,) classes, with rows = few_shot_rows(labels, shots=10, seed=0)
 
 `fit_all` is the same map fitted to every row of the training set, which is read block by block.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.shards.subset import few_shot_rows
-from pipeline.evaluation.evaluate import L2
 from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.group import Beat
 
 # N rows, D features, C classes
 
-Beat = Callable[[], None]  # called between two blocks of a long computation: what it raises ends the computation
-
+L2 = 2.0**10  # of the penalty (configs/common_fewshot.py): fixed, never selected on validation data
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 
 
@@ -100,35 +97,6 @@ def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, 
 def targets_of(labels: Tensor, classes: int) -> Tensor:
     """(N,) → (N, C) float64: 1 at the label, −1 elsewhere."""
     return 2.0 * torch.nn.functional.one_hot(labels.long(), classes).double() - 1
-
-
-def linear_probe(
-    train_features: Tensor | np.ndarray,
-    train_labels: Tensor | np.ndarray,
-    test_features: Tensor | np.ndarray,
-    test_labels: Tensor | np.ndarray,
-    shots: int,
-    seed: int,
-    l2: float = L2,
-) -> float:
-    """Return the test accuracy of the linear map fitted to `shots` rows a class.
-
-    Raises ValueError where rows and labels do not match.
-    """
-    train = torch.as_tensor(train_features)
-    test = torch.as_tensor(test_features)
-    labels = torch.as_tensor(train_labels).long()
-    expected = torch.as_tensor(test_labels).long()
-    match = len(train) == len(labels) and len(test) == len(expected)
-    if not match or len(train) == 0 or len(test) == 0 or shots < 1:
-        raise ValueError(
-            f"expected a label for each row, a row in each set and shots of 1 or more; found {len(train)} rows and "
-            f"{len(labels)} labels to train, {len(test)} and {len(expected)} to test, {shots} shots"
-        )
-    # The map is fitted to the picked rows, and so is the standardisation: the test set stays unseen.
-    rows = torch.from_numpy(few_shot_rows(labels.numpy(), shots, seed))
-    predicted = fit(train[rows], labels[rows], l2).predict(test)
-    return float((predicted == expected).double().mean())
 
 
 def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -1,40 +1,46 @@
-"""The protocols by which weights are judged: what each needs, what it computes, and what stands for it in a document.
+"""The protocols by which weights are evaluated: each is one function here, and one row of PROTOCOLS.
 
 Of the head, every prediction being right where it is one of the sample's labels:
   top-1, top-5    the sample's label is the best, or one of the five best classes
   real            top-1 on the labels of Beyer et al. 2020 (ReaL): any of several; images without one are left out
   per-class       the mean over classes of the share right in each (mean per-class accuracy), and each class by name
-Of the features alone, learned from a training set and judged on the test set:
+Of the features alone, learned from a training set and evaluated on the test set:
   fewshot         ridge regression on a few images a class, in closed form (probe.py)
   linear          the same on all images (probe.py)
   knn             a vote of the nearest (neighbours.py)
   logistic        logistic regression (logistic.py)
 
-A protocol gives `Judged`: of every test sample whether it was right. What is made of that: document.py.
+A protocol's outcome says of every test sample whether it was right; document.py makes values and intervals of that.
+
+To add a protocol: a function of `Inputs` and its settings that returns an `Outcome`, and a row. A protocol with
+settings also has a field of its name in jobs/stages/evaluate.py.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from data.checks import at_least
+from data.errors import ConfigError
+from data.images.preprocess import shape_of
 from data.shards.subset import few_shot_rows
+from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
-from pipeline.evaluation.evaluate import L2, ProbeConfig
 from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.group import Beat
 from pipeline.evaluation.logistic import LogisticConfig, logistic
 from pipeline.evaluation.neighbours import NeighboursConfig, knn
-from pipeline.evaluation.probe import Beat, LinearMap, fit, fit_all
+from pipeline.evaluation.probe import L2, LinearMap, fit, fit_all
 
 # N samples of the test set that are there, L labels of a sample at most, K best classes
 
-BEST = {"top-1": 1, "top-5": 5, "real": 1, "per-class": 1}  # protocols of the head → best classes that each looks at
-FEATURES = ("fewshot", "linear", "knn", "logistic")
-PROTOCOLS = (*BEST, *FEATURES)
+
+# ------------------------------------------------------------------------------------------------ settings
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,29 @@ class FewShotConfig:
 
 
 @dataclass(frozen=True)
+class ProbeConfig:
+    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
+
+    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
+    test: str | None = None  # index of the set that the fitted map is judged on; or "@stage/name"
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
+    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
+
+    def __post_init__(self) -> None:
+        require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
+        fewest = min(self.shots, default=0)
+        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
+        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
+        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        at_least(self, 0, "l2", "probe.")
+
+    def protocol(self) -> "Protocol":
+        """Return the protocol fewshot with these settings."""
+        return Protocol("fewshot", config.as_json({"options": asdict(FewShotConfig(self.shots, self.seeds, self.l2))}))
+
+
+@dataclass(frozen=True)
 class LinearConfig:
     """Protocol linear: the map of the few-shot probe, fitted to all training images."""
 
@@ -61,12 +90,61 @@ class LinearConfig:
         at_least(self, 0, "l2", "linear.")
 
 
+# ------------------------------------------------------------------------------------------------ what a protocol is
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a protocol computes from, at rank 0."""
+
+    name: str  # of the protocol
+    train: FeatureStore | None  # None for protocols of the head
+    test: FeatureStore
+    labels: np.ndarray  # (N, L) of the test set, padded with −1: a prediction is right where it is any of them
+    device: torch.device
+    beat: Beat
+
+    def is_right(self, predicted: np.ndarray) -> np.ndarray:
+        """(N,) or (N, K) → (N,) bool: one of the predictions is one of the labels; padding of −1 equals none."""
+        return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
+
+    def training_set(self) -> FeatureStore:
+        """Return the training set of a protocol of features."""
+        assert self.train is not None, "the stage refuses a protocol of features without a training set"
+        return self.train
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a protocol computed of a test set."""
+
+    right: dict[str, list[np.ndarray]]  # value → of every seed, or once: (N,) bool, whether a sample was right
+    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value → seed → numbers of the samples
+    chosen: dict[str, float] = field(default_factory=dict)  # settings that held-out training samples selected
+
+
+@dataclass(frozen=True)
+class ProtocolKind:
+    """A row of PROTOCOLS."""
+
+    compute: Callable[[Inputs, Any], Outcome]  # of the inputs and an instance of `settings`
+    settings: type | None = None  # frozen dataclass; a section of the protocol's name in a recipe
+    best: int = 0  # classes of the head that are looked at, the best ones; 0: a protocol of features
+    interval: Literal["share", "seeds", "classes"] = "share"  # the value's kind (document.value_entries)
+    value_names: Callable[[Any], list[str]] | None = None  # of the settings; None: one value, named as the protocol
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """One way to judge, whole: with what is in its fields anybody gets the same value."""
+    """One way to evaluate, whole: with the same fields anybody gets the same value."""
 
     name: str
     fields: dict[str, Any]  # as JSON has them
+
+    @property
+    def kind(self) -> ProtocolKind:
+        """Return the protocol's row."""
+        return PROTOCOLS[self.name]
 
     @property
     def digest(self) -> str:
@@ -76,92 +154,55 @@ class Protocol:
     @property
     def best(self) -> int:
         """Return how many of the head's best classes it looks at; 0 for a protocol of features."""
-        return BEST.get(self.name, 0)
+        return self.kind.best
+
+    @property
+    def settings(self) -> Any:
+        """Return the settings as an instance of their class; None for a protocol without any."""
+        if self.kind.settings is None:
+            return None
+        values = self.fields["options"].items()
+        # JSON has lists where the settings have tuples.
+        return self.kind.settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in values})
+
+    def compute(self, inputs: Inputs) -> Outcome:
+        """Compute the protocol. Raises ConfigError where its settings do not fit the sets."""
+        return self.kind.compute(inputs, self.settings)
 
 
-@dataclass
-class Judged:
-    """What a protocol found of a test set."""
-
-    right: dict[str, list[np.ndarray]]  # value → of every seed, or once: (N,) bool, whether a sample was right
-    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value → seed → numbers of the samples
-    chosen: dict[str, float] = field(default_factory=dict)  # what was selected on held-out training samples
+# ------------------------------------------------------------------------------------------------ the protocols
 
 
-def check_names(names: tuple[str, ...]) -> None:
-    """Raise ConfigError where there is no such protocol, or where none or one twice is named."""
-    for name in names:
-        require(
-            name in PROTOCOLS,
-            f"protocols has {name!r}{did_you_mean(name, PROTOCOLS)}\n  expected some of {', '.join(PROTOCOLS)}",
-        )
-    require(len(names) > 0, f"protocols is empty\n  expected some of {', '.join(PROTOCOLS)}")
-    require(len(set(names)) == len(names), f"protocols names one twice: {', '.join(names)}")
+def best_classes(inputs: Inputs, settings: None) -> Outcome:
+    """Compare the head's best classes with the labels: top-1, top-5, real, per-class."""
+    best = PROTOCOLS[inputs.name].best
+    return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
 
 
-def judge(
-    protocol: Protocol, train: FeatureStore | None, test: FeatureStore, device: torch.device, beat: Beat
-) -> Judged:
-    """Judge a test set by a protocol, from what was collected of it; `beat` is called between pieces of work.
-
-    Raises ConfigError where the sets cannot be judged so.
-    """
-    if protocol.best:
-        is_right = right(test.predictions[:, : protocol.best], test.labels)
-        return Judged({protocol.name: [is_right]})
-    assert train is not None, "the stage refuses a protocol of features without a training set"
-    require(len(train.rows) > 0, f"{protocol.name}: none of the training samples could be read")
-    options = protocol.fields["options"]
-    if protocol.name == "fewshot":
-        shots = FewShotConfig(tuple(options["shots"]), tuple(options["seeds"]), options["l2"])
-        return few_shot(train, test, test.labels, shots, beat)
-    if protocol.name == "linear":
-        predicted = predictions_of(fit_all(train, options["l2"], beat), test, beat)
-        return Judged({"linear": [right(predicted[:, None], test.labels)]})
-    if protocol.name == "knn":
-        neighbours = NeighboursConfig(**{**options, "k": tuple(options["k"])})
-        count = len(train.rows)
-        require(
-            max(neighbours.k) <= count,
-            f"knn.k is {max(neighbours.k)}, the training set has {count} samples\n  type knn.k=[{count}], or less",
-        )
-        votes = knn(train, test, neighbours, device, beat)
-        return Judged({f"knn-{k}": [right(predicted[:, None], test.labels)] for k, predicted in votes.items()})
-    predicted, chosen = logistic(train, test, LogisticConfig(**{**options, "l2": tuple(options["l2"])}), device, beat)
-    return Judged({"logistic": [right(predicted[:, None], test.labels)]}, chosen=chosen)
-
-
-def right(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """(N, K), (N, L) → (N,) bool: one of the predictions is one of the labels; padding of −1 equals none."""
-    return (predicted[:, :, None] == labels[:, None, :]).any((1, 2))
-
-
-def few_shot(
-    train: FeatureStore,
-    test: FeatureStore,
-    expected: np.ndarray,
-    cfg: FewShotConfig | ProbeConfig,
-    beat: Beat,
-) -> Judged:
-    """Fit the closed form to the shots of every seed; values are called 1shot, 5shot, … (big_vision fewshot_lsr.py).
-
-    `expected` (N, L) are the labels of the test set of which a prediction must be one.
-    """
-    judged = Judged({})
+def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
+    """Fit the closed form to the shots of every seed; values are 1shot, 5shot, … (big_vision fewshot_lsr.py)."""
+    train = inputs.training_set()
     rows = train.rows
     labels = train.first_labels
-    for count in cfg.shots:
+    outcome = Outcome({})
+    for count in settings.shots:
         value = f"{count}shot"
-        judged.right[value] = []
-        judged.shots[value] = {}
-        for seed in cfg.seeds:
+        outcome.right[value] = []
+        outcome.shots[value] = {}
+        for seed in settings.seeds:
             picked = few_shot_rows(labels, count, seed)
-            fitted = fit(train.features(rows[picked]), torch.from_numpy(labels[picked]), cfg.l2)
-            beat()
-            predicted = predictions_of(fitted, test, beat)
-            judged.right[value].append(right(predicted[:, None], expected))
-            judged.shots[value][str(seed)] = rows[picked].tolist()
-    return judged
+            fitted = fit(train.features(rows[picked]), torch.from_numpy(labels[picked]), settings.l2)
+            inputs.beat()
+            predicted = predictions_of(fitted, inputs.test, inputs.beat)
+            outcome.right[value].append(inputs.is_right(predicted))
+            outcome.shots[value][str(seed)] = rows[picked].tolist()
+    return outcome
+
+
+def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
+    """Fit the closed form to all training samples."""
+    fitted = fit_all(inputs.training_set(), settings.l2, inputs.beat)
+    return Outcome({"linear": [inputs.is_right(predictions_of(fitted, inputs.test, inputs.beat))]})
 
 
 def predictions_of(fitted: LinearMap, test: FeatureStore, beat: Beat) -> np.ndarray:
@@ -173,29 +214,98 @@ def predictions_of(fitted: LinearMap, test: FeatureStore, beat: Beat) -> np.ndar
     return np.concatenate(predicted)
 
 
-def few_shot_metrics(train: FeatureStore, test: FeatureStore, cfg: ProbeConfig, beat: Beat) -> dict[str, float]:
-    """Return {"10shot-seed-0": accuracy, …, "10shot": mean over seeds} (names of big_vision evaluators/fewshot_lsr.py).
+def nearest_neighbours(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
+    """Have the nearest training samples vote; values are knn-10, knn-20, …"""
+    train = inputs.training_set()
+    count = len(train.rows)
+    require(
+        max(settings.k) <= count,
+        f"knn.k is {max(settings.k)}, the training set has {count} samples\n  type knn.k=[{count}], or less",
+    )
+    votes = knn(train, inputs.test, settings, inputs.device, inputs.beat)
+    return Outcome({f"knn-{k}": [inputs.is_right(predicted)] for k, predicted in votes.items()})
 
-    A prediction is right where it is the test sample's first label, as it always was: curves go on as they began.
-    Raises ValueError where one of the sets has no sample that could be read.
+
+def logistic_regression(inputs: Inputs, settings: LogisticConfig) -> Outcome:
+    """Fit a logistic regression, its penalty chosen on held-out training samples."""
+    predicted, chosen = logistic(inputs.training_set(), inputs.test, settings, inputs.device, inputs.beat)
+    return Outcome({"logistic": [inputs.is_right(predicted)]}, chosen=chosen)
+
+
+PROTOCOLS: dict[str, ProtocolKind] = {
+    "top-1": ProtocolKind(best_classes, best=1),
+    "top-5": ProtocolKind(best_classes, best=5),
+    "real": ProtocolKind(best_classes, best=1),
+    "per-class": ProtocolKind(best_classes, best=1, interval="classes"),
+    "fewshot": ProtocolKind(
+        few_shot,
+        FewShotConfig,
+        interval="seeds",
+        value_names=lambda settings: [f"{shots}shot" for shots in settings.shots],
+    ),
+    "linear": ProtocolKind(linear, LinearConfig),
+    "knn": ProtocolKind(
+        nearest_neighbours, NeighboursConfig, value_names=lambda settings: [f"knn-{k}" for k in settings.k]
+    ),
+    "logistic": ProtocolKind(logistic_regression, LogisticConfig),
+}
+FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # those that need a training set
+
+
+# ------------------------------------------------------------------------------------------------ a recipe's choice
+
+
+def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str, Any]) -> list[Protocol]:
+    """Return the protocols of these names; a field of the stage's config holds the settings of each that has some.
+
+    `common` are fields of all: how images are prepared, the precision, the batches.
     """
-    if not len(train.rows) or not len(test.rows):
-        raise ValueError(f"{len(train.rows)} samples to train, {len(test.rows)} to test: expected some of each")
-    metrics: dict[str, float] = {}
-    for value, of_seeds in few_shot(train, test, test.first_labels[:, None], cfg, beat).right.items():
-        scores = [float(is_right.mean()) for is_right in of_seeds]
-        for seed, score in zip(cfg.seeds, scores, strict=True):
-            metrics[f"{value}-seed-{seed}"] = score
-        metrics[value] = sum(scores) / len(scores)
-    return metrics
-
-
-def protocols_of(names: tuple[str, ...], options: dict[str, Any], common: dict[str, Any]) -> list[Protocol]:
-    """Return the protocols of these names; `options` are the configs of those that have one, `common` is of all."""
     protocols = []
     for name in names:
         fields = dict(common)
-        if name in options:
-            fields["options"] = asdict(options[name])
+        if PROTOCOLS[name].settings is not None:
+            fields["options"] = asdict(getattr(stage_config, name))
         protocols.append(Protocol(name, config.as_json(fields)))
     return protocols
+
+
+def value_names(name: str, stage_config: object) -> list[str]:
+    """Return the names of a protocol's values, by its settings in a stage's config as in `protocols_of`."""
+    names_by_settings = PROTOCOLS[name].value_names
+    if names_by_settings is None:
+        return [name]
+    return names_by_settings(getattr(stage_config, name))
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Raise ConfigError where there is no such protocol, or where none or the same twice is named."""
+    for name in names:
+        require(
+            name in PROTOCOLS,
+            f"protocols has {name!r}{did_you_mean(name, PROTOCOLS)}\n  expected some of {', '.join(PROTOCOLS)}",
+        )
+    require(len(names) > 0, f"protocols is empty\n  expected some of {', '.join(PROTOCOLS)}")
+    require(len(set(names)) == len(names), f"protocols names one twice: {', '.join(names)}")
+
+
+def check_ops(ops: str | None) -> None:
+    """Raise ConfigError where evaluation could not preprocess with `ops` and their arguments."""
+    if not ops:  # then the image is resized to what the model takes
+        return
+    try:
+        shape_of(ops)
+    except ValueError as error:
+        raise ConfigError(f"preprocess: {error}") from None
+
+
+def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
+    """Raise ConfigError where `ops` make images of another size than the model takes; `key` is what holds the ops."""
+    if not ops or model.family == "bit":  # a ResNet takes any size
+        return
+    height, width, _ = shape_of(ops)
+    expected_height, expected_width = model.image_size
+    require(
+        (height, width) == (expected_height, expected_width),
+        f"{key}: {ops!r} makes images of {height}×{width}, expected the model's {expected_height}×{expected_width}\n"
+        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which is the same",
+    )

@@ -43,7 +43,7 @@ from models.vit import Block
 from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
-from pipeline.evaluation.evaluate import normalise
+from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.gpu_kernels import as_on_a_gpu
 from pipeline.plan.hidden_buffers import GlooBuffers, KernelBuffers

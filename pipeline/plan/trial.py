@@ -137,7 +137,7 @@ def read_trials(run: Path, key: str) -> list[Trial]:
     trials = []
     for path in run.glob(f"{FOLDER}/{key[:8]}-*.json"):
         try:
-            trial = Trial(**artifacts.read_record(path).values)
+            trial = Trial(**artifacts.read_record(path))
         except TypeError as error:
             raise DataError(f"{path} is no trial: {error}\n  delete it, and type the trial's command again") from None
         if trial.key == key:

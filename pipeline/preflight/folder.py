@@ -1,20 +1,24 @@
 """Is a folder the same storage for the driver and for a worker's node, and can it do what a run asks of it?
 
-The driver has written `driver.json`, holds a lock on `lock`, and answers what nodes ask (jobs/commands/preflight.py):
+The driver has written `driver.json`, holds a lock on `lock`, and answers what nodes ask (`answering`):
 
-    ask-00003-0.json      a worker's token
-    answer-00003-0.json   the same token, and the time on the driver's clock
+    ask-h3-0.json      the token of the node h3
+    answer-h3-0.json   the same token, and the time on the driver's clock
 
-1. The worker looks for the driver's file.
+1. The node looks for the driver's file.
 2. It asks, and takes the driver's clock from the answer; half of the time that it took is how far off it may be.
 3. It tries what a run does: a lock that another process has, a link to a name that exists, a commit.
 """
 
+import fcntl
 import json
 import os
 import secrets
 import shutil
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypedDict
 
@@ -27,6 +31,9 @@ LOCK_FILE = "lock"
 ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.shared_storage_check waits for a file
 ASKED_TIMES = 3
 POLL_S = 0.002
+ANSWER_POLL_S = 0.005
+ASK = "ask-"
+ANSWER = "answer-"
 WRITTEN_BYTES = 2**24  # by each node, all at once
 
 
@@ -43,21 +50,14 @@ class FolderReport(TypedDict):
     free_bytes: int
 
 
-def ask_file(rank: int, number: int) -> str:
-    """Return the name of a worker's question."""
-    return f"ask-{rank:05d}-{number}.json"
+def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderReport:
+    """Look at the folder from this node, whose files there have `name` in theirs.
 
-
-def answer_file(question: str) -> str:
-    """Return the name of the driver's answer to a question."""
-    return question.replace("ask-", "answer-")
-
-
-def report_on(folder: Path, rank: int) -> FolderReport:
-    """Look at the folder from this node; `rank` is of the worker that does it."""
-    unseen, _ = look_for(folder, {DRIVER_FILE: None})
+    Without `is_shared` the folder is this node's own, as where the run lies in an object store: only its disk is of
+    interest, and the folder goes again.
+    """
     report: FolderReport = {
-        "sees_driver": not unseen,
+        "sees_driver": False,
         "is_answered": False,
         "skew_s": None,
         "uncertainty_s": None,
@@ -66,64 +66,86 @@ def report_on(folder: Path, rank: int) -> FolderReport:
         "written_s": 0.0,
         "free_bytes": 0,
     }
-    # Another folder, or none at all: nothing that follows would tell more.
-    if unseen:
-        return report
-    # Of several questions the one that was answered fastest tells the clock best.
-    for number in range(ASKED_TIMES):
-        answer = ask(folder, ask_file(rank, number))
-        if answer is None:
-            break
-        skew_s, uncertainty_s = answer
-        report["is_answered"] = True
-        if report["uncertainty_s"] is None or uncertainty_s < report["uncertainty_s"]:
-            report["skew_s"] = skew_s
-            report["uncertainty_s"] = uncertainty_s
-    report["lacks"] = lacking(folder, rank)
+    if is_shared:
+        unseen, _ = look_for(folder, {DRIVER_FILE: None})
+        report["sees_driver"] = not unseen
+        # Another folder, or none at all: nothing that follows would tell more.
+        if unseen:
+            return report
+        # Of several questions the quickest answer tells the clock best.
+        for number in range(ASKED_TIMES):
+            answer = ask(folder, f"{ASK}{name}-{number}.json")
+            if answer is None:
+                break
+            skew_s, uncertainty_s = answer
+            report["is_answered"] = True
+            if report["uncertainty_s"] is None or uncertainty_s < report["uncertainty_s"]:
+                report["skew_s"] = skew_s
+                report["uncertainty_s"] = uncertainty_s
+        report["lacks"] = lacking(folder, name)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
-        report["written_s"] = write_a_file(folder, rank)
+        report["written_s"] = write_a_file(folder, name)
         report["written_bytes"] = WRITTEN_BYTES
+        report["free_bytes"] = free_bytes(folder)
     except OSError as error:
         report["lacks"].append(refusal(error))
-    report["free_bytes"] = free_bytes(folder)
+    finally:
+        if not is_shared:
+            shutil.rmtree(folder, ignore_errors=True)
     return report
 
 
-def report_on_own(folder: Path, rank: int) -> FolderReport:
-    """Look at a folder that every node has for itself, as where the run lies in an object store: only at its disk."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return {
-            "sees_driver": False,
-            "is_answered": False,
-            "skew_s": None,
-            "uncertainty_s": None,
-            "lacks": [],
-            "written_s": write_a_file(folder, rank),
-            "written_bytes": WRITTEN_BYTES,
-            "free_bytes": free_bytes(folder),
-        }
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+@contextmanager
+def answering(folder: Path) -> Iterator[None]:
+    """Be the driver while the block runs: leave its file in the folder, hold its lock, and answer what nodes ask."""
+    write_whole(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
+    has_ended = threading.Event()
+
+    def answer_all() -> None:
+        answered: set[str] = set()
+        while not has_ended.wait(ANSWER_POLL_S):
+            with suppress(OSError, ValueError):
+                for path in folder.iterdir():
+                    if path.name.startswith(ASK) and path.name not in answered:
+                        token = json.loads(path.read_text())["token"]
+                        answer = {"token": token, "time": time.time()}
+                        write_whole(folder / path.name.replace(ASK, ANSWER), json.dumps(answer))
+                        answered.add(path.name)
+
+    thread = threading.Thread(target=answer_all, daemon=True)
+    with open(folder / LOCK_FILE, "a") as lock:
+        # Where the file system has no locks the nodes find that out, in words.
+        with suppress(OSError):
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
 
 def ask(folder: Path, question: str) -> tuple[float, float] | None:
     """Ask the driver; return (skew of this clock, how far off that may be) in seconds, None without an answer."""
     token = secrets.token_hex(16)
-    write_whole(folder / question, json.dumps({"token": token}))
+    name = question.replace(ASK, ANSWER)
+    # Before it is written: the driver may answer while this node still waits for its own fsync.
     asked = time.time()
+    write_whole(folder / question, json.dumps({"token": token}))
     deadline = time.monotonic() + ANSWERED_WITHIN_S
     while time.monotonic() < deadline:
-        if answer_file(question) in names_in(folder):
+        if name in names_in(folder):
             answered = time.time()
-            answer = json.loads((folder / answer_file(question)).read_text())
+            answer = json.loads((folder / name).read_text())
             if answer["token"] == token:
                 return (asked + answered) / 2 - answer["time"], (answered - asked) / 2
         time.sleep(POLL_S)
     return None
 
 
-def lacking(folder: Path, rank: int) -> list[str]:
+def lacking(folder: Path, name: str) -> list[str]:
     """Try what a run asks of its file system, with the functions that a run uses; return what fails, in words."""
     lacks = []
     # The driver has this lock: where we get it, two commands on two machines could own one run.
@@ -134,8 +156,8 @@ def lacking(folder: Path, rank: int) -> list[str]:
     except StorageError as error:
         lacks.append(str(error).splitlines()[0])
     try:
-        first = create_exclusively(folder / f"claim-{rank:05d}", "1")
-        second = create_exclusively(folder / f"claim-{rank:05d}", "2")
+        first = create_exclusively(folder / f"claim-{name}", "1")
+        second = create_exclusively(folder / f"claim-{name}", "2")
         if not first or second:
             lacks.append("a hard link does not fail where its name exists")
     except (StorageError, OSError) as error:
@@ -143,16 +165,16 @@ def lacking(folder: Path, rank: int) -> list[str]:
     return lacks
 
 
-def write_a_file(folder: Path, rank: int) -> float:
+def write_a_file(folder: Path, name: str) -> float:
     """Write and commit as a checkpoint is; return the seconds until it was on the disk.
 
     Raises OSError where the disk refuses.
     """
-    temporary = folder / f".tmp-{rank:05d}"
+    temporary = folder / f".tmp-{name}"
     temporary.mkdir()
     began = time.monotonic()
     write_durably(temporary / "file", os.urandom(WRITTEN_BYTES))
     sync(temporary)
-    os.rename(temporary, folder / f"step-{rank:05d}")
+    os.rename(temporary, folder / f"step-{name}")
     sync(folder)
     return time.monotonic() - began

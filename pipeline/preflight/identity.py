@@ -20,8 +20,11 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
 
 
+NO_RANK = -1  # of a node that has no worker
+
+
 class Identity(TypedDict):
-    """What one worker is; JSON."""
+    """What one worker is, or a node without a worker; JSON."""
 
     rank: int
     node: str
@@ -35,7 +38,7 @@ class Identity(TypedDict):
 def identity(device: torch.device) -> Identity:
     """Return what this worker is."""
     return {
-        "rank": int(os.environ["RANK"]),
+        "rank": int(os.environ.get("RANK", NO_RANK)),
         "node": socket.gethostname(),
         "root": str(ROOT),
         "code": code_version(),
@@ -67,6 +70,8 @@ def driver_version() -> str:
 
 def named(worker: Identity) -> str:
     """Return how a worker is called in messages."""
+    if worker["rank"] == NO_RANK:
+        return f"the spare node {worker['node']}"
     return f"worker {worker['rank']} on {worker['node']}"
 
 

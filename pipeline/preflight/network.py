@@ -49,14 +49,43 @@ class Network(TypedDict):
 
 def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> Network:
     """Collective: measure the links; `nodes` names each worker's node, an all-reduce is of `largest_bytes` at most."""
+    rank = dist.get_rank()
     world = dist.get_world_size()
-    latency_s = all_reduce_latency(device)
-    size, seconds = all_reduce_rate(device, largest_bytes)
-    # Every worker knows the same numbers here, so that all choose the same size.
+
+    # 1. The least time of an all-reduce of one number. The first makes connections.
+    number = torch.zeros(1, device=device)
+    longest_of_all(dist.all_reduce, number)
+    latency_s = longest_of_all(dist.all_reduce, number)
+    for _ in range(LATENCY_ROUNDS if latency_s < SLOW_ROUND_S else 2):
+        latency_s = min(latency_s, longest_of_all(dist.all_reduce, number))
+
+    # 2. The faster of two all-reduces of more and more bytes, until they take long enough.
+    size = min(FIRST_BYTES, largest_bytes)
+    while True:
+        numbers = torch.zeros(size // 4, device=device)
+        seconds = min(longest_of_all(dist.all_reduce, numbers), longest_of_all(dist.all_reduce, numbers))
+        if seconds > LONG_ENOUGH_S or size == largest_bytes:
+            break
+        size = min(4 * size, largest_bytes)
+
+    # 3. Messages between pairs. Every worker knows the same numbers here, so that all choose the same size.
     message_bytes = int(size / seconds * MESSAGE_S)
     message_bytes = min(max(message_bytes, LEAST_MESSAGE), LARGEST_MESSAGE)
+    large = torch.zeros(message_bytes // 4, device=device)
     pairs = pairs_to_measure(nodes)
-    times_here = measure_pairs(device, pairs, message_bytes)
+    times_here: list[PairTime] = []  # of the pairs in which this worker is the lower rank
+    for pairs_at_once in rounds_of(pairs):
+        dist.barrier()
+        for low, high in pairs_at_once:
+            if rank not in (low, high):
+                continue
+            begins = rank == low
+            peer = high if begins else low
+            there_and_back(number, peer, begins)  # makes the connection
+            pair_latency_s = min(there_and_back(number, peer, begins) for _ in range(3))
+            pair_s = min(there_and_back(large, peer, begins) for _ in range(2))
+            if begins:
+                times_here.append({"ranks": [low, high], "latency_s": pair_latency_s / 2, "seconds": pair_s / 2})
     times: list[list[PairTime]] = [[] for _ in range(world)]
     dist.all_gather_object(times, times_here)
     return {
@@ -67,32 +96,6 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
         "pairs": [pair for times_there in times for pair in times_there],
         "all_pairs": len(pairs) == world * (world - 1) // 2,
     }
-
-
-# ------------------------------------------------------------------------ all together
-
-
-def all_reduce_latency(device: torch.device) -> float:
-    """Collective: return the least seconds of an all-reduce of one number."""
-    number = torch.zeros(1, device=device)
-    # The first makes connections.
-    longest_of_all(dist.all_reduce, number)
-    least_s = longest_of_all(dist.all_reduce, number)
-    rounds = LATENCY_ROUNDS if least_s < SLOW_ROUND_S else 2
-    for _ in range(rounds):
-        least_s = min(least_s, longest_of_all(dist.all_reduce, number))
-    return least_s
-
-
-def all_reduce_rate(device: torch.device, largest_bytes: int) -> tuple[int, float]:
-    """Collective: return the bytes of the largest all-reduce that was tried, and the seconds of the faster of two."""
-    size = min(FIRST_BYTES, largest_bytes)
-    while True:
-        numbers = torch.zeros(size // 4, device=device)
-        seconds = min(longest_of_all(dist.all_reduce, numbers), longest_of_all(dist.all_reduce, numbers))
-        if seconds > LONG_ENOUGH_S or size == largest_bytes:
-            return size, seconds
-        size = min(4 * size, largest_bytes)
 
 
 def longest_of_all(communicate: Callable[[Tensor], object], numbers: Tensor) -> float:
@@ -108,17 +111,12 @@ def longest_of_all(communicate: Callable[[Tensor], object], numbers: Tensor) -> 
     return float(seconds[0])
 
 
-# ------------------------------------------------------------------------ pairs
-
-
 def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
     """Return the pairs of ranks, the lower one first, that are measured among workers on these nodes."""
     world = len(nodes)
     if world <= MOST_FOR_ALL_PAIRS:
         return list(combinations(range(world), 2))
-    pairs = set()
-    for rank in range(world):
-        pairs.add(ordered(rank, (rank + 1) % world))
+    both_ways = {(rank, (rank + 1) % world) for rank in range(world)}
     first_of_node: dict[str, int] = {}
     for rank, node in enumerate(nodes):
         first_of_node.setdefault(node, rank)
@@ -126,13 +124,9 @@ def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
     distance = 1
     while distance < len(firsts):
         for number, rank in enumerate(firsts):
-            pairs.add(ordered(rank, firsts[(number + distance) % len(firsts)]))
+            both_ways.add((rank, firsts[(number + distance) % len(firsts)]))
         distance *= 2
-    return sorted(pairs)
-
-
-def ordered(rank: int, other: int) -> tuple[int, int]:
-    return min(rank, other), max(rank, other)
+    return sorted({(min(pair), max(pair)) for pair in both_ways})
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -149,27 +143,6 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         rounds.append(chosen)
         waiting = [pair for pair in waiting if pair not in chosen]
     return rounds
-
-
-def measure_pairs(device: torch.device, pairs: Sequence[tuple[int, int]], message_bytes: int) -> list[PairTime]:
-    """Collective: measure the pairs; return the times of those in which this worker is the lower rank."""
-    rank = dist.get_rank()
-    times: list[PairTime] = []
-    small = torch.zeros(1, device=device)
-    large = torch.zeros(message_bytes // 4, device=device)
-    for pairs_at_once in rounds_of(pairs):
-        dist.barrier()
-        for low, high in pairs_at_once:
-            if rank not in (low, high):
-                continue
-            peer = high if rank == low else low
-            begins = rank == low
-            there_and_back(small, peer, begins)  # makes the connection
-            latency_s = min(there_and_back(small, peer, begins) for _ in range(3))
-            seconds = min(there_and_back(large, peer, begins) for _ in range(2))
-            if begins:
-                times.append({"ranks": [low, high], "latency_s": latency_s / 2, "seconds": seconds / 2})
-    return times
 
 
 def there_and_back(message: Tensor, peer: int, begins: bool) -> float:

@@ -1,21 +1,23 @@
-"""What one worker of `jobs preflight` does: it trains nothing, and measures what training will need.
+"""What the workers and nodes of `jobs preflight` do: they train nothing, and measure what training will need.
 
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
-Out: of rank 0, what all have found out: {"workers": [one document a worker], "network": {…}}
+Out: of rank 0, what all have found out: {"workers": [a document a worker], "network": {…}, …}
 
-The first worker of each node looks at what belongs to the node: the folder, the machine, the sets.
+The first worker of each node looks at what belongs to the node: the folder, the machine, the sets. A node without a
+worker does the same by itself (`look_at_node`).
 """
 
 import os
-import time
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
 import torch.distributed as dist
 
 from data.remote.reach import Reach, read_some
-from pipeline.preflight.folder import FolderReport, report_on, report_on_own
+from pipeline.preflight.folder import FolderReport, report_on
 from pipeline.preflight.identity import Identity, identity
 from pipeline.preflight.machine import Machine, machine
 from pipeline.preflight.network import Network, measure
@@ -23,7 +25,7 @@ from pipeline.process_group import join_group
 
 
 class WorkerReport(TypedDict):
-    """What one worker has found out; JSON."""
+    """What one worker has found out, or a node without a worker; JSON."""
 
     identity: Identity
     machine: Machine
@@ -33,32 +35,44 @@ class WorkerReport(TypedDict):
 
 
 class PreflightReport(TypedDict):
-    """What the workers have found out; JSON."""
+    """What all of them have found out; JSON."""
 
     workers: list[WorkerReport]  # by rank
+    spares: list[WorkerReport]  # nodes without a worker
     network: Network | None  # None of a single worker
-    seconds: float
+
+
+def own_report(device: torch.device) -> WorkerReport:
+    """Return what is known without a look at folder and sets."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return {
+        "identity": identity(device),
+        "machine": machine(device),
+        "folder": None,
+        "sets": {},
+        "interface": interface,
+    }
+
+
+def look_at_node(task: Mapping[str, Any]) -> WorkerReport:
+    """Find out what this node is, which has no worker."""
+    report = own_report(torch.device("cpu"))
+    report["folder"] = report_on(Path(task["folder"]), socket.gethostname(), is_shared=task["is_shared"])
+    for path in task["sets"]:
+        report["sets"][path] = read_some(path)
+    return report
 
 
 def examine(task: Mapping[str, Any]) -> PreflightReport:
     """Collective: find out what this worker and its node are, and how fast they are; rank 0 has what all found."""
     device = join_group(task["timeout_s"])
-    began = time.monotonic()
-    rank = dist.get_rank()
     world = dist.get_world_size()
-    report: WorkerReport = {
-        "identity": identity(device),
-        "machine": machine(device),
-        "folder": None,
-        "sets": {},
-        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
-    }
+    report = own_report(device)
     # Together, as a checkpoint is written and as shards are read: what nodes share they share here too.
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
     dist.barrier()
     if is_first_of_node:
-        look_at_folder = report_on if task["is_shared"] else report_on_own
-        report["folder"] = look_at_folder(Path(task["folder"]), rank)
+        report["folder"] = report_on(Path(task["folder"]), f"{dist.get_rank():05d}", is_shared=task["is_shared"])
     dist.barrier()
     if is_first_of_node:
         for path in task["sets"]:
@@ -71,4 +85,4 @@ def examine(task: Mapping[str, Any]) -> PreflightReport:
         nodes = [other["identity"]["node"] for other in reports]
         network = measure(device, nodes, task["largest_bytes"])
     dist.destroy_process_group()
-    return {"workers": reports, "network": network, "seconds": time.monotonic() - began}
+    return {"workers": reports, "spares": [], "network": network}

@@ -1,0 +1,293 @@
+"""Where a run keeps its files: a folder that all nodes see, or a bucket of an object store. One interface for both.
+
+    storage = open_storage(Path("/runs/x"))                         `Folder`
+    storage = open_storage(Path("/scratch/x"), "s3://bucket/x")     `Bucket`; the path is this node's own
+
+Names are relative to the run, with "/" between their parts. Small files:
+    storage.create_once("attempts/000007.json", b"{…}")   → True    False where the name is taken
+    storage.put("status.json", b"{}")                               replaces what is there
+    storage.read("status.json")                           → b"{}"   None where there is none
+    storage.list("attempts")                              → {"attempts/000007.json": 41}, with bytes
+    storage.delete(["status.json"])                                 what is not there is deleted already
+
+A *set* is a folder of large files that appears at once, whole, or not at all: a checkpoint. It is named by step, and by
+attempt where that is needed: step-0000001200, step-0000001200-000007. Its life, in order:
+1. `staged` says under which name its files are written (`write`): no reader takes them for a set there;
+2. `publish` makes it a set: its manifest is written last of all files. A folder is then renamed, a bucket creates the
+   manifest only where no newer attempt has taken its name;
+3. `published` lists the sets; `fetch_set` has the files of one on this node's disk;
+4. `set_aside` keeps a bad one where no later attempt tries it; `retire` deletes an old one; `sweep` deletes what
+   earlier attempts have left unpublished, and makes sure that none of it is published any more.
+Neither a kill nor a power cut leaves half a set under a valid name.
+"""
+
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from data.files import create_exclusively, free_bytes, make_folder, sync, write_durably, write_whole
+
+MANIFEST = "MANIFEST.json"  # the last file of a set
+SET_NAME = re.compile(r"step-\d{10}(-\d{6})?")
+
+
+class Storage(ABC):
+    """Keeps the files of one run; `local` is the run's folder on this node."""
+
+    is_shared: bool  # every node sees the files under `local` as they are written
+    sees_at_once: bool  # what a node has written every other sees in the same moment; a network file system may be late
+    set_aside_as: str  # how `set_aside` keeps a bad set, for people
+    bring_back: str  # how a person makes it a set again
+
+    def __init__(self, local: Path) -> None:
+        self.local = local
+
+    @abstractmethod
+    def address(self, name: str = "") -> str:
+        """Return where a file is, for people."""
+
+    # ------------------------------------------------------------------------ small files
+
+    @abstractmethod
+    def create_once(self, name: str, content: bytes) -> bool:
+        """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
+
+        The content must be the caller's own. Raises StorageError where the storage cannot promise this, OSError.
+        """
+
+    @abstractmethod
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file whole, in the place of one that is there. Raises StorageError, OSError."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Return a file's content; None where there is none. Raises StorageError, OSError."""
+
+    @abstractmethod
+    def list(self, folder: str = "") -> dict[str, int]:
+        """Return the bytes of every regular file below a folder, by name. Raises StorageError, OSError."""
+
+    @abstractmethod
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; one that is not there is deleted already. Raises StorageError, OSError."""
+
+    # ------------------------------------------------------------------------ files of the local folder
+
+    @abstractmethod
+    def send(self, name: str) -> None:
+        """Make a file that was written under `local` one of the run's, where it is not that already."""
+
+    @abstractmethod
+    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
+        """Make sure that `local` has a file of `size` bytes, where it is not there by itself.
+
+        A copy that is not good is fetched twice. Raises CheckpointError where it is bad both times, FileNotFoundError,
+        StorageError, OSError.
+        """
+
+    @abstractmethod
+    def free_bytes(self, name: str) -> float:
+        """Return for how many bytes there is room where a file is written; infinite for a store."""
+
+    # ------------------------------------------------------------------------ sets: folders that appear at once
+
+    @abstractmethod
+    def sets_here(self, kept: int) -> int:
+        """Return how many of `kept` sets take room on this node's disk."""
+
+    @abstractmethod
+    def staged(self, folder: str, name: str, attempt: int) -> str:
+        """Return the name of the folder in which the files of a set are written before it is published."""
+
+    @abstractmethod
+    def write(self, name: str, content: memoryview) -> None:
+        """Write a large file of a staged set durably. Raises StorageError, OSError."""
+
+    @abstractmethod
+    def publish(self, folder: str, name: str, attempt: int, manifest: bytes) -> bool:
+        """Make a staged set, all of whose files are there, a published one; False where a newer attempt forbids it.
+
+        Where it raises StorageError, the set may be published and the answer lost; where OSError, it is not.
+        """
+
+    @abstractmethod
+    def discard(self, folder: str, name: str, attempt: int) -> None:
+        """Delete what was staged and not published; what cannot be deleted is left to `sweep`."""
+
+    @abstractmethod
+    def published(self, folder: str) -> Sequence[str]:
+        """List the sets of a folder, the newest step first, and of one step the later attempt first.
+
+        By name, never by time: clocks of nodes differ, and a copy of a run has times of its own.
+        """
+
+    @abstractmethod
+    def unpublished(self, folder: str) -> Sequence[str]:
+        """List what is no set (any more): "bad-…" that were set aside, ".tmp-…" that died or are in flight."""
+
+    @abstractmethod
+    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object]) -> Path:
+        """Return a local folder with the files of a set.
+
+        Where they had to be copied there, `check` has read the copy; a bad copy is fetched once more. Raises what
+        `check` raises of the second copy, StorageError, OSError.
+        """
+
+    @abstractmethod
+    def check_set(self, folder: str, name: str, check: Callable[[Path], object]) -> Path:
+        """Have `check` read the files of a set, as they are in the storage now; returns the local folder with them."""
+
+    @abstractmethod
+    def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
+        """Keep a bad set for a person to look at, where it is none any more; returns how it is kept, in words."""
+
+    @abstractmethod
+    def retire(self, folder: str, name: str) -> str:
+        """Delete a set; returns what could not be deleted of it, "" where all is gone.
+
+        Where this raises OSError or StorageError, the set is whole, or it is none any more.
+        """
+
+    @abstractmethod
+    def sweep(self, folder: str, attempt: int) -> None:
+        """Delete what attempts before this one have staged, and make sure that they do not publish it any more."""
+
+
+class Folder(Storage):
+    """A run in a folder that every node mounts at the same path.
+
+    In the folder of its sets:
+        step-0000001200/                  published; "-000007" is appended where another attempt has published that step
+        .tmp-0000001250-000007/           staged, or died; swept by the next attempt
+        .tmp-old-step-0000001100/         an old set on its way out; swept too, where its deletion was cut short
+        bad-0000001100-000007/            set aside; never tried, never deleted by us
+    """
+
+    is_shared = True
+    sees_at_once = False
+    set_aside_as = "as bad-*"
+    bring_back = "bring one back from a copy as step-*"
+
+    def address(self, name: str = "") -> str:
+        return str(self.local / name)
+
+    def create_once(self, name: str, content: bytes) -> bool:
+        path = self.local / name
+        make_folder(path.parent, self.local)
+        return create_exclusively(path, content)
+
+    def put(self, name: str, content: bytes) -> None:
+        write_whole(self.local / name, content)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self.local / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def list(self, folder: str = "") -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        # What cannot be listed must not look as if it were not there: a checkpoint would be condemned for it.
+        try:
+            with os.scandir(self.local / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    if entry.is_dir():
+                        sizes.update(self.list(name))
+                    elif entry.is_file():
+                        # A temporary file may go while we look.
+                        with suppress(FileNotFoundError):
+                            sizes[name] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return sizes
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.local / name).unlink(missing_ok=True)
+
+    def send(self, name: str) -> None:
+        """Do nothing: a file under `local` is where all nodes see it."""
+
+    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
+        """Do nothing: whoever has written the file has written it here."""
+
+    def free_bytes(self, name: str) -> float:
+        return free_bytes(self.local / name)
+
+    def sets_here(self, kept: int) -> int:
+        return kept
+
+    def staged(self, folder: str, name: str, attempt: int) -> str:
+        # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
+        return f"{folder}/.tmp-{name.removeprefix('step-')}-{attempt:06d}"
+
+    def write(self, name: str, content: memoryview) -> None:
+        path = self.local / name
+        # Whichever worker comes first makes the folder; `publish` makes its name durable.
+        path.parent.mkdir(exist_ok=True)
+        write_durably(path, content)
+
+    def publish(self, folder: str, name: str, attempt: int, manifest: bytes) -> bool:
+        temporary = self.local / self.staged(folder, name, attempt)
+        # The manifest is written last of all files, and fsynced: where it is valid, what it names is on the disk.
+        write_durably(temporary / MANIFEST, manifest)
+        sync(temporary)
+        final = self.local / folder / name
+        # A former owner of the run, unfrozen after our start, may have published this step: both stay, and the later
+        # attempt comes first in `published`.
+        if final.exists():
+            final = final.with_name(f"{name}-{attempt:06d}")
+        os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
+        # A rename is durable only once the folder that holds the name is flushed.
+        try:
+            sync(final.parent)
+        except OSError:
+            os.rename(final, temporary)
+            raise
+        return True
+
+    def discard(self, folder: str, name: str, attempt: int) -> None:
+        shutil.rmtree(self.local / self.staged(folder, name, attempt), ignore_errors=True)
+
+    def published(self, folder: str) -> Sequence[str]:
+        # A folder of any other name, such as a copy that somebody made, is no set.
+        names = [path.name for path in (self.local / folder).glob("step-*") if SET_NAME.fullmatch(path.name)]
+        return sorted(names, reverse=True)
+
+    def unpublished(self, folder: str) -> Sequence[str]:
+        top = self.local / folder
+        paths = [*sorted(top.glob("bad-*")), *sorted(top.glob(".tmp-*"))]
+        return [path.name for path in paths]
+
+    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object]) -> Path:
+        return self.local / folder / name
+
+    def check_set(self, folder: str, name: str, check: Callable[[Path], object]) -> Path:
+        path = self.local / folder / name
+        check(path)
+        return path
+
+    def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
+        path = self.local / folder / name
+        aside = path.with_name(f"bad-{name.removeprefix('step-')}-{attempt:06d}")
+        os.rename(path, aside)
+        return f"kept as {aside.name}"
+
+    def retire(self, folder: str, name: str) -> str:
+        doomed = self.local / folder / f".tmp-old-{name}"
+        os.rename(self.local / folder / name, doomed)
+        sync(doomed.parent)
+        # What is left of it when this fails is swept by the next attempt, as any temporary folder.
+        shutil.rmtree(doomed, ignore_errors=True)
+        return str(doomed) if doomed.exists() else ""
+
+    def sweep(self, folder: str, attempt: int) -> None:
+        # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run. Its
+        # owner, should it wake up, does not find what it has staged, and publishes nothing.
+        for leftover in (self.local / folder).glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,411 @@
+"""The checks of a preflight: what nodes and workers have reported against what the campaign will ask of them.
+
+In:  a PreflightReport (pipeline/preflight/worker.py), and the campaign's Requirements
+Out: OK   clocks      within 3 ms of the driver's, give or take 4 ms
+     WARN links       all 3 pairs of workers; slowest 0–2 (h0, h2): 1.0 MB in 412.0 ms, 38 × the fastest between nodes
+          → look at h2's cable, switch port and routes; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME name another interface
+
+Nothing here measures, reads or waits: the same reports have the same results.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data.errors import ExitCode
+from data.files import memory_text, size_text
+from jobs.resolved_recipe import CheckResult
+from pipeline.monitoring.telemetry import counted, milliseconds
+from pipeline.preflight.identity import and_more, named, other_code, other_devices, other_packages
+from pipeline.preflight.network import Network, PairTime
+from pipeline.preflight.start import SKEW_S
+from pipeline.preflight.worker import PreflightReport
+from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
+
+LONG_SAVE_S = 60.0
+SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual asks for --shm-size=1g
+SHM = 2**26  # bytes; what Docker gives
+OPEN_FILES_A_WORKER = 8  # that a process has open for each other worker: gloo's connections, in each of its groups
+OPEN_FILES = 512  # for everything else; shards take a quarter of the limit, whatever it is (data.shards.reader)
+SLOW_PAIR = 3.0  # times the time of the fastest pair of its kind; on two busy cores equal pairs differ by less
+SLOW_REDUCTION = 0.5  # of the time that a step computes; DeepSpeed does not hide it behind the backward pass by default
+MOST_NODES = 8  # that are listed by name
+SHARED_RUN = "give the run a directory on storage that every node mounts at the same path: run=/shared/NAME"
+
+
+@dataclass(frozen=True)
+class StageRequirements:
+    """What one trained stage will ask of workers and links."""
+
+    name: str
+    gradient_bytes: int  # that are summed over the workers at once
+    reductions: float  # of so many bytes in a step
+    compute_s: float | None  # of a step, as `plan` assumes it of a GPU; None on CPUs, of which it assumes nothing
+    memory_bytes: int | None  # a worker's states and activations, as `plan` estimates them; None: not traced
+    snapshot_bytes: int  # a worker's share of a checkpoint, in host memory
+    checkpoint_bytes: int  # of all workers
+    disk_bytes: int  # for all checkpoints and weights to come
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a campaign will ask of its cluster."""
+
+    workers: int
+    gpus_per_worker: int
+    code: str  # digest of the driver's
+    stages: list[StageRequirements]
+    sets: dict[str, float | None]  # path → bytes/s that a worker needs of it; None: not known
+    is_shared: bool = True  # the run directory; not of a run in an object store
+    not_made: list[str] = field(default_factory=list)  # sets that an earlier stage will make
+    unused_gpus: list[str] = field(default_factory=list)  # what session.warn_of_unused_gpus says
+
+
+def check_report(report: PreflightReport, requirements: Requirements) -> list[CheckResult]:
+    """Compare everything that was reported with what is asked; the most important comes first."""
+    checks = Checks(report, requirements)
+    checks.check_group()
+    checks.check_links()
+    checks.check_folder()
+    checks.check_disk()
+    checks.check_memory()
+    checks.check_limits()
+    checks.check_sets()
+    return checks.results
+
+
+class Checks:
+    """Goes through a report, and keeps a result a subject."""
+
+    def __init__(self, report: PreflightReport, requirements: Requirements) -> None:
+        self.workers = report["workers"]
+        self.network = report["network"]
+        self.requirements = requirements
+        # Nodes without a worker are looked at too: an attempt may move there.
+        self.everywhere = [*report["workers"], *report["spares"]]
+        self.identities = [place["identity"] for place in self.everywhere]
+        self.folders = []  # each node once, with what it says of the run's folder
+        for place in self.everywhere:
+            if place["folder"] is not None:
+                self.folders.append((place["identity"], place["folder"]))
+        self.workers_on = Counter(worker["identity"]["node"] for worker in self.workers)
+        self.results: list[CheckResult] = []
+
+    def add(
+        self,
+        level: Literal["OK", "WARN", "FAIL"],
+        subject: str,
+        text: str,
+        remedy: str = "",
+        code: ExitCode = ExitCode.UNAVAILABLE,
+    ) -> None:
+        """Keep a result; `code` is of a FAIL."""
+        self.results.append(CheckResult(level, subject, text, remedy, code if level == "FAIL" else ExitCode.DONE))
+
+    def check_group(self) -> None:
+        """Check which workers lie where, on which devices, with which code and packages."""
+        identities = [worker["identity"] for worker in self.workers]
+        ranks_of: dict[str, list[str]] = {}
+        for worker in identities:
+            ranks_of.setdefault(worker["node"], []).append(str(worker["rank"]))
+        nodes = ", ".join(f"{node}: {','.join(ranks)}" for node, ranks in list(ranks_of.items())[:MOST_NODES])
+        if len(ranks_of) > MOST_NODES:
+            nodes += ", …"
+        text = f"{len(identities)} on {counted(len(ranks_of), 'node')} ({nodes}), on {identities[0]['device']}"
+        if identities[0]["driver"]:
+            text += f", GPU driver {identities[0]['driver']}"
+        spares = len(self.everywhere) - len(self.workers)
+        if spares:
+            text += f"; {counted(spares, 'spare node')} looked at too"
+        differences = other_devices(identities)
+        if differences:
+            remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
+            self.add("WARN", "workers", f"{text}; {'; '.join(differences)}", remedy)
+        else:
+            self.add("OK", "workers", text)
+
+        others = other_code(self.identities, self.requirements.code)
+        if others:
+            remedy = "bring the checkout of that node up to date, or take it off its PYTHONPATH; then run this again"
+            self.add("FAIL", "code", others, remedy)
+        else:
+            self.add("OK", "code", f"{self.requirements.code[:12]}, this command's, in all workers")
+
+        remedy = "install there what constraints.txt pins"
+        must = other_packages(self.identities, MUST_BE_EQUAL)
+        should = other_packages(self.identities, SHOULD_BE_EQUAL)
+        if must or should:
+            self.add("FAIL" if must else "WARN", "versions", "; ".join(must or should), remedy)
+        else:
+            packages = ", ".join(f"{name} {version}" for name, version in identities[0]["packages"].items())
+            self.add("OK", "versions", f"{packages}, in all workers")
+
+        present = sum(worker["machine"]["gpus_present"] for worker in self.workers if worker["folder"] is not None)
+        asked = self.requirements.workers * self.requirements.gpus_per_worker
+        text = f"{asked} asked for, {present} on the workers' nodes"
+        on_cpu = [identity for identity in identities if identity["device"] == "cpu"]
+        if asked and on_cpu:
+            remedy = "python -c 'import torch; print(torch.cuda.is_available())' there: driver, torch's CUDA build"
+            self.add("FAIL", "GPUs", f"{text}; {named(on_cpu[0])}{and_more(on_cpu)} computes on the CPU", remedy)
+        elif self.requirements.unused_gpus:
+            self.add("WARN", "GPUs", f"{text}; {self.requirements.unused_gpus[0]}")
+        elif present and not asked:
+            self.add("WARN", "GPUs", f"{text}: the workers compute on the CPU", "type cluster.gpus_per_worker=1")
+        else:
+            self.add("OK", "GPUs", text)
+
+    def check_links(self) -> None:
+        """Check how fast the workers sum, what that costs a step, and which two have the slowest link."""
+        network = self.network
+        if network is None:
+            self.add("OK", "links", "one worker: nothing is sent")
+            return
+        interfaces = sorted({worker["interface"] or "the default" for worker in self.workers})
+        rate = network["bytes"] / network["seconds"]
+        text = (
+            f"{size_text(network['bytes'])} in {milliseconds(network['seconds'])} ({size_text(round(rate))}/s), one "
+            f"number in {milliseconds(network['latency_s'])}, over {', '.join(interfaces)}"
+        )
+        self.add("OK", "all-reduce", text)
+        for stage in self.requirements.stages:
+            seconds = stage.reductions * (network["latency_s"] + stage.gradient_bytes / rate)
+            text = (
+                f"{stage.name}: {stage.reductions:g} × {size_text(stage.gradient_bytes)} of gradients, about "
+                f"{milliseconds(seconds)} a step"
+            )
+            if stage.compute_s is None:
+                self.add("OK", "reduction", f"{text} (plan assumes no speed of CPUs to compare it with)")
+                continue
+            share = seconds / stage.compute_s
+            text += f", {share:.0%} of the {milliseconds(stage.compute_s)} that plan assumes for computing it"
+            remedy = "use the fast network for NCCL (docs/design/cluster.md); "
+            remedy += "a larger batch_size or zero=1 sums less often"
+            if share > SLOW_REDUCTION:
+                self.add("WARN", "reduction", text, remedy)
+            else:
+                self.add("OK", "reduction", text)
+        self.check_pairs(network)
+
+    def check_pairs(self, network: Network) -> None:
+        """Name the slowest pair of workers, and warn where its link is far slower than others of its kind."""
+        nodes = [worker["identity"]["node"] for worker in self.workers]
+        pairs = network["pairs"]
+        which = f"all {counted(len(pairs), 'pair')} of workers"
+        if not network["all_pairs"]:
+            which = f"{len(pairs)} pairs (neighbours in the ring; first workers of nodes)"
+        slowest = max(pairs, key=lambda pair: pair["seconds"])
+        low, high = slowest["ranks"]
+        text = (
+            f"{which}; slowest {low}–{high} ({nodes[low]}, {nodes[high]}): {size_text(network['message_bytes'])} in "
+            f"{milliseconds(slowest['seconds'])}, one number in {milliseconds(slowest['latency_s'])}"
+        )
+        # Between nodes a message takes another way than within a node: only those of one kind are compared.
+        slow: list[set[str]] = []
+        worst = 1.0
+        for is_within in (True, False):
+            kind: list[tuple[PairTime, set[str]]] = []
+            for pair in pairs:
+                nodes_of_pair = {nodes[rank] for rank in pair["ranks"]}
+                if (len(nodes_of_pair) == 1) == is_within:
+                    kind.append((pair, nodes_of_pair))
+            for pair, nodes_of_pair in kind:
+                ratio = pair["seconds"] / min(other["seconds"] for other, _ in kind)
+                if ratio > SLOW_PAIR:
+                    slow.append(nodes_of_pair)
+                    worst = max(worst, ratio)
+        if not slow:
+            self.add("OK", "links", text)
+            return
+        common = set.intersection(*slow)
+        where = f"{min(common)}'s" if len(common) == 1 else "these nodes'"
+        remedy = f"look at {where} cable, switch port and routes; NCCL_SOCKET_IFNAME names another interface"
+        count = "it is" if len(slow) == 1 else f"{len(slow)} pairs are"
+        self.add("WARN", "links", f"{text}; {count} up to {worst:.0f} × as slow as the fastest of their kind", remedy)
+
+    def check_folder(self) -> None:
+        """Check that the run directory is the same storage for all nodes and the driver, that it can do all that a run
+        asks, and how far the nodes' clocks are from the driver's.
+        """
+        if not self.requirements.is_shared:
+            self.add("OK", "run folder", "each node's own: the run lies in an object store")
+            self.add("OK", "clocks", "not measured: that takes a folder which the driver and the nodes share")
+            return
+        lacks = [(who, folder) for who, folder in self.folders if folder["lacks"]]
+        unseen = [who for who, folder in self.folders if not folder["sees_driver"]]
+        unanswered = [who for who, folder in self.folders if not folder["is_answered"]]
+        if unseen:
+            text = f"not shared: {named(unseen[0])} does not see what the driver has written"
+            self.add("FAIL", "run folder", text, SHARED_RUN)
+        elif unanswered:
+            text = f"not shared: the driver does not see what {named(unanswered[0])} has written"
+            self.add("FAIL", "run folder", text, SHARED_RUN)
+        elif lacks:
+            who, folder = lacks[0]
+            remedy = (
+                "mount it with locks and hard links: NFS 4, Lustre with -o flock; or choose another: run=/elsewhere"
+            )
+            self.add("FAIL", "run folder", f"{named(who)}: {'; '.join(folder['lacks'])}", remedy)
+        else:
+            text = f"the same for the driver and {counted(len(self.folders), 'node')}; locks, links, rename, fsync work"
+            self.add("OK", "run folder", text)
+
+        worst_s = 0.0
+        uncertainty_s = 0.0
+        furthest = ""
+        for who, folder in self.folders:
+            if folder["skew_s"] is None or folder["uncertainty_s"] is None:
+                self.add("WARN", "clocks", f"not measured: the driver has not answered {named(who)}")
+                return
+            if abs(folder["skew_s"]) >= abs(worst_s):
+                worst_s = folder["skew_s"]
+                uncertainty_s = folder["uncertainty_s"]
+                furthest = named(who)
+        give_or_take = f"give or take {milliseconds(uncertainty_s)}"
+        if abs(worst_s) - uncertainty_s > SKEW_S:
+            side = "ahead of" if worst_s > 0 else "behind"
+            text = f"the clock of {furthest} is {milliseconds(abs(worst_s))} {side} the driver's, {give_or_take}"
+            remedy = "let NTP set the clocks: times in records and incidents of several nodes cannot be compared"
+            self.add("WARN", "clocks", text, remedy)
+        else:
+            self.add("OK", "clocks", f"within {milliseconds(abs(worst_s))} of the driver's, {give_or_take}")
+
+    def check_disk(self) -> None:
+        """Check the space in the run directory, and how fast it takes files, against the checkpoints to come."""
+        written = [folder for _, folder in self.folders if folder["written_bytes"]]
+        if not written:
+            self.add("WARN", "disk", "not measured: no node could write into the run directory")
+            return
+        free = min(folder["free_bytes"] for folder in written)
+        needed = sum(stage.disk_bytes for stage in self.requirements.stages)
+        text = f"{size_text(free)} free, {size_text(needed)} needed for the checkpoints and weights to come"
+        if free < needed:
+            remedy = "make room there, lower keep, or give the run another disk: run=/elsewhere"
+            self.add("FAIL", "disk", text, remedy, ExitCode.IO)
+        else:
+            self.add("OK", "disk", text)
+
+        # All nodes wrote at the same time; the last to finish tells what a commit waits for.
+        rate = sum(folder["written_bytes"] for folder in written) / max(folder["written_s"] for folder in written)
+        largest = max((stage.checkpoint_bytes for stage in self.requirements.stages), default=0)
+        text = (
+            f"{size_text(round(rate))}/s written by {counted(len(written), 'node')} at once, fsync included: "
+            f"a checkpoint of {size_text(largest)} takes about {largest / rate:.1f} s"
+        )
+        if largest / rate > LONG_SAVE_S:
+            self.add("WARN", "disk speed", text, "saving goes on beside training; see that save_every is longer")
+        else:
+            self.add("OK", "disk speed", text)
+
+    def check_memory(self) -> None:
+        """Check the memory that is free against the estimates of `plan`, on the node with the least for each worker."""
+        tightest = min(
+            self.workers,
+            key=lambda worker: worker["machine"]["memory_free"] / self.workers_on[worker["identity"]["node"]],
+        )
+        node = tightest["identity"]["node"]
+        free = tightest["machine"]["memory_free"]
+        count = self.workers_on[node]
+        stages = self.requirements.stages
+        needed = 0
+        for stage in stages:
+            # On a GPU only the copy that a save makes lies in the host's memory.
+            bytes_here = stage.snapshot_bytes
+            if not self.requirements.gpus_per_worker:
+                bytes_here += stage.memory_bytes or 0
+            needed = max(needed, bytes_here * count)
+        text = f"{memory_text(free)} free on {node} for {counted(count, 'worker')}, about {memory_text(needed)} needed"
+        gpu_free = tightest["machine"]["gpu_memory_free"]
+        gpu_needed = max((stage.memory_bytes or 0 for stage in stages), default=0)
+        if gpu_free is not None and free >= needed:
+            text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
+        untraced = [stage.name for stage in stages if stage.memory_bytes is None]
+        if free < needed:
+            remedy = "lower micro_batch, activation_gb or data.processes, or add nodes"
+            self.add("WARN", "memory", text, remedy)
+        elif gpu_free is not None and gpu_free < gpu_needed:
+            self.add("WARN", "memory", text, "lower micro_batch or activation_gb, or raise zero")
+        elif untraced:
+            text += f"; without the steps of {', '.join(untraced)}, which could not be traced"
+            self.add("WARN", "memory", text, "`patchline plan` says why")
+        else:
+            self.add("OK", "memory", text)
+
+    def check_limits(self) -> None:
+        """Check shared memory, which NCCL needs between the workers of a node, and the limit of open files."""
+        least: int | None = None
+        node = ""
+        for place in self.everywhere:
+            free = place["machine"]["shm_free"]
+            if free is not None and (least is None or free < least):
+                least = free
+                node = place["identity"]["node"]
+        wanted = SHM_WITH_GPUS if self.requirements.gpus_per_worker else SHM
+        if least is None:
+            self.add("WARN", "/dev/shm", "not there, so not measured")
+        elif least < wanted:
+            text = f"{memory_text(least)} free on {node}, expected {memory_text(wanted)}"
+            remedy = "a container: --shm-size=8g, or a volume of medium Memory at /dev/shm"
+            self.add("WARN", "/dev/shm", text, remedy)
+        else:
+            self.add("OK", "/dev/shm", f"{memory_text(least)} free on {node}")
+
+        lowest = min(self.everywhere, key=lambda place: place["machine"]["open_files"])
+        limit = lowest["machine"]["open_files"]
+        needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(self.workers)
+        text = f"{limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
+        if limit < needed:
+            remedy = f"ulimit -n {4 * needed} before `ray start`, or LimitNOFILE= of its unit"
+            self.add("WARN", "open files", text, remedy)
+        else:
+            self.add("OK", "open files", text)
+
+    def check_sets(self) -> None:
+        """Check that every node can read every set, and how fast the slowest does."""
+        for path, rate_needed in self.requirements.sets.items():
+            rates: dict[str, float] = {}  # node → bytes/s
+            for place in self.everywhere:
+                reach = place["sets"].get(path)
+                if reach is None:
+                    continue
+                if reach["error"]:
+                    text = f"{named(place['identity'])} cannot read {path}: {reach['error']}"
+                    remedy = (
+                        "mount the same storage at the same path on every node, or give that node the store's "
+                        "credentials"
+                    )
+                    self.add("FAIL", "data", text, remedy, ExitCode.DATA)
+                    break
+                rates[place["identity"]["node"]] = reach["bytes"] / max(reach["seconds"], 1e-9)
+            else:
+                self.check_rate(path, rates, rate_needed)
+        for path in self.requirements.not_made:
+            self.add("OK", "data", f"{path}: not there yet, a stage before will make it; not read")
+
+    def check_rate(self, path: str, rates: dict[str, float], rate_needed: float | None) -> None:
+        """Check how fast a set is read on the slowest node, against the bytes/s that a worker needs of it."""
+        slowest = min(rates, key=rates.__getitem__)
+        text = f"{path}: {size_text(round(rates[slowest]))}/s read on {slowest}, the slowest of "
+        text += counted(len(rates), "node")
+        count = self.workers_on[slowest] or 1
+        if rate_needed is None:
+            self.add("OK", "data", text)
+            return
+        wanted = rate_needed * count
+        text += f"; its {counted(count, 'worker')} take {size_text(round(wanted))}/s at the speed that plan assumes of "
+        text += "GPUs"
+        if rates[slowest] < wanted:
+            remedy = "this was one reader; where several are no faster: faster storage, or copy the shards to the nodes"
+            self.add("WARN", "data", text, remedy)
+        else:
+            self.add("OK", "data", text)
+
+
+def shown(results: Sequence[CheckResult]) -> list[str]:
+    """Return results as a terminal shows them."""
+    lines = []
+    for result in results:
+        lines.append(f"{result.level:4} {result.subject:11} {result.text}")
+        if result.remedy:
+            lines.append(f"     → {' '.join(result.remedy.split())}")
+    return lines

@@ -1,0 +1,234 @@
+"""The checkpoints of one stage: which there are, how one is committed, refused, deleted. The rules stand here once.
+
+They lie under `<stage>/checkpoints/` of the run's storage, each a set that appears at once (data/storage.py). A set
+without a valid manifest is no checkpoint. On a disk:
+    step-0000001200/           committed: a valid MANIFEST.json lies in it, written last
+    .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
+    bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
+
+A commit, by rank 0 alone when all workers have written their files (`commit`):
+1. every worker has written its file, the attempt still owns the run, and rank 0 sees all files in their sizes;
+2. the manifest, which names them with their digests, makes the checkpoint exist (`Storage.publish`).
+
+In:  .tmp-0000001200-000007/ with rank-00000.safetensors …, and what every worker says of its file
+Out: step-0000001200/ with MANIFEST.json too; or nothing, and the reason in the decision that all workers are told
+
+A start takes the newest checkpoint that is whole (`choose`); pipeline/checkpoints/restore.py loads it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from data.errors import CheckpointError, StorageError
+from data.files import make_folder, refusal
+from data.storage import Folder, Storage
+from pipeline.checkpoints.manifest import (
+    Manifest,
+    NewerSchema,
+    look_at,
+    manifest_in,
+    newest_attempt,
+    sealed,
+    step_of,
+)
+from pipeline.checkpoints.reader import verify
+from pipeline.checkpoints.shared_storage_check import WrittenFile, unseen_files
+
+METRICS = "metrics.jsonl"
+LEAST_KEPT = 2  # the newest may turn out to be damaged when it is read
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Holds what rank 0 has decided about a save; every worker is told."""
+
+    manifest: Manifest | None  # None: nothing was committed, for the reason in `failure`
+    failure: str = ""
+    has_newer_owner: bool = False
+
+
+class Chosen(NamedTuple):
+    """Holds the checkpoint that an attempt goes on from."""
+
+    name: str
+    folder: Path  # of its files, on every node
+    manifest: Manifest
+
+
+class StageCheckpoints:
+    """Commits, finds, refuses and deletes the checkpoints of one stage, whatever storage the run has.
+
+    `sends_metrics`: the metrics.jsonl of this node is the stage's, and a commit sends it where others see it.
+    """
+
+    def __init__(
+        self, storage: Storage, stage: str, folder: str = "checkpoints", *, sends_metrics: bool = False
+    ) -> None:
+        self.storage = storage
+        self.stage = stage
+        self.sends_metrics = sends_metrics
+        self.folder = f"{stage}/{folder}"  # in the storage
+        self.local = storage.local / stage / folder  # on this node
+        self.refused = 0  # by this start
+
+    @property
+    def address(self) -> str:
+        """Return where the checkpoints are, for people."""
+        return self.storage.address(self.folder)
+
+    def make_folder(self) -> None:
+        """Create the folder on this node, durably."""
+        make_folder(self.local, self.storage.local)
+
+    # ------------------------------------------------------------------------ which there are
+
+    def committed(self) -> Sequence[str]:
+        """List the checkpoints, newest step first, and of one step the later attempt first."""
+        return self.storage.published(self.folder)
+
+    def committed_steps(self) -> list[int]:
+        """Return the steps of the checkpoints, newest first, by their names alone."""
+        return [step_of(Path(name)) for name in self.committed()]
+
+    def manifest(self, name: str) -> Manifest:
+        """Read what a checkpoint says about itself, as `read_manifest` does."""
+        return manifest_in(self.storage, f"{self.folder}/{name}")
+
+    def fetch(self, name: str) -> Path:
+        """Return a folder on this node with a checkpoint's files; what was copied there was compared.
+
+        Raises CheckpointError where it is bad in the storage, StorageError, OSError.
+        """
+        return self.storage.fetch_set(self.folder, name, verify)
+
+    def verify(self, name: str) -> Path:
+        """Read every byte of a checkpoint in the storage; returns a folder with its files. Raises as `fetch` does."""
+        return self.storage.check_set(self.folder, name, verify)
+
+    # ------------------------------------------------------------------------ a commit
+
+    def staged_name(self, manifest: Manifest) -> str:
+        """Return where the files of a save are written, by its name in the storage."""
+        return self.storage.staged(self.folder, name_of(manifest), manifest.attempt)
+
+    def send_metrics(self, attempt: int) -> None:
+        """Send the metrics, which a commit implies, where other nodes see them. Raises StorageError, OSError."""
+        # Not those of a former owner that was frozen, whose lines would take the place of newer ones.
+        if self.sends_metrics and newest_attempt(self.storage) <= attempt:
+            self.storage.send(f"{self.stage}/{METRICS}")
+
+    def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
+        """Make a checkpoint of a save, if every file was written and the run is still ours. Runs on rank 0 alone.
+
+        Where something fails the staged files are deleted: what is reported as failed is not there.
+        """
+        name = name_of(manifest)
+        try:
+            # First of all: a store that has not taken a file in all its attempts is asked nothing else with such
+            # patience, for which a run that was told to stop would wait. One worker's full disk makes the whole save
+            # fail: a checkpoint that lacks a file could not be loaded anywhere.
+            errors = [result.error for result in results if result.error]
+            if errors:
+                return self.give_up(manifest, "; ".join(errors))
+            # A driver that was frozen may wake up after another has taken the run over: it must not write any more.
+            newest = newest_attempt(self.storage)
+            if newest > manifest.attempt:
+                return self.give_up(manifest, f"attempt {newest} owns {self.storage.address()} now", is_owned=True)
+            # Whoever resumes reads all files in this one place: what is not seen here would be missing then.
+            unseen = unseen_files(self.storage, self.staged_name(manifest), results, log)
+            if unseen:
+                return self.give_up(manifest, unseen)
+
+            manifest = replace(manifest, files={result.name: result.record for result in results if result.record})
+            if not self.storage.publish(self.folder, name, manifest.attempt, sealed(manifest)):
+                return self.give_up(manifest, "a newer attempt has taken its place", is_owned=True)
+        except OSError as error:
+            # Put into words before the disk space is free again that the save has taken.
+            return self.give_up(manifest, refusal(error))
+        except StorageError as error:
+            # Nothing is deleted: the checkpoint may be there, and only the answer was lost.
+            return Decision(None, str(error))
+        return Decision(manifest)
+
+    def give_up(self, manifest: Manifest, reason: str, *, is_owned: bool = False) -> Decision:
+        """Delete what a save has staged; returns the decision, `is_owned` where the run is another attempt's."""
+        self.storage.discard(self.folder, name_of(manifest), manifest.attempt)
+        if is_owned:
+            reason = (
+                f"step {manifest.step} is not committed: {reason}, this is attempt {manifest.attempt}\n"
+                "  nothing of the newer attempt was touched; this process should end"
+            )
+        return Decision(None, reason, is_owned)
+
+    def prune(self, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[str]:
+        """Delete old checkpoints: the newest `keep` (2 at least), multiples of `keep_every` and steps `needed` stay.
+
+        Returns their names. Raises OSError or StorageError where one cannot be deleted, and nothing is half deleted
+        under a valid name then; or OSError in the end, where something is left of one that is none any more.
+        """
+        removed = []
+        left = []
+        for name in self.committed()[max(keep, LEAST_KEPT) :]:
+            step = step_of(Path(name))
+            is_milestone = keep_every > 0 and step % keep_every == 0
+            if is_milestone or step in needed:
+                continue
+            rest = self.storage.retire(self.folder, name)
+            if rest:
+                left.append(rest)
+            removed.append(name)
+        if left:
+            raise OSError(f"{', '.join(left)}: could not be deleted whole, the next start tries again")
+        return removed
+
+    # ------------------------------------------------------------------------ a start
+
+    def choose(self, attempt: int, log: Log) -> tuple[str, Manifest] | None:
+        """Return the newest checkpoint that is there with all its files; bad ones are refused. Rank 0 alone.
+
+        None where nothing was ever committed. Leftovers of saves that never committed are swept first: what is swept
+        cannot be committed any more. Raises CheckpointError where a newer attempt owns the run, where a checkpoint is
+        of a newer schema, and where all are bad: to start from nothing again is a person's decision. Raises OSError,
+        StorageError where the storage fails, which says nothing about a checkpoint.
+        """
+        newest = newest_attempt(self.storage)
+        if newest > attempt:
+            raise CheckpointError(
+                f"attempt {newest} owns {self.storage.address()} now, this is attempt {attempt}\n"
+                "  nothing of the newer attempt was touched; this process should end"
+            )
+        self.storage.sweep(self.folder, attempt)
+        for name in self.committed():
+            try:
+                return name, look_at(self.storage, f"{self.folder}/{name}")
+            except NewerSchema:
+                raise
+            except CheckpointError as error:
+                self.refuse(name, attempt, str(error), log)
+        if self.refused:
+            raise CheckpointError(
+                f"none of {self.refused} checkpoints in {self.address} is whole; they are kept "
+                f"{self.storage.set_aside_as}\n"
+                f"  {self.storage.bring_back}, or run the same command again to start from step 0"
+            )
+        return None
+
+    def refuse(self, name: str, attempt: int, problem: str, log: Log) -> None:
+        """Quarantine a checkpoint: a person may still want to read it, and no later attempt tries it again."""
+        kept = self.storage.set_aside(self.folder, name, attempt, problem)
+        self.refused += 1
+        log(f"checkpoint refused: {problem}; {kept}, trying the one before it")
+
+
+def checkpoints_in(folder: Path) -> StageCheckpoints:
+    """Return the checkpoints that lie in a folder of a disk, <run>/<stage>/checkpoints or a copy of it."""
+    return StageCheckpoints(Folder(folder.parents[1]), folder.parent.name, folder.name)
+
+
+def name_of(manifest: Manifest) -> str:
+    """Return the name of the checkpoint that a save becomes."""
+    return f"step-{manifest.step:010d}"

@@ -1,0 +1,335 @@
+"""Evaluations of a trained stage: amid the steps, at its end, and of a committed step beside training.
+
+All make the same requests of the weights at a step (`requests_of`) and compute them with the same Evaluator:
+1. `evaluate_between`: the training workers evaluate, and go on with the steps whatever becomes of it;
+2. `request_async`: rank 0 requests the evaluation of a step that is about to be committed, where a worker is spare;
+   the driver runs `evaluate_commit` there, and rank 0 reports the outcome (pipeline/evaluation/async_evaluation.py);
+3. `evaluate_unfinished`: at the start of an attempt, the evaluation that a stop cut short;
+4. `evaluate_at_the_end`: of the weights that the stage hands on; a failure ends the stage.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+
+import models
+from data.checks import one_line
+from data.index.index import Index
+from models import ModelConfig
+from pipeline import config
+from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
+from pipeline.checkpoints.reader import Reader
+from pipeline.evaluation import async_evaluation, document
+from pipeline.evaluation.async_evaluation import IN_LOOP, REQUESTED
+from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
+from pipeline.evaluation.protocols import Protocol
+from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.monitoring.watchdog import Phases
+from pipeline.training_config import TrainConfig
+from pipeline.worker import Job, Progress, Worker
+
+# ------------------------------------------------------------------------------------------------ one evaluation
+
+
+def requests_of(cfg: TrainConfig, job: Job) -> list[Request]:
+    """Return what the recipe of a trained stage evaluates: accuracy, and the few-shot probe."""
+    requests = []
+    if job.evaluate:
+        requests.append(Request(job.evaluate, None, Protocol("top-1", {})))
+    if job.probe_train and job.probe_test:
+        requests.append(Request(job.probe_test, job.probe_train, cfg.probe.protocol(), first_label=True))
+    return requests
+
+
+def evaluator_of(
+    cfg: TrainConfig,
+    model_config: ModelConfig,
+    group: EvaluationGroup,
+    model: torch.nn.Module,
+    folder: Path,
+    *,
+    ranks: Sequence[int],
+    world: int,
+    indexes: Mapping[str, Index],
+) -> Evaluator:
+    """Return what evaluates a trained stage, in the loop and beside training; the arguments are those of Evaluator."""
+    return Evaluator(
+        group=group,
+        model=model,
+        dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
+        folder=folder,
+        # big_vision's few-shot evaluation squashes an image to a square (SPEC 2.5); a recipe names other ops.
+        preprocess=cfg.data.preprocess or f"resize({model_config.image_size})",
+        # Training fitted this many images in memory, so evaluation, which keeps no activations, does too.
+        micro_batch=cfg.micro_batch,
+        max_labels=cfg.data.max_labels,
+        cache=cfg.data.cache,
+        ranks=ranks,
+        world=world,
+        indexes=indexes,
+    )
+
+
+def values_of(
+    requests: Sequence[Request], results: Sequence[document.Entry]
+) -> tuple[dict[str, float | int], list[str]]:
+    """Return the values of `requests_of` as metrics.jsonl has them, and warnings about samples that cannot be read.
+
+    "accuracy" comes with "judged", the samples that could be read. Both are empty at ranks that have no results.
+    """
+    values: dict[str, float | int] = {}
+    warnings: list[str] = []
+    for request, result in zip(requests, results, strict=bool(results)):
+        if request.protocol.name != "top-1":
+            values |= document.metrics_with_seeds(result)
+            continue
+        judged = result["set"]["judged"]
+        values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
+        unreadable = result["set"]["samples"] - judged
+        if unreadable:
+            warnings.append(async_evaluation.unreadable_line(unreadable, request.test))
+    return values, warnings
+
+
+# ------------------------------------------------------------------------------------------------ in the loop
+
+
+def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
+    """Collective: evaluate the engine's weights on the sets that the recipe names, and report the values.
+
+    Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+    """
+    requests = requests_of(worker.cfg, worker.job)
+    began = time.monotonic()
+    try:
+        evaluator = evaluator_of(
+            worker.cfg,
+            worker.model_config,
+            EvaluationGroup(worker.phases, worker.device, worker.wants_stop, progress.step),
+            worker.engine.model,
+            worker.job.attempt_folder,
+            ranks=(worker.rank,),
+            world=worker.world,
+            indexes=worker.sets,
+        )
+        results = evaluator.evaluate(requests)
+    finally:
+        seconds = time.monotonic() - began
+        worker.window.evaluated_s += seconds
+        worker.loop_price.evaluated_s += seconds
+    values, warnings = values_of(requests, results)
+    for warning in warnings:
+        worker.telemetry.say(warning)
+    if values:
+        progress.last_metrics = async_evaluation.metrics_of(values)
+        line = async_evaluation.evaluation_line(progress.step, progress.last_metrics, remark)
+        where = {"where": "training", "seconds": round(seconds, 3)}
+        worker.telemetry.report("evaluate", {"step": progress.step, **values, **where}, line)
+
+
+def evaluate_between(worker: Worker, progress: Progress) -> bool:
+    """Collective: evaluate amid the steps; return False where the run was asked to stop meanwhile.
+
+    An evaluation that fails is reported, and the steps go on: what they learn does not depend on it.
+    """
+    price = worker.loop_price
+    seconds_before = price.evaluated_s
+    try:
+        evaluate(worker, progress)
+    except EvaluationStopped:
+        if worker.rank == 0:
+            consequence = "it is left out"
+            # In an object store there is nothing that the next attempt would look at.
+            if worker.job.storage.is_shared:
+                with suppress(OSError):
+                    async_evaluation.request(Path(worker.job.directory), progress.step, IN_LOOP)
+                    consequence = "it is done later"
+            worker.telemetry.say(f"evaluate step {progress.step}: stopped, {consequence}")
+        return False
+    except EvaluationFailed as error:
+        report_failure(worker, progress, error, "training goes on without it")
+    # Once an attempt, by its first evaluation behind a step: an expensive one may be done elsewhere.
+    has_trained = progress.step > price.first_step
+    if worker.rank == 0 and has_trained and not price.is_reported and price.evaluated_s > seconds_before:
+        price.is_reported = True
+        seconds = price.evaluated_s - seconds_before
+        looks_for_spare = worker.cfg.evaluate_on == "spare"
+        line = price.line(progress.step, seconds, worker.cfg.evaluate_every, looks_for_spare=looks_for_spare)
+        worker.telemetry.say(line)
+    return True
+
+
+def evaluate_at_the_end(worker: Worker, progress: Progress) -> None:
+    """Collective: evaluate what the stage hands on, which is committed: the averaged weights, where there are such.
+
+    Raises EvaluationFailed, whose exit code ends the stage, and EvaluationStopped. After either, the same command
+    begins with this evaluation.
+    """
+    polyak = worker.cfg.polyak
+    try:
+        if polyak:
+            with worker.engine.averaged():
+                evaluate(worker, progress, f"  of the weights averaged by {polyak}")
+        else:
+            evaluate(worker, progress)
+    except EvaluationStopped:
+        raise EvaluationStopped(
+            f"stopped in the evaluation of step {progress.step}, which is committed; run the same command again: "
+            "it goes on with the evaluation"
+        ) from None
+    except EvaluationFailed as error:
+        report_failure(worker, progress, error, "the stage ends, its last step is committed")
+        raise EvaluationFailed(
+            f"the evaluation of step {progress.step} failed: {error}\n"
+            f"  all {progress.step} steps are committed in {worker.saver.checkpoints.address}; no training is lost\n"
+            "  repair the set, then run the same command again: it goes on with the evaluation",
+            error.exit_code,
+        ) from error
+
+
+def report_failure(worker: Worker, progress: Progress, error: EvaluationFailed, consequence: str) -> None:
+    """Record an evaluation that failed, and say in one line why and what becomes of the stage."""
+    values = {"step": progress.step, "error": str(error), "exit_code": error.exit_code}
+    line = f"evaluate step {progress.step} FAILED ({one_line(str(error))}); {consequence}"
+    worker.telemetry.report("evaluate_failed", values, line)
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def request_async(worker: Worker, step: int) -> bool:
+    """Collective: request the evaluation of a step beside training; return False where nothing is spare for it.
+
+    The save of this step has begun: the evaluation waits for its commit.
+    """
+    if worker.cfg.evaluate_on == "training" or not worker.job.storage.is_shared:
+        return False
+    is_requested = [False]
+    if worker.rank == 0:
+        is_spare = (worker.job.attempt_folder / async_evaluation.SPARE_FILE).exists()
+        stage = Path(worker.job.directory)
+        # A disk that refuses the request costs the loop an evaluation of its own, not the run.
+        with suppress(OSError):
+            # Where the workers evaluate it themselves and are killed meanwhile, the next attempt knows that it is due.
+            async_evaluation.request(stage, step, REQUESTED if is_spare else IN_LOOP)
+            is_requested = [is_spare]
+            # An earlier attempt may have made the other mark, and lost the step.
+            async_evaluation.withdraw(stage, step, IN_LOOP if is_spare else REQUESTED)
+    dist.broadcast_object_list(is_requested, src=0)
+    return is_requested[0]
+
+
+def end_in_loop(worker: Worker, step: int) -> None:
+    """Mark the evaluation of a step in the loop as done; rank 0 only."""
+    if worker.rank == 0:
+        for suffix in (IN_LOOP, REQUESTED):
+            with suppress(OSError):
+                async_evaluation.withdraw(Path(worker.job.directory), step, suffix)
+
+
+def evaluate_unfinished(worker: Worker, progress: Progress) -> bool:
+    """Collective: evaluate the first step where a stop cut that short; return False where stopped again.
+
+    Where evaluations are requested beside training the driver does it. Otherwise older requests are skipped, and each
+    is reported.
+    """
+    cfg = worker.cfg
+    if not worker.job.storage.is_shared or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
+        return True
+    is_missing = [False]
+    if worker.rank == 0:
+        stage = Path(worker.job.directory)
+        is_before_the_end = cfg.evaluate_every > 0 and progress.step < worker.steps
+        with suppress(OSError):
+            is_missing = [is_before_the_end and progress.step in async_evaluation.due(stage)]
+            for step in sorted(async_evaluation.due(stage)):
+                if step == progress.step and is_missing[0]:
+                    continue
+                # Steps that lie ahead are taken, and evaluated, again.
+                if step <= progress.step:
+                    async_evaluation.skip(stage, step, "nothing is evaluated beside training any more")
+                for suffix in (IN_LOOP, REQUESTED):
+                    async_evaluation.withdraw(stage, step, suffix)
+        async_evaluation.report_records(stage, worker.telemetry.report)
+    dist.broadcast_object_list(is_missing, src=0)
+    if is_missing[0]:
+        if not evaluate_between(worker, progress):
+            return False
+        end_in_loop(worker, progress.step)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ beside training
+
+
+class AsyncOutcome(TypedDict):
+    """Holds the outcome of one evaluation beside training."""
+
+    values: dict[str, float | int]  # as the loop records them
+    node: str
+    seconds: float  # from the reading of the weights on
+    remarks: list[str]  # lines for people
+
+
+def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
+    """Evaluate one committed checkpoint on the sets of its stage, in a process without a group.
+
+    In:  {"config": …, "job": …, "checkpoint": "/runs/x/20-pretrain/checkpoints/step-0000001200", "folder": "…"}
+    Out: {"values": {"accuracy": 0.81, "judged": 50000}, "node": "n7", "seconds": 74.1, "remarks": []}
+
+    Every byte of the checkpoint is verified. Raises CheckpointError where it is not what was committed, and whatever
+    the reading of a set raises.
+    """
+    began = time.monotonic()
+    cfg = config.build(TrainConfig, task["config"], "config")
+    job = Job(**task["job"])
+    folder = Path(task["checkpoint"])
+    step = step_of(folder)
+    phases = Phases(Path(task["folder"]), 0, cfg.stall_s)
+    phases.enter("load", step)
+    manifest = read_manifest(folder)  # the weights are compared with its digests when they are read
+    model_config = models.from_dict(job.model)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    evaluator = evaluator_of(
+        cfg,
+        model_config,
+        EvaluationGroup(phases, device, wants_stop=lambda: False, step=step),
+        model_of_commit(cfg, model_config, folder, manifest, device),
+        Path(task["folder"]),
+        # The parts of all the workers that saved it, one after the other: a product's last bits depend on the rows
+        # beside it, so that only the same batches give the same features.
+        ranks=range(manifest.world),
+        world=manifest.world,
+        indexes={},
+    )
+    requests = requests_of(cfg, job)
+    values, warnings = values_of(requests, evaluator.evaluate(requests))
+    phases.close()
+    seconds = round(time.monotonic() - began, 3)
+    return {"values": values, "node": socket.gethostname(), "seconds": seconds, "remarks": warnings}
+
+
+def model_of_commit(
+    cfg: TrainConfig, model_config: ModelConfig, folder: Path, manifest: Manifest, device: torch.device
+) -> torch.nn.Module:
+    """Return the network on a device with the weights that the loop computes with after the checkpoint's step.
+
+    Amid the steps these are the masters, also where the stage will end with averaged weights.
+    """
+    model = models.from_config(model_config)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model.load_state_dict(Reader(folder, manifest.files).weights(shapes), strict=False)
+    # As `start.build_model` prepares it: compiled blocks may round differently. Nothing is recomputed in evaluation.
+    if cfg.compile:
+        models.compile_blocks(model)
+    return model.eval().to(device, torch.bfloat16 if cfg.precision == "bf16" else torch.float32)

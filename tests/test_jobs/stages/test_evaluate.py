@@ -1,0 +1,454 @@
+"""The stage and the command `evaluate`: any weights on any sets, the same document on any number of workers."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from data.evaluation import EvaluationSet
+from data.images import preprocess
+from data.index.document import load_index
+from data.shards.packing import pack
+from data.sources.samples import DIGITS, digits
+from jobs.__main__ import main
+from jobs.cluster.backends import run_worker_group
+from jobs.cluster_config import ClusterConfig
+from jobs.recipe import campaign
+from jobs.run.session import names_of_stages
+from jobs.run.stale_evaluations import with_new_evaluations
+from jobs.stages import any_weights, evaluation_worker
+from jobs.workers.worker_group import Task
+from pipeline import artifacts
+from pipeline.config import Recipe
+from pipeline.evaluation.features import normalise
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from tests import ranks
+from tests.conftest import RECIPE
+
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
+LOCAL = ("cluster.backend=processes", "micro_batch=32")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Named digits, two sets of them, and random weights whose head is called alike, in one folder; read-only."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    for name in ("train", "test"):
+        pack(digits(name == "train", image_size=16), folder / name, name=name, shard_samples=100, names=DIGITS)
+    model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    models.save(model, folder / "weights", class_names=DIGITS)
+    artifacts.record_weights(folder / "weights", {})
+    return folder
+
+
+def judged(world: Path, output: Path, *words: str, weights: str = "weights") -> dict[str, Any]:
+    """The document of the command."""
+    arguments = ["evaluate", str(world / weights), str(world / "test"), *LOCAL, "--output", str(output), *words]
+    assert main(arguments) == 0
+    return json.loads((output / "evaluation.json").read_text())
+
+
+def all_protocols(world: Path) -> list[str]:
+    words = [f"train={world / 'train'}", "fewshot.shots=[1,5]", "logistic.l2=[1e-2,1.0]", "logistic.iterations=20"]
+    for name in PROTOCOLS:
+        words += ["--protocol", name]
+    return words
+
+
+def outputs(world: Path, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features, logits and labels of a set, all of it in one batch."""
+    model = models.load(world / "weights")
+    index = load_index(world / name)
+    (batch,) = EvaluationSet(index, "resize(16)", batch_size=index.samples)
+    with torch.no_grad():
+        features = model.features(normalise(batch.images, torch.float32, torch.device("cpu")))
+        return features.numpy(), model.head(features).numpy(), batch.labels[:, 0].numpy()
+
+
+def values(document: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for result in document["results"]:
+        found |= {name: entry["value"] for name, entry in result["values"].items()}
+    return found
+
+
+def test_two_workers_judge_every_sample_once(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command on two gloo workers against all images at once; status shows what came out."""
+    document = judged(world, tmp_path, "cluster.workers=2", *all_protocols(world))
+    features, logits, labels = outputs(world, "test")
+    found = values(document)
+    ranks = (logits > logits[np.arange(len(labels)), labels][:, None]).sum(1)
+    assert found["top-1"] == found["real"] == pytest.approx((ranks == 0).mean(), abs=1 / len(labels))
+    assert found["top-5"] == pytest.approx((ranks < 5).mean(), abs=1 / len(labels))
+    train, _, train_labels = outputs(world, "train")
+    cosine = (features / np.linalg.norm(features, axis=1, keepdims=True)) @ (
+        train / np.linalg.norm(train, axis=1, keepdims=True)
+    ).T
+    nearest = np.argsort(-cosine, axis=1)[:, :10]
+    votes = np.zeros((len(labels), 10))
+    for row, neighbours in enumerate(nearest):
+        np.add.at(votes[row], train_labels[neighbours], np.exp(cosine[row, neighbours] / 0.07))
+    assert found["knn-10"] == pytest.approx((votes.argmax(1) == labels).mean(), abs=2 / len(labels))
+
+    by_protocol = {result["protocol"]["name"]: result for result in document["results"]}
+    assert list(by_protocol) == list(PROTOCOLS)
+    index = load_index(world / "test")
+    for name, result in by_protocol.items():
+        assert result["set"] == {
+            "name": "test",
+            "path": str(world / "test"),
+            "digest": index.digest,
+            "samples": index.samples,
+            "judged": index.samples,
+        }
+        assert (result["train"] is not None) == (name in FEATURES) and result["leaks"] == "not checked"
+    assert [entry["name"] for entry in by_protocol["per-class"]["classes"]] == list(DIGITS)
+    shots = by_protocol["fewshot"]["shots"]["5shot"]["0"]
+    starts = np.cumsum([0, *load_index(world / "train").shard_samples])
+    picked = [train_labels[starts[shard] + sample] for shard, sample in shots]
+    assert np.bincount(picked).tolist() == [5] * 10
+    assert not list(tmp_path.glob("*/attempts/*/features-*"))
+    capsys.readouterr()
+    assert main(["status", str(tmp_path)]) == 0
+    assert f"top-1 {found['top-1']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_document_is_the_same_to_the_byte_at_1_2_and_4_workers(world: Path, tmp_path: Path) -> None:
+    texts = set()
+    for workers in (1, 2, 4):
+        judged(world, tmp_path / str(workers), f"cluster.workers={workers}", *all_protocols(world))
+        texts.add((tmp_path / str(workers) / "evaluation.json").read_text())
+    assert len(texts) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["npz", "timm", "hf"])
+def test_weights_of_others_are_judged_as_ours(format: str, world: Path, tmp_path: Path) -> None:
+    theirs = "theirs.npz" if format == "npz" else format
+    assert main(["export", str(world / "weights"), str(tmp_path / theirs), "--format", format]) == 0
+    ours = judged(world, tmp_path / "ours")
+    words = ["model.image_size=[16,16]"] if format == "npz" else []
+    document = judged(world, tmp_path / "theirs", *words, weights=str(tmp_path / theirs))
+    assert values(document) == pytest.approx(values(ours), abs=0.01)
+    assert document["weights"]["digest"] != ours["weights"]["digest"]
+
+
+@pytest.mark.slow
+def test_a_set_that_cannot_be_read_is_named(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A byte of the last shard is wrong, which worker 1 reads."""
+    shutil.copytree(world / "test", tmp_path / "test")
+    shard = max((tmp_path / "test").glob("*.tar"))
+    flipped = bytearray(shard.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    shard.write_bytes(flipped)
+    output = str(tmp_path / "out")
+    words = [str(world / "weights"), str(tmp_path / "test"), *LOCAL, "cluster.workers=2", "--output", output]
+    assert main(["evaluate", *words]) == 65
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'test'}: worker 1: DataError" in said and shard.name in said
+    assert "run the same command again" in said
+
+
+@pytest.mark.slow
+def test_all_workers_hear_of_what_becomes_of_rank_0s_work(tmp_path: Path) -> None:
+    cluster = ClusterConfig(workers=2, backend="processes")
+    task = {"folder": str(tmp_path)}
+    rank_0, rank_1 = run_worker_group(ranks.hear_of_rank_0, task, cluster=cluster, name="alone", directory=tmp_path)
+    failed, stopped = (
+        "EvaluationFailed: worker 0: DataError: rank 0 cannot",
+        "EvaluationStopped: stopped in an evaluation",
+    )
+    assert rank_0 == ["done", failed, stopped]
+    assert rank_1 == ["None", failed, stopped]
+
+
+# ------------------------------------------------------------------------------------------------ what is run
+
+
+class Workers:
+    """Stands for the worker group: remembers what it is asked, and answers with the question's own name."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.leaked: list[list[int] | None] = []
+
+    def __call__(self, function: Any, make_task: Any, context: Any, **_: Any) -> dict[str, Any]:
+        task: Task = make_task(1)
+        results = []
+        for request in task["requests"]:
+            name = request["protocol"]["name"]
+            self.asked.append((Path(request["test"]).name, name))
+            self.leaked.append(request["leaked"])
+            index = load_index(request["test"])
+            protocol = Protocol(**request["protocol"])
+            train = None
+            if request["train"] is not None:
+                train = {"digest": load_index(request["train"]).digest, "samples": 1442, "used": 1442}
+            entry = {"value": 0.5, "low": 0.4, "high": 0.6, "samples": 10, "interval": ""}
+            results.append(
+                {
+                    "set": {"digest": index.digest, "samples": index.samples, "judged": 10},
+                    "train": train,
+                    "protocol": {"name": name, "fields": protocol.fields, "digest": protocol.digest},
+                    "values": {name: entry},
+                    "leaks": "not checked" if request["leaked"] is None else {"leaked": 3, "values": {name: entry}},
+                }
+            )
+        return {"results": results}
+
+
+def test_a_changed_set_or_protocol_runs_only_what_changed(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    train = f"train={world / 'train'}"
+    judged(world, tmp_path, "--protocol", "top-1", "--protocol", "knn", train)
+    assert workers.asked == [("test", "top-1"), ("test", "knn")]
+    judged(world, tmp_path, "--protocol", "top-1", "--protocol", "knn", train)
+    assert len(workers.asked) == 2, "finished: skipped"
+    document = judged(world, tmp_path, "--protocol", "knn", "--protocol", "linear", "--protocol", "top-1", train)
+    assert workers.asked[2:] == [("test", "linear")]
+    assert [result["protocol"]["name"] for result in document["results"]] == ["knn", "linear", "top-1"]
+    assert "test knn carried over from evaluate-" in capsys.readouterr().out
+    judged(world, tmp_path, "--protocol", "knn", train, "knn.k=[5]")
+    assert workers.asked[3:] == [("test", "knn")], "another k is another protocol"
+    judged(world, tmp_path, str(world / "train"), "--protocol", "top-1")
+    assert workers.asked[4:] == [("train", "top-1")], "another set"
+    judged(world, tmp_path, "--protocol", "top-1", "micro_batch=16")
+    assert workers.asked[5:] == [("test", "top-1")], "another batch may round otherwise"
+    shutil.copytree(world / "weights", tmp_path / "weights")
+    model = models.load(tmp_path / "weights")
+    model.head.weight.data *= 2
+    models.save(model, tmp_path / "weights", class_names=DIGITS)
+    artifacts.record_weights(tmp_path / "weights", {})
+    judged(world, tmp_path, "--protocol", "top-1", weights=str(tmp_path / "weights"))
+    assert workers.asked[6:] == [("test", "top-1")], "other weights"
+
+
+def test_an_answer_from_before_a_correction_is_not_carried_over(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    options = ("--protocol", "top-1", "preprocess=resize_small(18)|central_crop(16)")
+    with monkeypatch.context() as before:
+        before.setattr(preprocess, "CORRECTIONS", {})
+        judged(world, tmp_path, *options)
+    document = judged(world, tmp_path, *options)
+    assert workers.asked == [("test", "top-1"), ("test", "top-1")]
+    assert document["results"][0]["protocol"]["fields"]["corrected"] == {"resize_small": 1}
+
+
+def test_workers_are_told_the_leaked_samples_of_each_set(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    index = load_index(world / "test")
+    pairs = []
+    for number in (3, 102, 354):
+        key = bytes(index.table(number // 100)["key"][number % 100]).decode()
+        test = [index.shards[number // 100].name, key]
+        pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
+    compared = {"path": "shards/test", "digest": index.digest}
+    leaks = {"schema": 1, "train": [compared], "test": [compared], "pairs": pairs}
+    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
+    assert workers.leaked == [[3, 102, 354]]
+    (result,) = document["results"]
+    assert result["leaks"]["train"] == [compared] and result["leaks"]["path"] == str(tmp_path / "leaks.json")
+    judged(world, tmp_path / "out")
+    assert workers.leaked == [[3, 102, 354], None], "without the document is another question"
+
+
+def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    swapped = (*DIGITS[:3], DIGITS[4], DIGITS[3], *DIGITS[5:])
+    pack(digits(False, image_size=16), tmp_path / "swapped", name="test", names=swapped)
+    few = models.from_config(models.config_of("mu/8", 16, 3), torch.Generator())
+    models.save(few, tmp_path / "few")
+    headless = models.from_config(models.config_of("mu/8", 16, 0), torch.Generator())
+    models.save(headless, tmp_path / "headless")
+    leaks = {"schema": 1, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
+    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
+    cases: list[tuple[list[str], int, str]] = [
+        ([weights, "micro_batch=3"], 64, "no set to judge on"),
+        ([weights, test, "--protocol", "top1"], 78, "protocols has 'top1'; did you mean 'top-1'?"),
+        ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
+        ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
+        ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
+        ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
+        ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
+        ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 judge"),
+        ([weights, test, f"leaks={tmp_path / 'leaks.json'}"], 65, "knows nothing of the set test: "),
+        ([weights, test, "leaks=nowhere.json"], 65, "evaluate.leaks: cannot be read"),
+        ([str(tmp_path / "nothing"), test], 65, "nothing"),
+        ([weights, test, "preprocess=resize(24)"], 78, "makes images of 24×24, expected the model's 16×16"),
+    ]
+    for words, code, message in cases:
+        assert main(["evaluate", *words, "--output", str(tmp_path / "out"), "cluster.backend=processes"]) == code
+        said = capsys.readouterr().err
+        assert message in said, f"{words}: {said}"
+    # What has no head, or other classes, may be judged by its features.
+    words = [str(tmp_path / "headless"), test, f"train={train}", "--protocol", "knn", "--output", str(tmp_path / "out")]
+    assert main(["evaluate", *words]) == 0
+
+
+def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp_path: Path) -> None:
+    if not GOLDEN.exists():
+        pytest.skip("golden data is absent: ../shared/golden")
+    keys = set()
+    for name in ("hf_vit_cls", "vit_tok_linen.ckpt.npz"):
+        size = {} if name == "hf_vit_cls" else {"image_size": (32, 32)}  # which an .npz cannot tell
+        expected = models.load(GOLDEN / name, **size)
+        overrides = {"model": {key: list(value) for key, value in size.items()}}
+        options = {"train": str(world / "train"), "test": str(world / "test")}
+        section = {"init": str(GOLDEN / name), "sets": {"test": options}, "protocols": ["knn"], **overrides}
+        loaded = campaign.resolve(Recipe({"evaluate": section}, "the test", str(tmp_path / "run")))
+        assert loaded.stages[0].model == expected.config and not loaded.stages[0].missing
+        keys.add(loaded.stages[0].key)
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("format", ["timm", "hf"])
+def test_weights_that_take_other_pixels_are_refused(
+    format: str, world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / format
+    assert main(["export", str(world / "weights"), str(theirs), "--format", format]) == 0
+    any_weights.refuse_other_pixels(str(theirs))  # as exported they take those from −1 to 1
+    file = theirs / ("config.json" if format == "timm" else "preprocessor_config.json")
+    described = json.loads(file.read_text())
+    section = described["pretrained_cfg"] if format == "timm" else described
+    section["mean" if format == "timm" else "image_mean"] = [0.485, 0.456, 0.406]
+    file.write_text(json.dumps(described))
+    assert main(["evaluate", str(theirs), str(world / "test"), *LOCAL, "--output", str(tmp_path / "out")]) == 65
+    assert f"{file}: pixels are normalised by mean [0.485, 0.456, 0.406]" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ finished stages
+
+
+def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
+    """The recipe's pretraining, its folder as a finished stage leaves it, without the training."""
+    loaded = campaign.load(recipe, list(overrides))
+    stage = loaded.stage("pretrain")
+    folder = loaded.directory(stage)
+    models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
+    from jobs.run.stage_metadata import stage_record
+
+    artifacts.write_record(folder / "stage.json", stage_record(stage))
+    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": artifacts.digests(folder)})
+    return loaded
+
+
+def test_a_finished_stage_is_judged_on_another_set_without_training(recipe: Path, shards: Path) -> None:
+    recipe.write_text(recipe.read_text().partition("resize:")[0])
+    assert [stage.name for stage in with_new_evaluations(finished(recipe)).stages] == ["pretrain"], (
+        "nothing has changed"
+    )
+    asked = [f"pretrain.data.evaluate={shards}/train", "pretrain.precision=fp32"]
+    extended = with_new_evaluations(campaign.load(recipe, asked))
+    assert [stage.name for stage in extended.stages] == ["pretrain", "pretrain-evaluate"]
+    cfg = extended.stage("pretrain-evaluate").config
+    assert (cfg.init, cfg.protocols, cfg.micro_batch, cfg.precision) == ("@pretrain", ("top-1",), 4, "fp32")
+    assert cfg.sets["evaluate"].test == f"{shards}/train"
+
+    probed = [f"pretrain.probe.train={shards}/train", f"pretrain.probe.test={shards}/test", "pretrain.probe.shots=[3]"]
+    extended = with_new_evaluations(campaign.load(recipe, probed))
+    assert [stage.name for stage in extended.stages] == ["pretrain", "pretrain-probe"]
+    assert extended.stage("pretrain-probe").config.fewshot.shots == (3,)
+    assert len(with_new_evaluations(campaign.load(recipe, ["pretrain.steps=25", *asked])).stages) == 1, "not finished"
+    without = campaign.load(recipe, ["pretrain.data.evaluate=null"])
+    assert len(with_new_evaluations(without).stages) == 1, "nothing is asked"
+
+
+def test_a_finished_stage_is_judged_again_where_its_set_has_changed_and_not_where_its_path_has(
+    recipe: Path, shards: Path, tmp_path: Path
+) -> None:
+    text = recipe.read_text().partition("resize:")[0]
+    copied = tmp_path / "copied"
+    shutil.copytree(shards / "test", copied)
+    packed = "testshards: {kind: pack, sets: {test: {source: digits, split: test, image_size: 32}}}\n"
+    recipe.write_text(text + packed)
+    outside = [f"pretrain.data.evaluate={copied}"]
+    inside = ["pretrain.data.evaluate=@testshards/test"]
+    judged = ["testshards", "pretrain", "pretrain-evaluate"]
+
+    loaded = finished(recipe, outside)
+    same = [f"pretrain.data.evaluate={tmp_path}/./copied"]
+    assert "pretrain-evaluate" not in names_of(recipe, same), "the same content, called otherwise"
+    shutil.rmtree(copied)
+    shutil.copytree(shards / "train", copied)
+    assert "pretrain-evaluate" in names_of(recipe, outside), "another set at the same path"
+    # A record of before contents were recorded knows the path alone.
+    record_path = loaded.directory(loaded.stage("pretrain")) / "stage.json"
+    record = artifacts.read_record(record_path)
+    artifacts.write_record(record_path, {field: value for field, value in record.items() if field != "eval_inputs"})
+    assert "pretrain-evaluate" not in names_of(recipe, outside) and "pretrain-evaluate" in names_of(recipe, same)
+    shutil.rmtree(copied)
+    artifacts.write_record(record_path, record)
+    assert "pretrain-evaluate" not in names_of(recipe, outside), "a set that is gone is no other set"
+
+    finished(recipe, inside)
+    assert sorted(names_of(recipe, inside)) == sorted(judged[:2])
+    edited = names_of(recipe, [*inside, "testshards.sets.test.keep=[0,1]"])
+    assert sorted(edited) == sorted(judged), "the stage that packs its set was edited"
+
+
+def names_of(recipe: Path, overrides: list[str]) -> list[str]:
+    return [stage.name for stage in with_new_evaluations(campaign.load(recipe, overrides)).stages]
+
+
+def test_a_sweep_alone_is_run_with_what_judges_its_runs_anew(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().partition("resize:")[0] + "  sweep: {seeds: [0, 1]}\n")
+    loaded = campaign.load(recipe, [])
+    run = loaded.stage("pretrain.seed-1")
+    anew = replace(run, name="pretrain.seed-1-probe", source="pretrain.seed-1-probe", judges=run.name)
+    extended = replace(loaded, stages=(*loaded.stages, anew))
+    runs = ["pretrain.seed-0", "pretrain.seed-1", "pretrain"]
+    assert names_of_stages(extended, "pretrain") == [*runs, anew.name]
+    assert names_of_stages(extended, run.name) == [run.name, anew.name]
+
+
+@pytest.mark.slow
+def test_a_new_set_gives_the_accuracy_that_training_would_have_given(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accuracies = []
+    for name in ("judged-later", "judged-at-once"):
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(RECIPE.partition("resize:")[0].format(run=tmp_path / name, shards=shards))
+        asked = f"pretrain.data.evaluate={shards}/train"
+        if name == "judged-later":
+            assert main(["run", str(recipe)]) == 0
+            (folder,) = (tmp_path / name).glob("pretrain-*")
+            weights = artifacts.digest_of(folder / "weights.safetensors")
+            capsys.readouterr()
+        assert main(["run", str(recipe), asked]) == 0
+        out = capsys.readouterr().out
+        if name == "judged-later":
+            assert "pretrain: skipped, finished" in out and "pretrain-evaluate does it" in out
+            assert "[pretrain-" not in out.replace("[pretrain-evaluate", ""), "no worker of the stage was started"
+            assert artifacts.digest_of(folder / "weights.safetensors") == weights
+            (document,) = (tmp_path / name).glob("pretrain-evaluate-*/evaluation.json")
+            accuracies.append(values(json.loads(document.read_text()))["top-1"])
+            assert main(["run", str(recipe), asked]) == 0
+            assert "pretrain-evaluate: skipped, finished" in capsys.readouterr().out
+        else:
+            (done,) = (tmp_path / name).glob("pretrain-*/done.json")
+            accuracies.append(json.loads(done.read_text())["metrics"]["accuracy"])
+    assert accuracies[0] == accuracies[1]

@@ -1,0 +1,147 @@
+"""A worker's step on a GPU that is not there: devices, shapes, types, kernels called, memory (docs/design/tests.md)."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import models
+from pipeline.plan.live_bytes import Kind
+from pipeline.plan.memory import memory_need
+from pipeline.plan.memory_traces import step_to_trace
+from pipeline.training_config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+TORCH = Path(torch.__file__).parent
+WORLD = 8
+
+
+@pytest.fixture(autouse=True)
+def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here steps are really traced, into a folder of this session's own."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path_factory.getbasetemp() / "traces"))
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that has torch's CPU build take "cuda" for a device."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (g++, c++): the guard for fake CUDA tensors cannot be built")
+    library = tmp_path_factory.mktemp("guard") / "guard.so"
+    include = TORCH / "include"
+    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{include}"]
+    command += [f"-I{include}/torch/csrc/api/include", str(ROOT / "tests" / "cuda_guard.cpp")]
+    command += [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}/lib", "-o", str(library)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return library
+
+
+def rehearsed(guard: Path, cfg: TrainConfig, model: models.ModelConfig, recomputed: int = 0) -> dict[str, Any]:
+    """What tests/rehearsal.py says of the step."""
+    step = dataclasses.asdict(step_to_trace(cfg, model, WORLD, 1, recomputed, is_gpu=True))
+    for name in ("file", "is_gpu"):
+        del step[name]
+    question = json.dumps({"step": step, "micro_batch": cfg.micro_batch})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rehearsal", str(guard), question],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+CASES = [
+    ("B/16", 2, {"dropout": 0.1}, 0),
+    ("S/16", 1, {}, 0),
+    ("S/16", 3, {}, 0),
+    ("S/16", 2, {"positions": "relative"}, 3),
+    ("R26+S/32", 2, {}, 0),
+    ("H/14", 2, {}, 0),
+]
+# The paper, table 1, and at 224 px with the class token: width, MLP, blocks, tokens. A hybrid's patches are 32 px.
+SHAPES = {
+    "B/16": (768, 3072, 12, 197),
+    "S/16": (384, 1536, 12, 197),
+    "R26+S/32": (384, 1536, 12, 50),
+    "H/14": (1280, 5120, 32, 257),
+}
+IMAGES = 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "zero", "options", "recomputed"), CASES, ids=lambda value: str(value))
+def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recomputed):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: the tests that are marked gpu take real steps on it")
+    model = models.config_of(name, 224, 1000, **options)
+    cfg = TrainConfig(steps=1, zero=zero, micro_batch=IMAGES, batch_size=IMAGES * WORLD, checkpoint_blocks=recomputed)
+    seen = rehearsed(guard, cfg, model, recomputed)
+    parameters = models.parameter_count(name, 224, 1000, **options)
+
+    check_devices(seen)
+    check_types_and_shapes(seen, *SHAPES[name])
+    # Of every parameter one worker of eight has the master: in fp32, as its moments, and padded by next to nothing.
+    assert seen["parameters"] == ["cuda:0 torch.bfloat16"]
+    assert seen["masters"] == seen["moments"] == ["cuda:0 torch.float32"]
+    assert parameters <= seen["of_this_worker"] * WORLD <= parameters * 1.001
+    assert seen["updates"] == 3
+    # What a GPU is counted on for: fused attention, dropout with a mask of bytes, one kernel for AdamW.
+    kernels = seen["kernels"]
+    assert "aten::_fused_adamw_" in kernels
+    assert any("flash_attention" in kernel or "efficient_attention" in kernel for kernel in kernels)
+    assert ("aten::native_dropout" in kernels) == ("dropout" in options)
+
+    # The plan is made without the guard, with stand-ins for what differs on a GPU: the same bytes.
+    need = memory_need(cfg, model, WORLD, is_gpu=True)
+    on_device = sum(size for kind, size in seen["parts"].items() if kind != Kind.IMAGES.name)
+    planned = sum(size for kind, size in need.parts.items() if kind is not Kind.IMAGES)
+    assert on_device == pytest.approx(planned, rel=0.01)
+    # By hand: bf16 weights, an eighth of master and two moments in fp32.
+    states = 2 * parameters + 12 * parameters / WORLD
+    if zero == 3:
+        # An eighth of the weights; beside it one bucket of fp32 gradients, and an eighth of them that stays.
+        states = (2 + 12 + 4) * parameters / WORLD + 4 * parameters
+    assert seen["parts"]["STATES"] == pytest.approx(states, rel=0.05)
+
+
+def check_devices(seen: dict[str, Any]) -> None:
+    """All computes on the GPU; what comes from the host comes without a wait, and one thing is read there."""
+    assert seen["mixed"] == [], "operations with tensors of two devices"
+    for phase in ("batch", "forward", "backward"):
+        assert set(seen["devices"][phase]) == {"cuda"}, phase
+    assert seen["copies"] == [], "copies for which the host waits"
+    assert seen["is_snapshot_pinned"]
+    # The stream of the copies is waited for before anything computes, and their memory said to be read elsewhere.
+    assert seen["too_early"] == [] and seen["unrecorded"] == 0
+    # The norm, and what the workers agree on: loss, bad samples, stop, written.
+    assert seen["reads"] == {"update": 5}
+
+
+def check_types_and_shapes(seen: dict[str, Any], width: int, hidden: int, blocks: int, tokens: int) -> None:
+    """Every layer gives bf16 of the paper's shape; gradients are summed in fp32, weights gathered in bf16."""
+    outputs = seen["outputs"]
+    assert {output[0] for output in outputs.values()} == {"bfloat16"}
+    for number in range(blocks):
+        # The last block computes the class token alone, the only one that is pooled.
+        computed = 1 if number == blocks - 1 else tokens
+        assert outputs[f"blocks.{number}"] == ["bfloat16", IMAGES, computed, width]
+        assert outputs[f"blocks.{number}.mlp.up"] == ["bfloat16", IMAGES, computed, hidden]
+    assert f"blocks.{blocks}" not in outputs
+    assert outputs["embedding"] == ["bfloat16", IMAGES, tokens - 1, width]
+    assert outputs["logits"] == ["bfloat16", IMAGES, 1000]
+    assert "float64" not in seen["dtypes"]["forward"] and "float16" not in seen["dtypes"]["forward"]
+    for name, types in seen["sums"].items():
+        is_sum = "reduce" in name
+        assert set(types) <= ({"float32", "float64"} if is_sum else {"bfloat16"}), name

@@ -1,0 +1,169 @@
+"""What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import models
+from data.errors import CheckpointError, ConfigError
+from data.evaluation import EvaluationSet
+from data.index.document import load_index
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
+from pipeline import health
+from pipeline.checkpoints import manifest
+from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
+from pipeline.evaluation.features import normalise
+from pipeline.monitoring.telemetry import read_metrics
+from pipeline.train import count_step
+
+
+def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
+    """Run some stages of a recipe; the folders of their outputs."""
+    loaded = campaign.load(recipe, list(overrides))
+    for name in names:
+        run_campaign(loaded, only=name, quiet=True)
+    return [loaded.directory(loaded.stage(name)) for name in names]
+
+
+def test_a_stage_with_polyak_hands_on_and_evaluates_the_averaged_weights(recipe, shards):
+    (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.polyak=0.9",))
+    last = manifest.committed(folder / "checkpoints")[0]
+    reader = checkpoint_reader.Reader(last, manifest.read_manifest(last).files)
+    weights, _ = models.load_weights(folder)
+    shapes = {name: w.shape for name, w in weights.items()}
+    average, master = reader.weights(shapes, "average"), reader.weights(shapes)
+    assert all(torch.equal(weights[name], average[name]) for name in shapes)
+    assert not torch.equal(average["head.weight"], master["head.weight"])
+
+    test = EvaluationSet(load_index(shards / "test"), "resize(16)", batch_size=64)
+    model = models.load(folder)
+    right = 0
+    with torch.no_grad():
+        for batch in test:
+            predicted = model(normalise(batch.images, torch.float32, torch.device("cpu"))).argmax(1)
+            right += int(((predicted == batch.labels[:, 0]) & batch.mask).sum())
+    accuracy = right / load_index(shards / "test").samples
+    assert read_metrics(folder, "evaluate")[-1]["accuracy"] == pytest.approx(accuracy)
+    log = (folder / "log.txt").read_text()
+    assert "of the weights averaged by 0.9" in log and "averaged weights in" in log
+
+
+MASKED = (
+    "pretrain.objective=masked",
+    "pretrain.data.evaluate=null",
+    "pretrain.model={name: Masked-mu/8, image_size: 16, depth: 2}",
+    "pretrain.steps=60",
+    "pretrain.optim.weight_decay=0.0",
+)
+
+
+RESUMED = ("pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1", "finetune.save_every=2", "cluster.workers=1")
+BF16 = (
+    "cluster.workers=1",
+    "pretrain.steps=2",
+    "pretrain.optim.schedule.warmup_steps=1",
+    "pretrain.data.evaluate=null",
+    "pretrain.precision=bf16",
+)
+
+
+IN_BF16 = '{"communication_data_type": "bf16"}'
+
+
+@pytest.mark.parametrize(
+    ("zero", "content", "said"),
+    [(1, "{}", "fp32\n"), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers\n")],
+)
+def test_the_log_says_in_which_type_bf16_gradients_are_summed(zero, content, said, recipe, monkeypatch):
+    """Whose DeepSpeed file lies in the driver's folder, where workers need not be."""
+    (recipe.parent / "ds.json").write_text(content)
+    monkeypatch.chdir(recipe.parent)
+    (folder,) = run_stages(recipe, "pretrain", overrides=("pretrain.deepspeed=ds.json", f"pretrain.zero={zero}", *BF16))
+    assert f"ZeRO {zero} bf16, gradients summed in {said}" in (folder / "log.txt").read_text()
+    task = json.loads((folder / "task.json").read_text())
+    assert task["config"]["deepspeed"] == str(recipe.parent / "ds.json")
+
+
+def test_a_resume_does_not_need_the_weights_that_the_stage_started_from(recipe):
+    """Fine-tuning goes on from its own checkpoint, and ends with the same weights."""
+    _, resized, folder = run_stages(recipe, "pretrain", "resize", "finetune", overrides=RESUMED)
+    weights = (folder / "weights.safetensors").read_bytes()
+    (folder / "done.json").unlink()
+    shutil.rmtree(manifest.committed(folder / "checkpoints")[0])
+    (resized / "weights.safetensors").unlink()
+    run_stages(recipe, "finetune", overrides=RESUMED)
+    assert "resumed from step 2 (attempt 1" in (folder / "log.txt").read_text()
+    assert (folder / "weights.safetensors").read_bytes() == weights
+    assert len(read_metrics(folder, "transfer")) == 1
+
+
+def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
+    pretrained, resized, finetuned = run_stages(recipe, "pretrain", "resize", "finetune", overrides=MASKED)
+    losses = [loss for record in read_metrics(pretrained) for loss in record["losses"]]
+    assert len(losses) == 60 and losses[0] > 6.0, "512 colours: guessing costs ln 512 = 6.24"
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
+
+    (report,) = read_metrics(finetuned, "transfer")
+    dropped = {line.split()[1] for line in report["report"].splitlines() if line.startswith("dropped")}
+    assert dropped == {"corruption.token", "prediction.weight", "prediction.bias"}
+    assert "0 resized, 2 new, 3 dropped" in (finetuned / "log.txt").read_text()
+    assert models.load(finetuned).config.family == "vit"
+    source, config = models.load_weights(resized)
+    assert config.family == "masked" and config.image_size == (24, 24) and "vit.embedding.weight" in source
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("pretrain.objective=masked",), "objective masked has no labels"),
+        (("pretrain.objective=masked", "pretrain.data.evaluate=null"), "cannot train a model of family vit"),
+        (MASKED[2:3], "cannot train a model of family masked"),
+    ],
+)
+def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        campaign.load(recipe, list(overrides))
+
+
+def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
+    losses = []
+    for workers in (1, 2):
+        overrides = (*MASKED[:3], "pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=2")
+        overrides += ("pretrain.exact_parts=2", f"cluster.workers={workers}")
+        (folder,) = run_stages(recipe, "pretrain", overrides=(*overrides, f"run={recipe.parent / str(workers)}"))
+        losses.append([loss for record in read_metrics(folder) for loss in record["losses"]])
+    assert losses[0] == losses[1]
+
+
+def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fails(tmp_path, monkeypatch):
+    """Then the error of the save, with its own exit code, is the only one that comes out."""
+    events: list[str] = []
+
+    def fail() -> None:
+        events.append("the save fails")
+        raise CheckpointError("3 saves in a row failed")
+
+    monkeypatch.setattr(health, "read_left_out", lambda folder: [])
+    telemetry = SimpleNamespace(say=events.append)
+    cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
+    worker = SimpleNamespace(
+        rank=0,
+        engine=SimpleNamespace(gradient_norm=lambda: 1.0),
+        health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
+        job=SimpleNamespace(train=["digits"]),
+        phases=SimpleNamespace(enter=lambda phase, step: None),
+        saver=SimpleNamespace(in_flight=True, finish=fail),
+        telemetry=telemetry,
+        window=SimpleNamespace(losses=[], norms=[]),
+    )
+    progress = SimpleNamespace(step=13, bad_samples=12, ledger=SimpleNamespace(hex="9f3c"))
+    with pytest.raises(CheckpointError):
+        count_step(worker, progress, 2.0, [])
+    said = "step 13: 12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows"
+    assert events == [said, "the save fails"]
