@@ -62,7 +62,7 @@ STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails",
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
 CHECKPOINTS = (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
-CAMPAIGN = ("tests/test_campaign.py::test_one_command_runs_all_stages",)
+CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, TWIN),
     "pipeline/engine/engine.py": (

@@ -1,4 +1,4 @@
-"""A run in an object store (`s3:// gs:// az://`): the form of `data.storage.Storage` for nodes that share no folder.
+"""A run in an object store (`s3:// gs:// az://`): the form of `data.storage.Storage` for nodes without a shared folder.
 
 It relies on three things, which S3, Google's and Azure's store promise:
 1. an object appears whole or not at all, however its upload ends;
@@ -31,9 +31,9 @@ from urllib.parse import urlsplit
 
 from data.errors import CheckpointError, ConfigError, StorageError
 from data.files import locked, naming, temporary_name, whole_file
+from data.folder import MANIFEST, SET_NAME
 from data.remote.retry import Retry
 from data.remote.urls import CLIENTS, client, forget_credentials, redacted
-from data.storage import MANIFEST, SET_NAME, Folder, Storage
 
 Answer = TypeVar("Answer")
 
@@ -51,13 +51,11 @@ FETCHING = "fetching.lock"  # of the local folder of a stage's sets
 os.register_at_fork(after_in_child=forget_credentials)
 
 
-def open_storage(local: Path, url: str | None = None) -> Storage:
-    """Return the storage of the run whose folder on this node is `local`, and whose URL is `url` if it has one."""
-    return Folder(local) if url is None else Bucket(url, local)
+class Bucket:
+    """Keeps the files of one run below a URL; `local` is scratch of this node, and may be empty at any start.
 
-
-class Bucket(Storage):
-    """A run below a URL of an object store; `local` is scratch of this node, and may be empty at any start."""
+    The methods that `Folder` has too keep the contract that stands there.
+    """
 
     is_shared = False
     sees_at_once = True
@@ -65,7 +63,7 @@ class Bucket(Storage):
     bring_back = f"repair one and delete its {REFUSED}"
 
     def __init__(self, url: str, local: Path, attempts: int | None = None) -> None:
-        super().__init__(local)
+        self.local = local
         self.url = url.rstrip("/")
         self.scheme, _, self.path = self.url.partition("://")
         self.retry = Retry(ATTEMPTS if attempts is None else attempts, BACKOFF_S)

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.bucket import open_storage
 from data.errors import PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
-from data.storage import Storage
+from data.storage import Storage, open_storage
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 

@@ -13,11 +13,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from data.bucket import open_storage
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
 from data.index.index import Index
-from data.storage import Storage
+from data.storage import Storage, open_storage
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context, index_if_made, reference
 from jobs.trackers_config import TrackersConfig

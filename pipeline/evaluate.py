@@ -126,7 +126,7 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
         worker.loop_price.evaluated_s += seconds
     values, warnings = values_of(requests, results)
     for warning in warnings:
-        worker.telemetry.say(warning)
+        worker.telemetry.log(warning)
     if values:
         progress.last_metrics = async_evaluation.metrics_of(values)
         line = async_evaluation.evaluation_line(progress.step, progress.last_metrics, remark)
@@ -151,7 +151,7 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
                 with suppress(OSError):
                     async_evaluation.request(Path(worker.job.directory), progress.step, IN_LOOP)
                     consequence = "it is done later"
-            worker.telemetry.say(f"evaluate step {progress.step}: stopped, {consequence}")
+            worker.telemetry.log(f"evaluate step {progress.step}: stopped, {consequence}")
         return False
     except EvaluationFailed as error:
         report_failure(worker, progress, error, "training goes on without it")
@@ -162,7 +162,7 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         seconds = price.evaluated_s - seconds_before
         looks_for_spare = worker.cfg.evaluate_on == "spare"
         line = price.line(progress.step, seconds, worker.cfg.evaluate_every, looks_for_spare=looks_for_spare)
-        worker.telemetry.say(line)
+        worker.telemetry.log(line)
     return True
 
 

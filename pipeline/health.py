@@ -100,7 +100,7 @@ class Health:
         # The engine has already left the weights alone. All workers see the same norm, so all of them count alike, give
         # up at the same step, and none is left waiting in a collective.
         self.skipped_in_a_row += 1
-        self.telemetry.say(
+        self.telemetry.log(
             f"step {step}: gradient not finite, step skipped, weights unchanged; "
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
@@ -164,7 +164,7 @@ class Health:
             self.bad_of_this_worker += 1
             number = self.bad_of_this_worker
             if number == 1 or number % 1000 == 0:
-                self.telemetry.say(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
+                self.telemetry.log(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
         return len(batch.bad)
 
     def are_too_many(self, bad: int, seen: int) -> bool:

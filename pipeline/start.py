@@ -43,6 +43,7 @@ from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.preflight.identity import device_name
+from pipeline.preflight.machine import processor
 from pipeline.preflight.start import check_start
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
@@ -78,7 +79,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     report_start(worker, progress, manifest)
     # A slow collective is most often one over the wrong interface.
     if joined.rank == 0 and joined.network:
-        joined.telemetry.say(joined.network)
+        joined.telemetry.log(joined.network)
     if isinstance(worker.engine, ExactEngine):
         # Measured in every attempt, because the nodes and the links between them may be others now.
         report_exact(worker.engine, cfg, joined.telemetry, progress.step)
@@ -112,7 +113,7 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
         # A run in an object store leaves nothing on storage that nodes share.
         is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
-        say=telemetry.say,
+        say=telemetry.log,
     )
     return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
 
@@ -124,7 +125,7 @@ def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None
     """
     # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
     with joined.phases.led("restore", 0, joined.rank == 0):
-        chosen = restore.choose_together(joined.checkpoints, job.attempt, joined.telemetry.say)
+        chosen = restore.choose_together(joined.checkpoints, job.attempt, joined.telemetry.log)
     if chosen is not None:
         # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
         check_stage(cfg, job, chosen.manifest, joined.checkpoints.address)
@@ -199,7 +200,7 @@ def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progres
     job = worker.job
     worker.phases.enter("load", 0)
     checkpoints = joined.checkpoints
-    chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.say)
+    chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.log)
     check_stage(worker.cfg, job, chosen.manifest, checkpoints.address)  # it may be an older one than before
     manifest = chosen.manifest
     # A stage killed between its last commit and its end need not save that step a second time.
@@ -320,7 +321,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         # The user's own DeepSpeed file may ask for it.
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
-    worker.telemetry.say(
+    worker.telemetry.log(
         f"attempt {attempt_of_stage(Path(job.directory), job.attempt)}: {text}; "
         f"{worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
@@ -330,6 +331,8 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "step": progress.step,
         "text": text,
         "world": worker.world,
+        # For `trial`, whose driver may run on another machine.
+        "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
@@ -341,7 +344,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         last_local_rank = int(os.environ["LOCAL_WORLD_SIZE"]) - 1
         slots = range(arithmetic.slots(last_local_rank).stop)
         needed = cache_line(worker.index, worker.order, slots, progress.step, cfg.data)
-        worker.telemetry.say(f"this node needs {needed}")
+        worker.telemetry.log(f"this node needs {needed}")
 
 
 def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
@@ -372,4 +375,4 @@ def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, st
     before = {key: earlier[-1][key] for key in now}
     changed = config.differences(before, now)
     if changed:
-        telemetry.say(f"the bits may differ from here on: {'; '.join(changed)}")
+        telemetry.log(f"the bits may differ from here on: {'; '.join(changed)}")

@@ -193,7 +193,7 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     are_too_many_bad = health.are_too_many(progress.bad_samples, samples_seen)
     if are_too_many_bad and worker.saver.in_flight and worker.rank == 0:
         # Where that save fails, its error takes the place of the one below, and nobody would hear of the bad samples.
-        worker.telemetry.say(f"step {progress.step}: {health.bad_share(progress.bad_samples, samples_seen)}")
+        worker.telemetry.log(f"step {progress.step}: {health.bad_share(progress.bad_samples, samples_seen)}")
     if health.has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be left out with them.
@@ -361,7 +361,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
-    worker.telemetry.say(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
+    worker.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     for name in artifacts.WEIGHT_FILES:
         checkpoints.storage.send(f"{checkpoints.stage}/{name}")
     return {

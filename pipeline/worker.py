@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from data.bucket import open_storage
 from data.index.index import Index
 from data.mixture import Mixture
 from data.order import Ledger, Order
-from data.storage import Storage
+from data.storage import Storage, open_storage
 from models import ModelConfig
 from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints import manifest

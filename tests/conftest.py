@@ -66,7 +66,7 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is traced to learn what memory it needs, which takes ten seconds: every step needs 1 GiB and its images.
 
-    tests/test_memory.py, which is about that, has a fixture of this name that changes nothing.
+    tests/test_pipeline/plan/test_memory.py, which is about that, has a fixture of this name that changes nothing.
     """
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = Trace(2**30, (moment,), (moment,))

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 import models
-from data import storage
-from data.bucket import open_storage
+from data import folder as folder_storage
 from data.decoder import Decoder
 from data.errors import CheckpointError, RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.loader import Batch
+from data.storage import open_storage
 from jobs import terminal
 from jobs.ownership import owned
 from jobs.workers import processes, worker_files
@@ -111,7 +111,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
 def write_durably_by(function: Callable[[Path, Any], None]) -> None:
     """Have all files of a save written by a function, the workers' and the manifest."""
-    storage.write_durably = function
+    folder_storage.write_durably = function
 
 
 def slow_to_delete(more: str = "") -> None:
@@ -128,7 +128,7 @@ def slow_to_delete(more: str = "") -> None:
             delete(path, **options)
             file.write("done ")
 
-    storage.shutil.rmtree = rmtree  # type: ignore[assignment]
+    folder_storage.shutil.rmtree = rmtree  # type: ignore[assignment]
     if more:
         globals()[more]()
 
@@ -144,7 +144,7 @@ def full_disk() -> None:
 
 def full_disk_for_a_while() -> None:
     """Steps 10 and 15 cannot be saved by worker 1, step 20 not by rank 0's manifest."""
-    original = storage.write_durably
+    original = folder_storage.write_durably
 
     def refuse(path: Path, blob: bytes) -> None:
         step, rank = int(path.parent.name.split("-")[1]), os.environ["RANK"]
@@ -157,7 +157,7 @@ def full_disk_for_a_while() -> None:
 
 def full_disk_at_the_end(step: int, times: int) -> None:
     """Rank 0 cannot write its file of this step so many times."""
-    original, left = storage.write_durably, [times]
+    original, left = folder_storage.write_durably, [times]
 
     def refuse(path: Path, blob: bytes) -> None:
         if int(path.parent.name.split("-")[1]) == step and path.stem == "rank-00000" and left[0]:
@@ -177,7 +177,7 @@ def fates(seed: int) -> dict[str, tuple[str, str]]:
 
 def suffering_in_saves(seed: int) -> None:
     """The rank that writes the file is slow, or is killed, once: before, amid or after the write."""
-    original, all_fates = storage.write_durably, fates(seed)
+    original, all_fates = folder_storage.write_durably, fates(seed)
 
     def suffer(path: Path, blob: bytes) -> None:
         step = path.parent.name.split("-")[1]
@@ -584,7 +584,7 @@ def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen
 class Quiet:
     """Telemetry that keeps nothing."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
     def report(self, kind: str, values: dict[str, Any], line: str = "") -> bool:

@@ -46,7 +46,7 @@ class Acknowledgements:
     def sync(self) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.tell("not-pruned", text)
 
 

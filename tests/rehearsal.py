@@ -45,9 +45,8 @@ from pipeline import config
 from pipeline.checkpoints.snapshot import host_memory
 from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
-from pipeline.plan.gpu_kernels import fused_attention
-from pipeline.plan.live_bytes import Kind, LiveBytes
-from pipeline.plan.memory_trace import TracedWorker, fake_workers
+from pipeline.plan.memory_traces import Kind
+from pipeline.plan.tracer import LiveBytes, TracedWorker, fake_workers, fused_attention
 from pipeline.start import Worker, build_engine
 from pipeline.train import agree
 from pipeline.training_config import TrainConfig

@@ -28,7 +28,8 @@ import xxhash
 from safetensors.torch import save_file
 
 import models
-from data import files, storage
+from data import files
+from data import folder as folder_storage
 from data.errors import CheckpointError
 from data.storage import Folder
 from jobs.cluster.backends import run_worker_group
@@ -346,7 +347,7 @@ def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error_that_all_workers_he
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(source))
 
     told: list[object] = []
-    monkeypatch.setattr(storage.os, "rename", refuse)
+    monkeypatch.setattr(folder_storage.os, "rename", refuse)
     monkeypatch.setattr(drives.ALONE, "broadcast_object_list", lambda values, src: told.extend(values))
     with pytest.raises(CheckpointError) as raised:
         drives.start_from(group.folder, 2, print)
@@ -528,7 +529,7 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
 def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -> None:
     said: list[str] = []
     telemetry = drives.Quiet()
-    telemetry.say = said.append  # type: ignore[method-assign]
+    telemetry.log = said.append  # type: ignore[method-assign]
     group = drives.WorkerGroup(tmp_path / "run", telemetry=telemetry)
     group.begin(30)
     path = group.temporary(30) / "rank-00001.safetensors"
@@ -565,14 +566,14 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
 
 def test_of_a_full_disk_the_room_is_said_that_the_save_found(group, monkeypatch) -> None:
     """Not the room that there is again when the files of the failed save are deleted."""
-    original = storage.write_durably
+    original = folder_storage.write_durably
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "MANIFEST.json":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         original(path, content)
 
-    monkeypatch.setattr(storage, "write_durably", full)
+    monkeypatch.setattr(folder_storage, "write_durably", full)
     monkeypatch.setattr(files, "free_bytes", lambda path: 1_000 if path.parent.exists() else 9_000_000)
     assert group.save(30) is None
     assert group.savers[0].failure.endswith("MANIFEST.json (1.0 kB free)")
@@ -628,7 +629,7 @@ def slow_disk(monkeypatch) -> Iterator[SimpleNamespace]:
         disk.may_delete.wait(10)
         rmtree(path, **options)
 
-    monkeypatch.setattr(storage.shutil, "rmtree", delete)
+    monkeypatch.setattr(folder_storage.shutil, "rmtree", delete)
     yield disk
     disk.may_delete.set()
 
@@ -660,7 +661,7 @@ def heard(group: drives.WorkerGroup) -> list[str]:
     lines: list[str] = []
 
     class Speaking(drives.Quiet):
-        def say(self, text: str) -> None:
+        def log(self, text: str) -> None:
             lines.append(text)
 
     group.savers[0].telemetry = Speaking()  # type: ignore[assignment]
@@ -713,7 +714,7 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
+    monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
@@ -736,14 +737,14 @@ def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -
     assert len(said) == 1 and said[0].startswith("old checkpoints stay: ValueError: invalid literal"), said
     # What a disk deletes in part only.
     first.needed = tuple
-    monkeypatch.setattr(storage.shutil, "rmtree", lambda path, **options: None)
+    monkeypatch.setattr(folder_storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
     assert len(said) == 2 and OLD in said[1] and "could not be deleted whole" in said[1], said
 
 
 def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_again(group, monkeypatch) -> None:
     refused = [group.folder]
-    sync = storage.sync
+    sync = folder_storage.sync
 
     def refuse(path: Path) -> None:
         if path in refused:
@@ -751,7 +752,7 @@ def test_a_commit_whose_name_is_not_durable_is_none_and_the_step_can_be_saved_ag
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         sync(path)
 
-    monkeypatch.setattr(storage, "sync", refuse)
+    monkeypatch.setattr(folder_storage, "sync", refuse)
     assert group.save(30) is None and "Input/output error" in group.savers[0].failure
     assert sorted(path.name for path in group.folder.iterdir()) == ["step-0000000010", "step-0000000020"]
     assert group.save(30) is not None
@@ -831,7 +832,7 @@ def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -
     group = drives.WorkerGroup(tmp_path / "run")
     group.temporary(10).mkdir(parents=True)
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 40_000)
+    monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: 40_000)
     manifest = drives.manifest(10, 1, 2)
     assert disk_space.shortage(group.checkpoints, manifest, 100_000) == ""
     assert "(100.1 kB needed, 40.0 kB free)" in disk_space.shortage(group.checkpoints, manifest, 100_100)

@@ -336,7 +336,7 @@ def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys,
         raise error
 
     monkeypatch.setattr("jobs.commands.status.status", fail)
-    monkeypatch.setattr("jobs.command_line.campaigns.load_campaign", fail)
+    monkeypatch.setattr("pipeline.config.read_recipe", fail)
     assert main(words) == code
     assert capsys.readouterr().err.startswith(message)
 

@@ -376,7 +376,7 @@ def alone(tmp_path, monkeypatch) -> Any:
         return True
 
     job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, storage=Folder(tmp_path))
-    telemetry = SimpleNamespace(say=said.append, report=report)
+    telemetry = SimpleNamespace(log=said.append, report=report)
     cfg = TrainConfig(steps=100, evaluate_every=10)
     price = async_evaluation.LoopPrice(is_reported=True)
     return SimpleNamespace(rank=0, job=job, cfg=cfg, telemetry=telemetry, steps=100, loop_price=price, said=said)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say, show
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, Waiting, make_group, say, show
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
@@ -78,36 +78,36 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
-    # At once: to import torch takes seconds, and so may what follows.
-    print(f"plan: reading {recipe} …", file=sys.stderr, flush=True)
-    from jobs.commands import plan
-    from jobs.recipe import render
-    from jobs.recipe.validate import refuse, validate_all
-    from jobs.resolved_recipe import INPUTS, MEMORY
-    from jobs.run.stale_evaluations import with_new_evaluations
-    from jobs.run.sync import looked_at
+    # To import torch takes seconds, and so may what follows.
+    with Waiting(f"plan: reading {recipe} …") as waiting:
+        from jobs.commands import plan
+        from jobs.recipe import render
+        from jobs.recipe.validate import refuse, validate_all
+        from jobs.resolved_recipe import INPUTS, MEMORY
+        from jobs.run.stale_evaluations import with_new_evaluations
+        from jobs.run.sync import looked_at
 
-    loaded = load_campaign(recipe, overrides)
-    if resolved:
-        # YAML ends its last line itself.
-        print(render.resolved(loaded), end="")
-        return
-    assumed = plan.Assumptions(gpu, price, mtbf)
-    with looked_at(loaded.storage) as folder:
-        loaded = with_new_evaluations(replace(loaded, run=folder))
-        # As `run` does before its first stage: a plan promises nothing that would be refused.
-        results = validate_all(loaded, loaded.stages, fresh=fresh)
-        refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-        show(plan.plan(loaded, assumed, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True)))
-        show([result.text for result in results if result.level != "FAIL"])
-        # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
-        missing = [result for result in results if result.subject == INPUTS]
-        if missing and without_data:
-            refuse(result for result in results if result not in missing)
-            absent = f"{len(missing)} missing inputs"
-            show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
-        else:
-            refuse(results)
+        loaded = load_campaign(recipe, overrides)
+        if resolved:
+            # YAML ends its last line itself.
+            print(render.resolved(loaded), end="")
+            return
+        assumed = plan.Assumptions(gpu, price, mtbf)
+        with looked_at(loaded.storage) as folder:
+            loaded = with_new_evaluations(replace(loaded, run=folder))
+            # As `run` does before its first stage: a plan promises nothing that would be refused.
+            results = validate_all(loaded, loaded.stages, fresh=fresh)
+            refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+            show(plan.plan(loaded, assumed, waiting.now))
+            show([result.text for result in results if result.level != "FAIL"])
+            # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+            missing = [result for result in results if result.subject == INPUTS]
+            if missing and without_data:
+                refuse(result for result in results if result not in missing)
+                absent = f"{len(missing)} missing inputs"
+                show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
+            else:
+                refuse(results)
 
 
 @commands.command()

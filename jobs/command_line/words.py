@@ -1,11 +1,15 @@
 """The words that several commands take, and the groups that commands stand in."""
 
+import sys
+import threading
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Self
 
 import typer
 
 from data.checks import printable_lines
+
+WAIT_S = 1.0  # after which a wait says what it waits for
 
 # `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
@@ -36,3 +40,24 @@ def show(lines: Iterable[str]) -> None:
 def say(line: str) -> None:
     """Print a line at once, without what a terminal would obey."""
     print(printable_lines(line), flush=True)
+
+
+class Waiting:
+    """Prints to stderr what a command waits for, where a wait within its block takes longer than WAIT_S."""
+
+    def __init__(self, text: str) -> None:
+        self.timer = threading.Timer(0, str)
+        self.now(text)
+
+    def now(self, text: str) -> None:
+        """Wait for something else from now on."""
+        self.timer.cancel()
+        self.timer = threading.Timer(WAIT_S, print, [printable_lines(text)], {"file": sys.stderr, "flush": True})
+        self.timer.daemon = True
+        self.timer.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.cancel()

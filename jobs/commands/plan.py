@@ -120,42 +120,55 @@ def first_lines(stages: "Sequence[TrainedStage]", assumed: Assumptions) -> list[
             "time    no time of training",
             "cost    no worker-hours of training",
         ]
-    # 1. Whether it fits: the stage that needs the most decides.
-    known = [stage for stage in stages if stage.device_bytes]
-    too_large = [stage.name for stage in stages if not stage.fits]
-    unknown = [stage.name for stage in stages if stage.fits and not stage.device_bytes]
+    # 1. What the stages come to together.
+    largest = stages[0]  # that needs the most
+    too_large = []
+    not_traced = []
+    timed = []
+    untimed = []
+    least_s = most_s = least_hours = most_hours = failures = 0.0
+    for stage in stages:
+        if stage.device_bytes > largest.device_bytes:
+            largest = stage
+        if not stage.fits:
+            too_large.append(stage.name)
+        elif not stage.device_bytes:
+            not_traced.append(stage.name)
+        if not stage.most_s:
+            untimed.append(stage.name)
+            continue
+        timed.append(stage)
+        failures += stage.failures
+        least_s += stage.least_s
+        most_s += stage.most_s
+        least_hours += stage.least_s * stage.world / HOUR_S
+        most_hours += stage.most_s * stage.world / HOUR_S
+
+    # 2. Whether they fit: the largest decides.
+    fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
     if too_large:
         fits = f"NO: of {', '.join(too_large)} a worker needs more than there is"
-    elif not known:
+    elif not largest.device_bytes:
         fits = "not known"
+    elif largest.limit:
+        fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
+    elif largest.is_gpu:
+        fits = f"not known: {fits}; cluster.gpu_memory_gb=…, or --gpu, says what there is"
     else:
-        largest = max(known, key=lambda stage: stage.device_bytes)
-        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
-        if largest.limit:
-            fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
-        else:
-            way_out = "; cluster.gpu_memory_gb=…, or --gpu, says what there is" if largest.is_gpu else " of its node's"
-            fits = f"not known: {fits}{way_out}"
-    if unknown:
-        fits += f"; of {', '.join(unknown)} it is not known"
+        fits = f"not known: {fits} of its node's"
+    if not_traced:
+        fits += f"; of {', '.join(not_traced)} it is not known"
 
-    # 2. How long: the sum over the stages, a range where one is estimated.
-    timed = [stage for stage in stages if stage.most_s]
-    untimed = [stage for stage in stages if not stage.most_s]
+    # 3. How long and how much: a range where one of them is estimated.
     if not timed:
-        return [f"fits    {fits}", f"time    not known: {untimed[0].no_time}", "cost    not known without the time"]
-    time = span(sum(stage.least_s for stage in timed), sum(stage.most_s for stage in timed))
-    time += f" for {counted(len(timed), 'trained stage')}"
-    if any(stage.is_estimate for stage in timed):
+        return [f"fits    {fits}", f"time    not known: {stages[0].no_time}", "cost    not known without the time"]
+    time = f"{span(least_s, most_s)} for {counted(len(timed), 'trained stage')}"
+    if least_s < most_s:
         time = f"ESTIMATE, not measured: {time}, without saves and failures"
     elif assumed.mtbf_hours is not None:
-        time += f" with {sum(stage.failures for stage in timed):.1f} failures"
+        time += f" with {failures:.1f} failures"
     if untimed:
-        time += f"; NOT known of {', '.join(stage.name for stage in untimed)}"
-
-    # 3. How much.
-    least_hours = sum(stage.least_s * stage.world for stage in timed) / HOUR_S
-    most_hours = sum(stage.most_s * stage.world for stage in timed) / HOUR_S
+        time += f"; NOT known of {', '.join(untimed)}"
     return [f"fits    {fits}", f"time    {time}", f"cost    {bill(least_hours, most_hours, assumed.price)}"]
 
 
@@ -188,7 +201,12 @@ def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
         if stage.kind is not sweep.KIND and part not in stage.chosen:
             lines.append(f"  reads   {part} = {value}")
     if stage.model is not None:
-        lines.append(f"  model   {model_line(stage)}")
+        model = stage.model
+        size = "×".join(str(side) for side in model.image_size)
+        lines.append(
+            f"  model   {model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} parameters, "
+            f"{models.macs_of(model) / 1e9:.3f} GMACs an image"
+        )
     # What a finished stage was made from is needed no more.
     if campaign.done(stage) is None:
         for message in stage.missing:
@@ -198,7 +216,13 @@ def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
     if len(stage.known) < len(stage.chosen):
         lines.append("  chosen  until then the lines below have the first of these values")
     if stage.kind is sweep.KIND:
-        lines.append(f"  table   {table_line(stage.config)}")
+        # What the table of a sweep will be made of, and what it is for.
+        cfg = stage.config
+        rows = {run.row for run in cfg.runs.values()}
+        line = f"  table   {len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}"
+        if cfg.chooses:
+            line += f": chooses {sweep.TIES}"
+        lines.append(line)
     for line in class_names.lines(stage, Available(campaign)):
         lines.append(f"  {line}")
     return lines
@@ -228,24 +252,6 @@ def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
     return "would run"
 
 
-def table_line(cfg: sweep.Config) -> str:
-    """Say what the table of a sweep will be made of, and what it is for."""
-    rows = list(dict.fromkeys(run.row for run in cfg.runs.values()))
-    line = f"{len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}"
-    if cfg.chooses:
-        line += f": chooses {sweep.TIES}"
-    return line
-
-
-def model_line(stage: Stage) -> str:
-    config = stage.model
-    size = "×".join(str(side) for side in config.image_size)
-    return (
-        f"{config.family} {size} px, {config.classes} classes, {models.parameters_of(config):,} parameters, "
-        f"{models.macs_of(config) / 1e9:.3f} GMACs an image"
-    )
-
-
 # ------------------------------------------------------------------------------------------------ a trained stage
 
 
@@ -273,7 +279,6 @@ class TrainedStage:
     fits: bool = True  # as far as is known
     least_s: float = 0.0  # that the stage takes, at the least and at the most; 0: not known
     most_s: float = 0.0
-    is_estimate: bool = False
     failures: float = 0.0  # to be expected
     no_time: str = "the data or the model is not there yet"  # why it is not known how long it takes
 
@@ -323,9 +328,10 @@ class TrainedStage:
             self.lines.append("model   not known: the weights that it starts from are missing")
             return
         whole = models.training_flops(self.stage.model, self.steps * cfg.batch_size)
-        in_order = phases(cfg.thinning, self.steps, self.stage.model)
-        self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
+        self.flops = whole
         if cfg.thinning.is_on:
+            in_order = phases(cfg.thinning, self.steps, self.stage.model)
+            self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
             share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
             self.lines.append(f"compute {self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
             for phase in in_order:
@@ -434,7 +440,7 @@ class TrainedStage:
         elif not self.is_gpu and self.campaign.cluster.backend == "processes":
             self.limit = memory_free() // self.fewest
             self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
-        self.log(f"{self.name}: what a step needs of memory …")
+        self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
         try:
             self.cfg = cfg = memory.with_blocks(cfg, self.stage.model, is_gpu=has_gpu)
             need = memory.memory_need(cfg, self.stage.model, self.fewest, is_gpu=has_gpu)
@@ -489,9 +495,11 @@ class TrainedStage:
             "transfer": trial.transfer_s,
         }
         # Another world's step is divided as the trial's was.
-        shares = ", ".join(f"{name} {milliseconds(part / trial.step_s * step_s)}" for name, part in parts.items())
+        shares = []
+        for name, part in parts.items():
+            shares.append(f"{name} {milliseconds(part / trial.step_s * step_s)}")
         self.lines.append(
-            f"time    {milliseconds(step_s)} a step on {counted(self.world, 'worker')}: {shares}; "
+            f"time    {milliseconds(step_s)} a step on {counted(self.world, 'worker')}: {', '.join(shares)}; "
             f"{amount(rate.images_per_s)} images/s ({rate.source}; {trial.hardware}, "
             f"{trial.memory_gib:.1f} GiB at most)"
         )
@@ -531,7 +539,6 @@ class TrainedStage:
         flops_of_an_image = self.flops / (self.steps * self.cfg.batch_size)
         low, high = estimated_rates(flops_of_an_image, gpu, self.world)
         images = self.steps * self.cfg.batch_size + self.evaluated_images() / 3
-        self.is_estimate = True
         self.least_s = images / high
         self.most_s = images / low
         self.lines.append(

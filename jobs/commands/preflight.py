@@ -118,7 +118,10 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
             continue
         if stage.kind.trains and stage.model is not None:
             stages.append(stage_requirements(campaign, stage, world))
-        for path in set_paths(campaign, stage):
+        for value, reads in stage.kind.inputs_of(stage.config).values():
+            if reads is not Reads.SET:
+                continue
+            path = campaign.resolve(value) or ""
             index = index_if_made(path)
             if index is None:
                 not_made.append(path)
@@ -141,16 +144,6 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         not_made=sorted(set(not_made)),
         unused_gpus=unused_gpus,
     )
-
-
-def set_paths(campaign: Campaign, stage: Stage) -> list[str]:
-    """Return the absolute paths of the sets that a stage reads."""
-    paths = []
-    for value, reads in stage.kind.inputs_of(stage.config).values():
-        path = campaign.resolve(value)
-        if reads is Reads.SET and path is not None:
-            paths.append(path)
-    return paths
 
 
 def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) -> StageRequirements:

@@ -14,7 +14,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import ConfigError, DataError
@@ -34,47 +34,55 @@ from pipeline.versions import git_commit
 def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> None:
     """Try each stage that trains, or the one that is named, and keep what was measured.
 
-    Raises ConfigError where no stage is to be tried, DataError where none can be; as a run's stage otherwise.
+    Raises ConfigError where no stage takes steps, DataError where none can be tried; else as a run's stage does.
     """
     campaign = resolve_sweep(campaign)
-    stages = stages_to_try(campaign, only)
-    problems = {}
-    for stage in stages:
-        problem = what_is_missing(campaign, stage)
-        if problem:
-            problems[stage.name] = problem
-            say(f"{stage.name}   not tried: {problem}")
-    if len(problems) == len(stages):
-        raise DataError("no stage can be tried: " + "\n  ".join(f"{name}: {text}" for name, text in problems.items()))
-    if campaign.cluster.backend == "ray":
-        backends.connect(campaign.cluster)
-    try:
-        for stage in stages:
-            if stage.name not in problems:
-                try_stage(campaign, stage, say)
-    finally:
-        # Ray is imported only where it was needed; without it there is no cluster to leave.
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
-
-
-def stages_to_try(campaign: Campaign, only: str | None) -> Sequence[Stage]:
-    """Return the trained stages, or the one that is named. Raises ConfigError where there is none."""
+    # 1. Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
+    stages: dict[str, Stage] = {}
+    for stage in campaign.stages:
+        if stage.kind.trains and only is None:
+            stages.setdefault(trial_key(campaign, stage) or stage.name, stage)
     if only is not None:
         stage = campaign.stage(only)
         if not stage.kind.trains:
             raise ConfigError(
-                f"{only} is a stage of kind {stage.kind.name}, which takes no steps\n  name one that trains"
+                f"{only} is a stage of kind {stage.kind.name}, which takes no steps: name one that trains"
             )
-        return [stage]
-    # Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
-    stages: dict[str, Stage] = {}
-    for stage in campaign.stages:
-        if stage.kind.trains:
-            stages.setdefault(trial_key(campaign, stage) or stage.name, stage)
+        stages[only] = stage
     if not stages:
         raise ConfigError("the recipe trains nothing: there are no steps to try")
-    return list(stages.values())
+
+    # 2. What lacks its data is named, and the rest is tried all the same.
+    to_try = []
+    problems = []
+    for stage in stages.values():
+        unmade = None
+        for value, _weight in stage.config.data.sets().values():
+            path = campaign.resolve(value)
+            if path is None or index_if_made(path) is None:
+                unmade = path
+        if unmade is not None:
+            problem = f"{unmade} is not there yet; type python -m jobs.pack RECIPE, or run the campaign first"
+        elif stage.model is None:
+            problem = "the weights that it starts from are not there, and they say which model it is"
+        else:
+            to_try.append(stage)
+            continue
+        problems.append(f"{stage.name}: {problem}")
+        say(f"{stage.name}   not tried: {problem}")
+    if not to_try:
+        raise DataError("no stage can be tried: " + "\n  ".join(problems))
+
+    # 3. The steps, on one cluster for all.
+    if campaign.cluster.backend == "ray":
+        backends.connect(campaign.cluster)
+    try:
+        for stage in to_try:
+            try_stage(campaign, stage, say)
+    finally:
+        # Ray is imported only where it was needed; without it there is no cluster to leave.
+        if "jobs.cluster.ray_backend" in sys.modules:
+            backends.disconnect()
 
 
 def trial_key(campaign: Campaign, stage: Stage) -> str:
@@ -85,24 +93,14 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     return key_of(stage.config, stage.model, sets)
 
 
-def what_is_missing(campaign: Campaign, stage: Stage) -> str:
-    """Return what a stage lacks to take steps, and what to type; "" where it lacks nothing."""
-    for value, _weight in stage.config.data.sets().values():
-        path = campaign.resolve(value)
-        if path is None or index_if_made(path) is None:
-            return f"its data is not there yet ({value}); type python -m jobs.pack RECIPE, or run the campaign first"
-    if stage.model is None:
-        return "its model is not known: the weights that it starts from are missing"
-    return ""
-
-
-def short_config(campaign: Campaign, stage: Stage) -> TrainConfig:
-    """Return the config of a trial: the stage's own, but for its length, its saves and its evaluations."""
+def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
+    """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
+    # 1. The stage's own config, but for its length, its saves and its evaluations.
     cfg: TrainConfig = stage.config
     init = campaign.resolve(cfg.init)
     # Steps take the same time from any weights.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
-    return dataclasses.replace(
+    cfg = dataclasses.replace(
         cfg,
         steps=STEPS,
         passes=None,
@@ -117,10 +115,7 @@ def short_config(campaign: Campaign, stage: Stage) -> TrainConfig:
         init=cfg.init if has_weights else None,
     )
 
-
-def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
-    """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
-    cfg = short_config(campaign, stage)
+    # 2. The steps, as `run` would have the workers take them.
     workers = counted(campaign.cluster.most, "worker")
     say(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
     with temporary_run(campaign.run) as folder:
@@ -148,7 +143,10 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
             stage.kind.run(cfg, context)
             records = read_metrics(directory, kind=None)
         finally:
+            # Nothing stays in a bucket either.
             context.storage.delete(context.storage.list())
+
+    # 3. What they took.
     result = Trial(
         stage=stage.name,
         key=trial_key(campaign, stage),

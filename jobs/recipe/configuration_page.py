@@ -88,7 +88,14 @@ def comments_of(kind: Kind) -> dict[str, str]:
     """Return the comments of the fields that the class itself declares."""
     # From the source, because Python forgets comments; an indented class alone would not parse.
     source = textwrap.dedent(inspect.getsource(kind))
-    beside, above = comments_by_line(source)
+    beside: dict[int, str] = {}  # line → comment beside code
+    above: dict[int, str] = {}  # line → comment on a line of its own
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = TOOL_COMMENTS.sub("", token.string).strip("# ")
+        if token.type == tokenize.COMMENT and text:
+            has_own_line = token.line.lstrip().startswith("#")
+            (above if has_own_line else beside)[token.start[0]] = text
+
     definition = ast.parse(source).body[0]
     assert isinstance(definition, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -101,46 +108,17 @@ def comments_of(kind: Kind) -> dict[str, str]:
         while line in above:
             lines_above.insert(0, above[line])
             line -= 1
-        parts = [" ".join(lines_above), beside.get(node.end_lineno, ""), *comments_of_values(node, beside)]
+        parts = [" ".join(lines_above), beside.get(node.end_lineno, "")]
+        # The values of a Literal may stand on a line each, with a comment beside them.
+        for value in ast.walk(node.annotation):
+            if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+                continue
+            # A comment on the field's last line is of the field, whatever else stands on that line.
+            if value.lineno in beside and value.lineno != node.end_lineno:
+                parts.append(f"`{value.value}`: {beside[value.lineno]}")
         text = "; ".join(filter(None, parts))
         texts[node.target.id] = text.replace("None:", "`null`:")  # a recipe is YAML
     return texts
-
-
-def comments_by_line(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Return ({line: comment beside code}, {line: comment on a line of its own}), lines counted from 1."""
-    beside: dict[int, str] = {}
-    above: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = TOOL_COMMENTS.sub("", token.string).strip("# ")
-        if token.type != tokenize.COMMENT or not text:
-            continue
-        line = token.start[0]
-        if token.line.lstrip().startswith("#"):
-            above[line] = text
-        else:
-            beside[line] = text
-    return beside, above
-
-
-def comments_of_values(node: ast.AnnAssign, beside: Mapping[int, str]) -> list[str]:
-    """Return "`value`: comment" for the values of a Literal that stand on a line each."""
-    parts = []
-    for value in ast.walk(node.annotation):
-        if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
-            continue
-        # A comment on the field's last line is of the field, whatever else stands on that line.
-        if value.lineno in beside and value.lineno != node.end_lineno:
-            parts.append(f"`{value.value}`: {beside[value.lineno]}")
-    return parts
-
-
-def docstring(kind: Kind) -> str:
-    """Return the first paragraph of what the class says of itself; "" where it says nothing."""
-    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    text = ast.get_docstring(definition) or ""
-    return " ".join(text.partition("\n\n")[0].split())
 
 
 # ------------------------------------------------------------------------------------------------ keys
@@ -160,47 +138,45 @@ def sections_of(
     inside: list[Iterator[Section]] = []
     for field in dataclasses.fields(kind):
         name = prefix + field.name
+        hint = hints[field.name]
         resume = tag_of_field.get(field.name, outer)
-        default = default_of(field, defaults)
-        meaning = texts[field.name]
-        inner = section_kind(hints[field.name])
+        default: object = field.default
+        if defaults is not None:
+            default = getattr(defaults, field.name)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        written = "required" if default == "???" else f"`{flow_yaml(default)}`"
+        inner = section_kind(hint)
         if inner is None:
-            values = values_text(hints[field.name], field.name)
-            keys.append(Key(name, yaml_text(default), values, resume, meaning))
-        elif is_number_or_section(hints[field.name]):
-            keys.append(Key(name, yaml_text(default), "whole number, or section", resume, meaning))
+            values = type_text(hint, vit.CHOICES.get(field.name))
+            for end, unit in UNITS.items():
+                if field.name.endswith(end):
+                    values = f"{values}, {unit}"
+        elif is_number_or_section(hint):
+            values = "whole number, or section"
             inside.append(sections_of(inner, None, f"{name}.", resume))
-        elif is_named(hints[field.name]):
-            keys.append(Key(name, yaml_text(default), "sections by name", resume, meaning))
+        elif is_named(hint):
+            values = "sections by name"
             inside.append(sections_of(inner, None, f"{name}.<name>.", resume))
         else:
             assert dataclasses.is_dataclass(default) and not isinstance(default, type)
-            keys.append(Key(name, "see below", "section", resume, meaning))
+            written = "see below"
+            values = "section"
             # Inner tables come after this one: a reader meets the section's row before its keys.
             inside.append(sections_of(inner, default, f"{name}.", resume))
-    yield Section(prefix.rstrip("."), docstring(kind), keys)
+        keys.append(Key(name, written, values, resume, texts[field.name]))
+
+    # The first paragraph of what the class says of itself; dataclasses write a docstring where there is none.
+    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    meaning = (ast.get_docstring(definition) or "").partition("\n\n")[0]
+    yield Section(prefix.rstrip("."), " ".join(meaning.split()), keys)
     for sections in inside:
         yield from sections
 
 
-def default_of(field: dataclasses.Field[Any], defaults: ConfigDataclass | None) -> object:
-    """Return a field's value in `defaults`, or its own default."""
-    if defaults is not None:
-        return getattr(defaults, field.name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def yaml_text(value: object) -> str:
-    """Return a default as it would stand in a recipe."""
-    if value == "???":
-        return "required"
-    return f"`{flow_yaml(value)}`"
-
-
 def flow_yaml(value: object) -> str:
-    """Return a value as YAML on one line."""
+    """Return a default as it would stand in a recipe, on one line."""
     if value is None:
         return "null"
     # Before numbers: a bool is an int to Python, and YAML writes it in small letters.
@@ -211,45 +187,29 @@ def flow_yaml(value: object) -> str:
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(flow_yaml, value)) + "]"
-    if value == "":
-        return '""'
-    return str(value)
+    return '""' if value == "" else str(value)
 
 
-def values_text(hint: object, name: str) -> str:
-    """Return a field's type in words, with its unit: "number or `null`, seconds"."""
-    allowed = vit.CHOICES.get(name)  # models check their choices themselves: their fields are plain texts
-    text = type_text(hint)
-    if allowed is not None and text.startswith("text"):
-        text = text.replace("text", choice_text(allowed), 1)
-    for end, unit in UNITS.items():
-        if name.endswith(end):
-            text = f"{text}, {unit}"
-    return text
+def type_text(hint: object, choices: tuple[str, ...] | None = None) -> str:
+    """Return a type in words: "number or `null`", "`a`, `b` or `c`".
 
-
-def type_text(hint: object) -> str:
-    """Return a type in words."""
+    `choices` are those of a plain text which its own class checks, as models do.
+    """
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin in (Union, UnionType):
-        named = [type_text(argument) for argument in arguments if argument is not NoneType]
+        named = [type_text(argument, choices) for argument in arguments if argument is not NoneType]
         return ", or ".join([*named, "`null`"])
     if origin is Literal:
-        return choice_text(arguments)
+        choices = arguments
+    if choices is not None and (origin is Literal or hint is str):
+        *others, last = [f"`{choice}`" for choice in choices]
+        return f"{', '.join(others)} or {last}" if others else last
     if origin is list or (origin is tuple and Ellipsis in arguments):
         return f"list of {PLURALS[arguments[0]]}"
     if origin is tuple:
         return f"list of {len(arguments)} {PLURALS[arguments[0]]}"
     return TYPES[origin or hint]
-
-
-def choice_text(choices: tuple[str, ...]) -> str:
-    """Return what may be chosen from: "`a`, `b` or `c`"."""
-    quoted = [f"`{choice}`" for choice in choices]
-    if len(quoted) == 1:
-        return quoted[0]
-    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
 
 
 # ------------------------------------------------------------------------------------------------ the page

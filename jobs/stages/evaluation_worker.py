@@ -21,10 +21,10 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
-from data.bucket import open_storage
 from data.checks import printable_lines
 from data.errors import Preempted
 from data.remote.cache import CacheConfig
+from data.storage import open_storage
 from jobs.attempts.supervisor import supervise
 from jobs.context import Context
 from jobs.stages import any_weights

@@ -32,8 +32,15 @@ from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, need_if_traced, with_blocks
-from pipeline.plan.memory_remedies import check_fits, smaller_micro_batches
+from pipeline.plan.memory import (
+    GIB,
+    BudgetTooSmall,
+    blocks_of,
+    check_fits,
+    need_if_traced,
+    smaller_micro_batches,
+    with_blocks,
+)
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.train import train
 from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model

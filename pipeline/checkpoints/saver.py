@@ -161,7 +161,7 @@ class Saver:
         dist.all_gather_object(results, self.result)
         decision = [Decision(None)]
         if dist.get_rank() == 0:
-            decision = [self.checkpoints.commit(self.manifest, results, self.telemetry.say)]
+            decision = [self.checkpoints.commit(self.manifest, results, self.telemetry.log)]
         now = time.monotonic()
         took_s = now - self.began
         stalled_s = self.snapshot_s + now - finish_began
@@ -239,7 +239,7 @@ class Saver:
             return
         self.deleting.join(DELETING_S)
         if self.deleting.is_alive():
-            self.telemetry.say(
+            self.telemetry.log(
                 f"old checkpoints are still being deleted under {self.checkpoints.address} after {DELETING_S:.0f} s; "
                 "the run goes on, and does not have their room yet"
             )
@@ -251,9 +251,9 @@ class Saver:
                 before.join()
             self.checkpoints.prune(self.keep, self.keep_every, self.needed())
         except (OSError, StorageError) as error:
-            self.telemetry.say(f"old checkpoints stay: {error}")
+            self.telemetry.log(f"old checkpoints stay: {error}")
         except Exception as error:  # of a thread nobody else would hear it
-            self.telemetry.say(f"old checkpoints stay: {type(error).__name__}: {error}")
+            self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
     def newest(self) -> Chosen:
         """Return the newest checkpoint, its files on this node; rank 0 alone. Raises CheckpointError, StorageError."""

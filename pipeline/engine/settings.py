@@ -165,7 +165,7 @@ def merge_file(ours: Settings, path: str, zero: int) -> dict[str, Any]:
     for key, value in user.items():
         if key == "zero_optimization":
             merged[key] = merge_zero(ours[key], value, zero, where)
-        elif says_nothing(key, value, ours):
+        elif changes_nothing(key, value, ours):
             continue
         elif key == "communication_data_type" and "bf16" in ours:
             require(
@@ -175,7 +175,17 @@ def merge_file(ours: Settings, path: str, zero: int) -> dict[str, Any]:
             merged[key] = value
         else:
             refuse(key, value, ours, where)
-    check_values(merged["zero_optimization"], where)
+    zero_section = merged["zero_optimization"]
+    try:
+        check_zero_section(zero_section)
+    except ValueError as error:  # pydantic's ValidationError is one
+        first = {"loc": (), "msg": str(error)}
+        if hasattr(error, "errors"):
+            first = error.errors()[0]
+        refused = first["loc"]  # the way to the value that is refused; () where it is the section
+        value = zero_section.get(str(refused[-1])) if refused else zero_section
+        path_of_key = ".".join(["zero_optimization", *map(str, refused)])
+        raise ConfigError(f"{where}: {path_of_key} is {value!r}\n  DeepSpeed says: {first['msg']}") from None
     return merged
 
 
@@ -211,7 +221,7 @@ def merge_zero(ours: Settings, section: object, zero: int, where: str) -> dict[s
     merged = dict(ours)
     for key, value in section.items():
         if key not in TUNING:
-            if not says_nothing(key, value, ours):
+            if not changes_nothing(key, value, ours):
                 refuse(key, value, ours, where, name)
             continue
         stages = TUNING[key]
@@ -224,7 +234,7 @@ def merge_zero(ours: Settings, section: object, zero: int, where: str) -> dict[s
     return merged
 
 
-def says_nothing(key: str, value: object, ours: Settings) -> bool:
+def changes_nothing(key: str, value: object, ours: Settings) -> bool:
     """Return whether a key changes nothing: it has our value, is "auto" where we have one, or is off."""
     if key in ours or key in DERIVED:
         # In Python True equals 1; in a file it is a mistake.
@@ -239,7 +249,7 @@ def says_nothing(key: str, value: object, ours: Settings) -> bool:
     settings = ours[key]
     if not isinstance(settings, Mapping):
         return False
-    return all(says_nothing(inner_key, inner_value, settings) for inner_key, inner_value in value.items())
+    return all(changes_nothing(inner_key, inner_value, settings) for inner_key, inner_value in value.items())
 
 
 def refuse(key: str, value: object, ours: Settings, where: str, section: str = "") -> None:
@@ -267,33 +277,9 @@ def refuse(key: str, value: object, ours: Settings, where: str, section: str = "
     raise ConfigError(f"{where}: {path} may not stand there\n  expected {allowed}; leave it out")
 
 
-def check_values(section: Settings, where: str) -> None:
-    """Raise ConfigError where DeepSpeed's own schema refuses a value of zero_optimization."""
-    try:
-        check_zero_section(section)
-    except ValueError as error:  # pydantic's ValidationError is one
-        first = {"loc": (), "msg": str(error)}
-        if hasattr(error, "errors"):
-            first = error.errors()[0]
-        path = first["loc"]  # to what is refused; () where it is the section
-        value: object = section
-        if path:
-            value = section.get(str(path[-1]))
-        key = ".".join(["zero_optimization", *map(str, path)])
-        raise ConfigError(f"{where}: {key} is {value!r}\n  DeepSpeed says: {first['msg']}") from None
-
-
 def bucket_size(parameters: int) -> int:
     """Return the elements of a bucket where the user's own DeepSpeed file does not say it."""
     return min(parameters, MOST_IN_A_BUCKET)
-
-
-def overlaps(zero_optimization: Mapping[str, Any]) -> bool:
-    """Return whether sums go on while the backward pass does: at ZeRO 3, or where the user's DeepSpeed file says so."""
-    asked = zero_optimization.get("overlap_comm")
-    if asked is None:
-        return bool(zero_optimization["stage"] == 3)
-    return bool(asked)
 
 
 def reduction_line(zero_optimization: Mapping[str, Any], parameters: int, world: int, exact_parts: int = 0) -> str:
@@ -313,6 +299,9 @@ def reduction_line(zero_optimization: Mapping[str, Any], parameters: int, world:
     if buckets == 1:
         pieces = f"one bucket of {parameters / 1e6:,.3g} million gradients"
     when = "the backward pass waits for each (overlap_comm off)"
-    if overlaps(zero_optimization):
+    overlaps = zero_optimization.get("overlap_comm")
+    if overlaps is None:  # left open, DeepSpeed overlaps at ZeRO 3 alone
+        overlaps = zero_optimization["stage"] == 3
+    if overlaps:
         when = "while the backward pass goes on (overlap_comm on)"
     return f"{pieces}, {memory_text(size * 4)} each; {when}"

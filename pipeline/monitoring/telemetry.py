@@ -239,8 +239,8 @@ class Telemetry:
             # Flushed every 10 s, so that a run that is killed loses little of its curves.
             self.tensorboard = SummaryWriter(str(directory / "tensorboard"), flush_secs=10)
 
-    def say(self, text: str) -> None:
-        """Write one line for people, from any worker."""
+    def log(self, text: str) -> None:
+        """Write a line for people, from any worker."""
         prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
         self._append("log.txt", f"{prefix}{printable_lines(text)}\n")
 
@@ -253,12 +253,16 @@ class Telemetry:
             return True
         record = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **values}
         is_written = self._append("metrics.jsonl", json.dumps(without_nan(record), allow_nan=False) + "\n")
+        # TensorBoard sorts the groups by name, and the curves within a group, and opens the first group alone: its page
+        # begins with "1 train/1 loss".
+        group = TENSORBOARD_GROUPS.get(kind, kind)
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
-                    self.tensorboard.add_scalar(tensorboard_tag(kind, name), value, values["step"])
+                    curve = "1 loss" if (kind, name) == ("train", "loss") else name
+                    self.tensorboard.add_scalar(f"{group}/{curve}", value, values["step"])
         if line:
-            self.say(line)
+            self.log(line)
         return is_written
 
     def sync(self) -> None:
@@ -295,17 +299,6 @@ def without_nan(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def tensorboard_tag(kind: str, name: str) -> str:
-    """Return the name of a curve: of all curves, TensorBoard's page begins with "1 train/1 loss".
-
-    It sorts the groups by name, and the curves within a group, and opens the first group alone.
-    """
-    group = TENSORBOARD_GROUPS.get(kind, kind)
-    if (kind, name) == ("train", "loss"):
-        return f"{group}/1 loss"
-    return f"{group}/{name}"
 
 
 def append_whole(path: Path, content: bytes) -> bool:

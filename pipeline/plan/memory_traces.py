@@ -8,6 +8,7 @@ the versions of torch and DeepSpeed, and the sources of `models/`, `pipeline/` a
 """
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import json
@@ -15,8 +16,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,16 +28,25 @@ from data.errors import PatchlineError, StorageError
 from data.files import locked, state_folder, write_whole
 from models import ModelConfig
 from pipeline.config import digest
-from pipeline.plan.live_bytes import Kind
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("models", "pipeline")  # whose code says what a step allocates
 LIBRARIES = ("torch", "deepspeed")
-TRACER = "pipeline.plan.memory_trace"
+TRACER = "pipeline.plan.tracer"
 MOST_MICRO_BATCHES = 2  # that are traced: a third adds its gradients to the same sums as the second
 MOST_KEPT = 1000  # traces, of about 1 kB; every change of the sources makes the older ones useless
 LONGEST_REASON = 300  # characters of what a tracer that failed has said
+
+
+class Kind(enum.IntEnum):
+    """Says what memory is for."""
+
+    STATES = 0  # weights, masters, moments, average: all that lives from the engine's start to its end
+    ACTIVATIONS = 1  # what the forward pass made, or a block's second forward pass in the backward pass
+    GRADIENTS = 2  # gradients, their buckets and sums, and what the optimizer computes on the way
+    GATHERED = 3  # weights that ZeRO 3 has gathered from the other workers
+    IMAGES = 4  # the micro-batch
 
 
 class TraceFailed(PatchlineError):
@@ -121,55 +131,49 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
 
     Raises TraceFailed.
     """
-    folder = traces_folder()
-    step_of_path = {path_of(step): step for step in steps}
-    known = kept_of(step_of_path)
-    if len(known) < len(step_of_path):
-        # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
-        with alone_if_possible(folder):
-            known = kept_of(step_of_path)
-            missing = [path for path in step_of_path if path not in known]
-            answers = run_tracer([step_of_path[path] for path in missing])
-            for path, answer in zip(missing, answers, strict=True):
-                trace = trace_in(answer)
-                if trace is None:
-                    raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
-                known[path] = trace
-            keep(dict(zip(missing, answers, strict=True)), folder)
-    return [known[path_of(step)] for step in steps]
+    known: dict[Path, Trace | None] = {}
+    for step in steps:
+        known[path_of(step)] = kept(path_of(step))
+    if None in known.values():
+        with ExitStack() as around:
+            # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
+            # Where the home is read-only or has no locks, each traces for itself.
+            with suppress(OSError, StorageError):
+                traces_folder().mkdir(parents=True, exist_ok=True)
+                around.enter_context(locked(traces_folder() / "lock"))
+            known |= make_missing(steps)
+    traces = []
+    for step in steps:
+        trace = known[path_of(step)]
+        assert trace is not None
+        traces.append(trace)
+    return traces
 
 
-@contextmanager
-def alone_if_possible(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which a home that is read-only or has no locks does not give; nothing ends for that."""
-    with ExitStack() as around:
-        with suppress(OSError, StorageError):
-            folder.mkdir(parents=True, exist_ok=True)
-            around.enter_context(locked(folder / "lock"))
-        yield
-
-
-def keep(answers: Mapping[Path, str], folder: Path) -> None:
-    """Write down what the tracer has said, and forget traces long unused; where there is no room, that is said."""
+def make_missing(steps: Sequence[StepToTrace]) -> dict[Path, Trace | None]:
+    """Return the traces of these steps by their files; those that are still missing are made and kept."""
+    known: dict[Path, Trace | None] = {}
+    missing = {}
+    for step in steps:
+        known[path_of(step)] = kept(path_of(step))
+        if known[path_of(step)] is None:
+            missing[path_of(step)] = step
+    answers = dict(zip(missing, run_tracer(list(missing.values())), strict=True))
+    for path, answer in answers.items():
+        known[path] = trace_in(answer)
+        if known[path] is None:
+            raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
     try:
         for path, answer in answers.items():
             write_whole(path, answer)
-        forget_unused(folder)
+        # Those that were not used for longest go.
+        by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in by_use[MOST_KEPT:]:
+            path.unlink(missing_ok=True)
     except (OSError, StorageError) as error:
-        logging.getLogger(__name__).warning("%s: traced steps cannot be kept, each plan traces anew: %s", folder, error)
-
-
-def forget_unused(folder: Path) -> None:
-    """Delete the traces that were not used for longest, but for the MOST_KEPT others. Raises OSError."""
-    newest_first = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in newest_first[MOST_KEPT:]:
-        path.unlink(missing_ok=True)
-
-
-def mark_used(path: Path) -> None:
-    """Have a trace count as new, where its folder can be written."""
-    with suppress(OSError):
-        os.utime(path)
+        message = "%s: traced steps cannot be kept, each plan traces anew: %s"
+        logging.getLogger(__name__).warning(message, traces_folder(), error)
+    return known
 
 
 def traces_folder() -> Path:
@@ -183,27 +187,18 @@ def path_of(step: StepToTrace) -> Path:
 
 
 def is_kept(step: StepToTrace) -> bool:
-    """Return whether the step has been traced before."""
+    """Tell whether the step has been traced before."""
     return kept(path_of(step)) is not None
 
 
-def kept_of(paths: Iterable[Path]) -> dict[Path, Trace]:
-    """Return those of these traces that are kept."""
-    known: dict[Path, Trace] = {}
-    for path in paths:
-        trace = kept(path)
-        if trace is not None:
-            known[path] = trace
-    return known
-
-
 def kept(path: Path) -> Trace | None:
-    """Return a kept trace; None where there is none, or where it is no trace."""
+    """Return a kept trace, which counts as used now; None where there is none, or where it is no trace."""
     try:
         trace = trace_in(path.read_text())
     except (OSError, ValueError):
         return None
-    mark_used(path)
+    with suppress(OSError):
+        os.utime(path)
     return trace
 
 
@@ -211,17 +206,15 @@ def trace_in(answer: str) -> Trace | None:
     """Return the trace that the tracer has written down; None where it is none."""
     try:
         values = json.loads(answer)
-        return Trace(values["start"], moments_of(values["moments"]), moments_of(values["activations"]))
+        found = {}
+        for name in ("moments", "activations"):
+            moments = []
+            for value in values[name]:
+                moments.append(Moment(value["phase"], tuple(value["fixed"]), tuple(value["per_image"])))
+            found[name] = tuple(moments)
+        return Trace(values["start"], **found)
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def moments_of(values: list[dict[str, Any]]) -> tuple[Moment, ...]:
-    """Build moments from JSON."""
-    moments = []
-    for value in values:
-        moments.append(Moment(value["phase"], tuple(value["fixed"]), tuple(value["per_image"])))
-    return tuple(moments)
 
 
 def key_of(step: StepToTrace) -> str:

@@ -94,20 +94,30 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
     Steps up to WARM_UP do not count. Of the saves the first counts: the loop waits for the last one at the stage's end.
     Raises DataError where steps or a save are missing.
     """
-    starts = [record for record in records if record["kind"] == "start"]
-    reports = [record for record in records if record["kind"] == "train"]
-    saves = [record for record in records if record["kind"] == "checkpoint"]
-    later = [report for report in reports if report["step"] - len(report["losses"]) >= WARM_UP]
-    if not starts or not later or not saves:
+    by_kind: dict[str, list[Record]] = {"start": [], "train": [], "checkpoint": []}
+    steps = 0  # that count
+    seconds = 0.0  # of them, without saves and evaluations
+    waits = {"storage": 0.0, "decode": 0.0, "transfer": 0.0}
+    most_gib = 0.0
+    for record in records:
+        by_kind.setdefault(record["kind"], []).append(record)
+        if record["kind"] != "train":
+            continue
+        most_gib = max(most_gib, record["memory_gb"])
+        if record["step"] - len(record["losses"]) >= WARM_UP:
+            steps += len(record["losses"])
+            seconds += record["seconds"] - record["stalled_s"] - record["evaluated_s"]
+            for name in waits:
+                waits[name] += record[f"wait_{name}"] * record["seconds"]
+    starts = by_kind["start"]
+    reports = by_kind["train"]
+    saves = by_kind["checkpoint"]
+    if not starts or not steps or not saves:
         raise DataError(
-            f"{stage}: the trial left {len(later)} reports of steps behind the first {WARM_UP} and {len(saves)} saves, "
-            "expected one of each at least\n  type the same command again"
+            f"{stage}: the trial left {steps} steps behind the first {WARM_UP} and {len(saves)} saves, expected "
+            "some of each\n  type the same command again"
         )
-    steps = sum(len(report["losses"]) for report in later)
-    step_s = sum(report["seconds"] - report["stalled_s"] - report["evaluated_s"] for report in later) / steps
-    waits = {}
-    for name in ("storage", "decode", "transfer"):
-        waits[name] = sum(report[f"wait_{name}"] * report["seconds"] for report in later) / steps
+    step_s = seconds / steps
     first = reports[0]
     return {
         "world": starts[0]["world"],
@@ -115,11 +125,11 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
         "steps": steps,
         "images_per_s": batch_size / step_s,
         "step_s": step_s,
-        "compute_s": step_s - sum(waits.values()),
-        "storage_s": waits["storage"],
-        "decode_s": waits["decode"],
-        "transfer_s": waits["transfer"],
-        "memory_gib": max(report["memory_gb"] for report in reports),
+        "compute_s": step_s - sum(waits.values()) / steps,
+        "storage_s": waits["storage"] / steps,
+        "decode_s": waits["decode"] / steps,
+        "transfer_s": waits["transfer"] / steps,
+        "memory_gib": most_gib,
         "save_stall_s": saves[0]["stalled_s"],
         "save_s": saves[0]["took_s"],
         # From the claim until the first report began.

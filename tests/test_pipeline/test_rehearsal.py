@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import models
-from pipeline.plan.live_bytes import Kind
 from pipeline.plan.memory import memory_need
-from pipeline.plan.memory_traces import step_to_trace
+from pipeline.plan.memory_traces import Kind, step_to_trace
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]

@@ -198,10 +198,8 @@ def test_a_stage_without_its_data_is_not_tried_and_the_others_are_named(tmp_path
     write_whole(file, text)
     assert main(["trial", str(file)]) == 65
     ended = capsys.readouterr()
-    assert (
-        "pretrain   not tried: its data is not there yet (@shards/train); type python -m jobs.pack RECIPE" in ended.out
-    )
-    assert "error: no stage can be tried: pretrain: its data is not there yet" in ended.err
+    assert re.search(r"pretrain   not tried: .*/train is not there yet; type python -m jobs\.pack RECIPE", ended.out)
+    assert re.search(r"error: no stage can be tried: pretrain: .*/train is not there yet", ended.err)
     assert not (tmp_path / "run").exists()
 
 

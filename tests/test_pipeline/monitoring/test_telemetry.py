@@ -153,7 +153,7 @@ def test_a_line_tells_the_speed_of_all_steps_since_the_line_before() -> None:
 def test_only_rank_0_reports_and_every_worker_may_say(tmp_path: Path):
     other = Telemetry(tmp_path, rank=2, attempt=1)
     other.report("train", REPORT)
-    other.say("bad sample 1 replaced: a.tar 7: no JPEG")
+    other.log("bad sample 1 replaced: a.tar 7: no JPEG")
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "log.txt").read_text() == "[worker 2] bad sample 1 replaced: a.tar 7: no JPEG\n"
 
@@ -177,7 +177,7 @@ def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_pa
     run_log = RunLog()
     run_log("pretrain: skipped")
     run_log.stage_file = log
-    Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).say("bad sample 1 replaced")
+    Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).log("bad sample 1 replaced")
     run_log("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
     run_log.poll(attempt, 3)
     assert log.read_text() == (
@@ -299,5 +299,5 @@ def test_no_error_ends_a_command_with_success():
 
 
 def test_a_line_of_the_log_cannot_act_on_a_terminal(tmp_path):
-    Telemetry(tmp_path, 0, 1).say("bad sample a\x1b]0;title\x07: × 3\nthe second line\u202e")
+    Telemetry(tmp_path, 0, 1).log("bad sample a\x1b]0;title\x07: × 3\nthe second line\u202e")
     assert (tmp_path / "log.txt").read_text() == "bad sample a\\x1b]0;title\\x07: × 3\nthe second line\\u202e\n"

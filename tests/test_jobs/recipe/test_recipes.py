@@ -14,9 +14,9 @@ from jobs.command_line.campaigns import RECIPES
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 WITH_SPLITS = ("cifar10", "cifar100", "pets", "flowers102", "vtab")
-SPEC = Path(__file__).parents[2] / "shared" / "reference" / "SPEC.md"
+SPEC = Path(__file__).parents[4] / "shared" / "reference" / "SPEC.md"
 # Table 3 of the paper: models, passes, peak learning rate, decay, weight decay, dropout.
 JFT = ("linear", 0.1, 0.0)
 I21K = (1e-3, "linear", 0.03, 0.1)

@@ -22,13 +22,10 @@ from jobs.__main__ import main
 from jobs.commands.preflight import stage_requirements
 from jobs.recipe.campaign import load
 from pipeline.objectives import patches_to_keep
-from pipeline.plan import memory, memory_remedies, memory_traces
-from pipeline.plan.hidden_buffers import KernelBuffers, copied_by_gloo
-from pipeline.plan.live_bytes import Kind, LiveBytes
-from pipeline.plan.memory import GIB, fewest_blocks, memory_need, recomputed_blocks
-from pipeline.plan.memory_remedies import check_fits
-from pipeline.plan.memory_trace import TracedWorker
-from pipeline.plan.memory_traces import Moment, Trace, step_to_trace
+from pipeline.plan import memory, memory_traces
+from pipeline.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
+from pipeline.plan.memory_traces import Kind, Moment, Trace, step_to_trace
+from pipeline.plan.tracer import LiveBytes, TracedWorker, copied_by_gloo
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Worker
 
@@ -127,7 +124,7 @@ def test_a_squared_error_takes_what_the_trace_has_it_take(tmp_path):
     process.start()
     process.join()
     most, kept = json.loads((tmp_path / "counted.json").read_text())
-    with FakeTensorMode(), LiveBytes() as live, KernelBuffers():
+    with FakeTensorMode(), LiveBytes() as live:
         predictions = torch.zeros(MIB // 4, requires_grad=True)
         answers = torch.zeros(MIB // 4)
         live.events = []
@@ -326,7 +323,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
-    for module in (memory, memory_remedies):
+    for module in (memory, memory_traces):
         if hasattr(module, "traces_of"):
             monkeypatch.setattr(module, "traces_of", refuse)
 
@@ -367,7 +364,7 @@ def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             answers.append(Trace(0, (moment,), (moment,)))
         return answers
 
-    for module in (memory, memory_remedies):
+    for module in (memory, memory_traces):
         if hasattr(module, "traces_of"):
             monkeypatch.setattr(module, "traces_of", traces)
 

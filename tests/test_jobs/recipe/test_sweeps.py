@@ -30,7 +30,7 @@ from pipeline import artifacts
 from pipeline.config import read_recipe
 from pipeline.evaluation import async_evaluation
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 IMAGES = ROOT.parent / "shared" / "images"
 
 RECIPE = """

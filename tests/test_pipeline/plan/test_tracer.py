@@ -19,11 +19,9 @@ from torch.nn.functional import mse_loss
 import models
 from pipeline.optimization import OptimConfig
 from pipeline.plan import memory, memory_traces
-from pipeline.plan.hidden_buffers import GlooBuffers, KernelBuffers, copied_by_gloo
-from pipeline.plan.live_bytes import Kind, LiveBytes
 from pipeline.plan.memory import GIB, memory_need, need_if_traced, recomputed_blocks
-from pipeline.plan.memory_trace import fullest_moments, upper_hull
-from pipeline.plan.memory_traces import Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in
+from pipeline.plan.memory_traces import Kind, Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in
+from pipeline.plan.tracer import LiveBytes, copied_by_gloo, fullest_moments, upper_hull
 from pipeline.training_config import DataConfig, TrainConfig
 
 KIB = 1024
@@ -80,12 +78,12 @@ def test_gloo_copies_what_was_counted_of_it():
 
 def test_what_gloo_copies_lives_as_long_as_the_collective():
     during = []
-    with LiveBytes() as live:
+    with LiveBytes(over_gloo=True) as live:
         live.enter("backward")
         whole = numbers(8)
         half = numbers(4)
         reduce_scatter: Any = Collective("c10d::_reduce_scatter_base_", lambda: during.append(living(live)))
-        GlooBuffers().__torch_dispatch__(reduce_scatter, (), (half, whole))
+        live.__torch_dispatch__(reduce_scatter, (), (half, whole))
     assert during == [{Kind.GRADIENTS: (8 + 4 + 8) * KIB}]
     assert living(live) == {Kind.GRADIENTS: (8 + 4) * KIB}
 
@@ -93,7 +91,7 @@ def test_what_gloo_copies_lives_as_long_as_the_collective():
 @pytest.mark.parametrize(("reduction", "most", "kept"), [("sum", 2, 1), ("mean", 2, 1), ("none", 1, 1)])
 def test_a_squared_error_that_is_added_up_takes_two_tensors_and_keeps_one(reduction, most, kept):
     """KiB, of predictions of 1 KiB: test_a_squared_error_takes_… (slow) counts the sum's with torch's allocator."""
-    with FakeTensorMode(), LiveBytes() as live, KernelBuffers():
+    with FakeTensorMode(), LiveBytes() as live:
         predictions = numbers(1)
         answers = numbers(1)
         live.events = []
