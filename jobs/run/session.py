@@ -70,7 +70,9 @@ def run_campaign(
         for poller in session.pollers:
             poller.close()
         log.close()
-        backends.disconnect()
+        # Ray is imported only where it was needed; without it there is no cluster to leave.
+        if "ray" in sys.modules:
+            backends.disconnect()
 
 
 class Session:
