@@ -2,8 +2,8 @@
 
 Each is a function of the tar shards and of a folder that all of them may fill before they are timed. All crop alike:
 boxes are drawn as tf.image.sample_distorted_bounding_box draws them, by our `inception_box` or by TensorFlow itself
-(tests/test_preprocess.py compares the two), and resized without antialiasing where the library can. All read from the
-page cache, shuffle, flip and give uint8. Only DALI and FFCV draw boxes of their own.
+(tests/test_data/images/test_preprocess.py compares the two), and resized without antialiasing where the library can.
+All read from the page cache, shuffle, flip and give uint8. Only DALI and FFCV draw boxes of their own.
 """
 
 from __future__ import annotations

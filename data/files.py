@@ -39,7 +39,7 @@ OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRIT
 
 
 def state_folder() -> Path:
-    """Where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
+    """Return where a node keeps what it knows about data: `PATCHLINE_CACHE`, or the user's cache folder."""
     base = os.environ.get("PATCHLINE_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "patchline"
 
@@ -102,7 +102,7 @@ def make_folder(path: Path, top: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where this thread of this process writes what will be called `path`."""
+    """Return where this thread of this process writes what will be called `path`."""
     return path.with_name(f".tmp-{os.getpid()}-{get_native_id()}-{path.name}")
 
 
@@ -212,7 +212,7 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
 
 
 def lacking(path: Path, feature: str, error: OSError) -> StorageError:
-    """The error about a file system that cannot do what a run needs of it."""
+    """Return the error about a file system that cannot do what a run needs of it."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
         f"expected: a local disk, or a network file system with flock and hard links (NFS 4, Lustre with -o flock)\n"

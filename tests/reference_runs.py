@@ -199,7 +199,8 @@ def train_all(task: dict[str, Any]) -> list[float]:
 def batches_of(case: Case) -> list[list[np.ndarray]]:
     """Return, for every step, the rows of the training set in each micro-batch, of one worker after the other.
 
-    The order of samples is data/order.py's, which tests/test_order.py holds; how a batch is cut is written out here.
+    The order of samples is data/order.py's, which tests/test_data/test_order.py holds; how a batch is cut is
+    written out here.
     """
     shards = [SHARD_SAMPLES] * (SAMPLES["train"] // SHARD_SAMPLES)
     order = Order(shards, seed=case.plan.seed, batch_size=case.batch_size)

@@ -72,18 +72,13 @@ def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> S
     except torch.OutOfMemoryError:
         raise  # of the GPU: it says nothing about the images
     except RuntimeError:
-        # One bad image costs the whole call: each is decoded alone, to find it.
-        return [decode_alone(source, decode, device) for source in sources]
-
-
-def decode_alone(source: Tensor, decode: Decode, device: torch.device) -> Tensor | None:
-    """Decode an image (3, H, W), None where it is refused."""
-    try:
-        return decode([source], device)[0]
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return None
+        if len(sources) == 1:
+            return [None]
+        # A bad image costs the whole call: each is decoded alone, to find it.
+        images: list[Tensor | None] = []
+        for source in sources:
+            images += decode_all([source], decode, device)
+        return images
 
 
 def crop(whole: Tensor, jpeg: Encoded, size: int, reduced: bool) -> Tensor:

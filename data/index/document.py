@@ -21,7 +21,7 @@ from typing import Any
 from data.errors import DataError
 from data.files import write_whole
 from data.index.columns import mapped_shards
-from data.index.index import Index, Origin, digest_of, rows_of
+from data.index.index import Index, Origin, digest_of
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.shard import Shard, shard_row
@@ -88,7 +88,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
         ) from None
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.
-    if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, rows_of(origin)):
+    if seal != seal_of(content) or digest != digest_of(shards, class_counts, names, origin):
         maker = "index" if origin is None else "subset"
         raise DataError(f"{path}: its digest does not match its contents; run `python -m jobs {maker}` again")
     del content["shards"]
@@ -141,7 +141,7 @@ def write_index(
         "schema": SCHEMA,
         "directory": place,
         "samples": sum(shard.samples for shard in shards),
-        "digest": digest_of(shards, class_counts, names, rows_of(origin)),
+        "digest": digest_of(shards, class_counts, names, origin),
         "refused": dict(refused.counts),
         "first_refused": refused.first,
         "class_counts": list(class_counts),

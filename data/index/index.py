@@ -75,7 +75,13 @@ class Index:
         """What makes this index again of the tars that it is of."""
         if self.origin is not None:
             parent = os.path.normpath(self.tables / self.origin.index)
-            words = words_of(self.origin.rule)
+            # A list of samples is given by the path that it was read from.
+            words = []
+            for option, value in self.origin.rule.items():
+                if isinstance(value, Mapping):
+                    value = value["path"]
+                values = value if isinstance(value, list) else [value]
+                words += [f"--{option}={entry}" for entry in values]
             place = ["--output", str(self.tables), "--name", self.name]
             return shlex.join(["python", "-m", "jobs", "subset", parent, *words, *place])
         tars = [self.directory]
@@ -149,7 +155,9 @@ class Index:
             ) from None
 
 
-def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), rows: str = "") -> str:
+def digest_of(
+    shards: Iterable[Shard], class_counts: Iterable[int], names: Names = (), origin: Origin | None = None
+) -> str:
     """Return the sha256 that stands for a set: of its shards' names, samples, sizes and digests, and its class counts.
 
     The tables are not in it: they follow from the shards. A set that is indexed again by a newer version therefore
@@ -159,8 +167,8 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names
     rest: list[object] = [list(class_counts)]
     if names:
         rest.append(list(names))
-    if rows:
-        rest.append({"rows": rows})
+    if origin is not None:
+        rest.append({"rows": origin.rows})
     # The text of [1, [[name, samples, bytes, sha256], …], class counts, …], a piece at a time, because that of a large
     # set is as large as its JSON.
     digest = sha256(f"[{DIGEST_VERSION}, [".encode())
@@ -171,19 +179,3 @@ def digest_of(shards: Iterable[Shard], class_counts: Iterable[int], names: Names
         separator = ", "
     digest.update(f"], {json.dumps(rest)[1:]}".encode())
     return digest.hexdigest()
-
-
-def rows_of(origin: Origin | None) -> str:
-    """Return what a subset's digest has of its origin; "" for whole tars."""
-    return "" if origin is None else origin.rows
-
-
-def words_of(rule: Mapping[str, Any]) -> list[str]:
-    """Return the options of `patchline subset` that say a rule; a list of samples by the path that it was read from."""
-    words = []
-    for option, value in rule.items():
-        if isinstance(value, Mapping):
-            value = value["path"]
-        values = value if isinstance(value, list) else [value]
-        words += [f"--{option}={entry}" for entry in values]
-    return words

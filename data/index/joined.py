@@ -21,7 +21,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.index.columns import MappedShards
-from data.index.index import Index, digest_of, rows_of
+from data.index.index import Index, digest_of
 from data.index.names import agreed
 from data.index.shard import Shard
 
@@ -140,7 +140,7 @@ def emptied(index: Index, numbers: set[int]) -> Index:
             replace(shard, samples=0, bytes=0) if number in numbers else shard
             for number, shard in enumerate(index.shards)
         )
-    digest = digest_of(shards, index.class_counts, index.names, rows_of(index.origin))
+    digest = digest_of(shards, index.class_counts, index.names, index.origin)
     return replace(index, shards=shards, digest=digest)
 
 

@@ -46,7 +46,9 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
         values = [text]
     labels = []
     for value in values:
-        if is_class_id(value):
+        # int() would take `1_000` and `+3`, and digits of other scripts; isinstance would take true for a number.
+        is_digits = isinstance(value, str) and value.isascii() and value.isdigit()
+        if is_digits or (type(value) is int and value >= 0):
             labels.append(int(value))
         elif isinstance(value, str) and value in ids:
             labels.append(ids[value])
@@ -71,15 +73,6 @@ def why_no_label(raw: bytes) -> str:
     if text_labels(raw):
         return "label is a text that no class list has"
     return "no label"
-
-
-def is_class_id(value: object) -> bool:
-    """Return whether a value is a whole number ≥ 0, or a text of digits alone."""
-    if isinstance(value, str):
-        # int() would take `1_000` and `+3`, and digits of other scripts.
-        return value.isascii() and value.isdigit()
-    # isinstance would take true and false for numbers.
-    return type(value) is int and value >= 0
 
 
 def json_labels(text: str) -> list:

@@ -179,17 +179,19 @@ def merged(own: Names, renamed: Sequence[str]) -> Names:
     return tuple(names)
 
 
-def kept_ids(names: Sequence[str], keep: Sequence[int | str] | None, name: str) -> list[int] | None:
+def kept_ids(
+    names: Sequence[str], keep: Sequence[int | str] | None, name: str, classes: int | None = None
+) -> list[int] | None:
     """Return the ids of classes to keep, by id or name; None for all. Raises DataError on an unknown class."""
     if keep is None:
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
-    beyond = [entry for entry in keep if names and isinstance(entry, int) and entry >= len(names)]
+    classes = classes or len(names)
+    beyond = [entry for entry in keep if classes and isinstance(entry, int) and not 0 <= entry < classes]
     if beyond:
-        raise DataError(
-            f"{name}: keep has class {beyond[0]}, and there are {len(names)} classes (0 … {len(names) - 1})"
-        )
+        raise DataError(f"{name}: keep has class {beyond[0]}, and there are {classes} classes (0 … {classes - 1})")
     ids = {entry for entry in keep if isinstance(entry, int)}
+    # Of two classes with one name (ImageNet has two cranes) both are meant.
     for label, class_name in enumerate(names):
         if class_name in keep:
             ids.add(label)

@@ -69,12 +69,12 @@ class ShardMatches(NamedTuple):
 
 
 def key_of(shard: Shard) -> str:
-    """What stands for a training shard: its tar, and the table of the samples of it that are looked at."""
+    """Return what stands for a training shard: its tar, and the table of the samples of it that are looked at."""
     return f"{shard.sha256}-{shard.table}"
 
 
 def matches_of(record: Sequence[Any]) -> ShardMatches:
-    """What the journal holds of a training shard."""
+    """Return what the journal holds of a training shard."""
     matches, *counts = record
     return ShardMatches([Match(*match) for match in matches], *counts)
 
@@ -289,7 +289,7 @@ def look_through(job: SearchJob) -> ShardMatches:
 
 
 def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequence[Match]) -> list[Match]:
-    """The matches of a batch of training images, without those that are known already."""
+    """Return the matches of a batch of training images, without those that are known already."""
     is_known = {(match.row, match.test) for match in known}
     best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
     crops = np.stack([waiting.signature.crops for waiting in batch])
@@ -317,7 +317,7 @@ def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequen
 
 
 def with_embeddings(records: Mapping[str, ShardMatches], embeddings: Embeddings | None) -> dict[str, ShardMatches]:
-    """The records, with the pairs that only features have found; of other shards these are left out."""
+    """Return the records, with the pairs that only features have found; of other shards these are left out."""
     together = dict(records)
     if embeddings is None:
         return together
@@ -330,7 +330,7 @@ def with_embeddings(records: Mapping[str, ShardMatches], embeddings: Embeddings 
 
 
 def bad_in(signatures: Path) -> int:
-    """How many test images cannot be decoded."""
+    """Return how many test images cannot be decoded."""
     return int(np.load(signatures / "bad.npy").sum())
 
 
@@ -341,7 +341,7 @@ def document(
     bad: int,
     settings: Mapping[str, Any],
 ) -> Leaks:
-    """What was found, with samples by shard and key."""
+    """Return what was found, with samples by shard and key."""
     wanted: set[int] = set()
     for record in records.values():
         wanted.update(match.test for match in record.matches)
@@ -374,7 +374,7 @@ def document(
 
 
 def named(sets: Sequence[tuple[str, Index]], wanted: set[int]) -> Iterator[tuple[int, tuple[int, tuple[str, str]]]]:
-    """(number among all samples, (its set's number, (shard, key))) of those that are wanted."""
+    """Give (number among all samples, (its set's number, (shard, key))) of those that are wanted."""
     start = 0
     for set_number, (_, index) in enumerate(sets):
         for number, shard in enumerate(index.shards):

@@ -58,7 +58,7 @@ class CacheConfig:
 
 
 def never() -> bool:
-    """The default of `Cache.stopped`: somebody always waits for what is fetched."""
+    """Return the default of `Cache.stopped`: somebody always waits for what is fetched."""
     return False
 
 
@@ -83,11 +83,11 @@ class Cache:
             self.directory = Path(cfg.directory).expanduser()
 
     def has(self, shard: Shard) -> bool:
-        """Whether a remote shard is here."""
+        """Return whether a remote shard is here."""
         return is_whole(self.directory / f"{shard.sha256}.tar", shard)
 
     def path(self, url: str, shard: Shard) -> Path:
-        """The local file of a remote shard.
+        """Return the local file of a remote shard.
 
         Raises StorageError where the storage does not answer or the cache takes nothing, DataError where it is
         another shard that the storage has.
@@ -199,7 +199,7 @@ class Cache:
             yield file
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        """Bytes start … stop−1 of a URL, or the first of them."""
+        """Return bytes start … stop−1 of a URL, or the first of them."""
 
         def ask() -> bytes:
             return read_range(url, start, stop, self.cfg.timeout_s)
@@ -256,12 +256,12 @@ class CachedFile:
 
 
 def last_use(file: CachedFile) -> int:
-    """The key by which files are sorted for eviction: the longest unused first."""
+    """Return the key by which files are sorted for eviction: the longest unused first."""
     return file.used_at_ns
 
 
 def files(directory: Path, pattern: str) -> list[CachedFile]:
-    """The files of a folder that match a pattern, without those that another process deletes meanwhile."""
+    """Return the files of a folder that match a pattern, without those that another process deletes meanwhile."""
     there = []
     for path in directory.glob(pattern):
         with suppress(FileNotFoundError):
@@ -271,7 +271,7 @@ def files(directory: Path, pattern: str) -> list[CachedFile]:
 
 
 def size_or_none(path: Path) -> int | None:
-    """Bytes of a file, or None where there is none."""
+    """Return bytes of a file, or None where there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -279,5 +279,5 @@ def size_or_none(path: Path) -> int | None:
 
 
 def is_whole(path: Path, shard: Shard) -> bool:
-    """Whether the cache has a shard; a file of another size is what a power cut left of it."""
+    """Return whether the cache has a shard; a file of another size is what a power cut left of it."""
     return size_or_none(path) == shard.bytes

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -104,7 +105,8 @@ def build_index(
     # A shard that was read by other names is read again.
     setting = tars.directory
     if names:
-        setting = f"{tars.directory} {digest_of_names(names)}"
+        setting = f"{tars.directory} {sha256(json.dumps(names).encode()).hexdigest()}"
+    errors = []
     with IndexJournal(path, classes, setting) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
@@ -115,13 +117,23 @@ def build_index(
             in_parallel(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
             setting_at_error(stopped),
         ):
-            record_all(results, journal)
+            for result in results:
+                if isinstance(result, Record):
+                    journal.add(*result)
+                else:
+                    errors.append(result)
+            # Raised when all shards have been looked at: otherwise each run of the command would find one more.
+            if errors:
+                lines = errors[:MOST_ERRORS]
+                if len(errors) > MOST_ERRORS:
+                    lines.append(f"… {len(errors)} shards in all")
+                raise DataError("\n".join(lines))
         journal.keep(tars.sizes)
         return journal.finish(at or tars.directory, names)
 
 
 def urls_among(source: str | os.PathLike[str] | list[str], output: str | os.PathLike[str] | None) -> list[str]:
-    """The URLs that are to be indexed; none where the tars are here.
+    """Return the URLs that are to be indexed; none where the tars are here.
 
     Raises DataError where some are here and some are not, or no folder was given for the index of URLs.
     """
@@ -136,7 +148,7 @@ def urls_among(source: str | os.PathLike[str] | list[str], output: str | os.Path
 
 
 def names_before(path: Path, sizes: Mapping[str, int]) -> Names:
-    """The class names of the index that is about to be replaced, where it is of these very tars; otherwise none."""
+    """Return the class names of the index that is to be replaced, where it is of these very tars."""
     try:
         index = load_index(path)
     except DataError:
@@ -145,27 +157,6 @@ def names_before(path: Path, sizes: Mapping[str, int]) -> Names:
     if {shard.name: shard.bytes for shard in index.shards} != sizes:
         return ()
     return index.names
-
-
-def digest_of_names(names: Names) -> str:
-    """The sha256 of a list of class names."""
-    return sha256(json.dumps(names).encode()).hexdigest()
-
-
-def record_all(results: Iterable[Record | str], journal: IndexJournal) -> None:
-    """Add the records to the journal; raises DataError at the end, with the first errors and how many there are."""
-    errors = []
-    for result in results:
-        # Errors are raised when all shards have been looked at: otherwise each run of the command would find one more.
-        if isinstance(result, Record):
-            journal.add(*result)
-        else:
-            errors.append(result)
-    if errors:
-        lines = errors[:MOST_ERRORS]
-        if len(errors) > MOST_ERRORS:
-            lines.append(f"… {len(errors)} shards in all")
-        raise DataError("\n".join(lines))
 
 
 # ------------------------------------------------------------------------------------------------ one tar
@@ -313,12 +304,20 @@ def check_kept(url: str) -> None:
 
 
 def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
-    """Tars of a folder, or those that are listed; raises DataError where there are none, or one is missing."""
+    """List the tars of a folder, or those that are named; raises DataError where there are none, or one is missing."""
     if not isinstance(source, list):
         check_nothing_excluded(source)
     paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
     if not paths:
-        raise DataError(f"{source}: {why_no_tars(source)}; name the folder that holds the shards")
+        if isinstance(source, list):
+            reason = "no *.tar is named"
+        elif Path(source).is_dir():
+            reason = "no *.tar here"
+        elif Path(source).exists():
+            reason = "a file that is no *.tar"
+        else:
+            reason = "there is no such folder"
+        raise DataError(f"{source}: {reason}; name the folder that holds the shards")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
@@ -331,29 +330,15 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     return tars
 
 
-def why_no_tars(source: str | os.PathLike[str] | list[str]) -> str:
-    """Say why a source that is here holds no tars."""
-    if isinstance(source, list):
-        return "no *.tar is named"
-    if Path(source).is_dir():
-        return "no *.tar here"
-    if Path(source).exists():
-        return "a file that is no *.tar"
-    return "there is no such folder"
-
-
 def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: threading.Event) -> TarList:
-    """Tars behind URLs, with the sizes that the storage tells; raises DataError where there are none.
+    """List the tars behind URLs, with the sizes that the storage tells; raises DataError where there are none.
 
     Each URL names one tar, several by a `{000..999}` or a `*`, or a folder. `stopped` ends the cache's patience.
     """
     timeout_s = cache.cfg.timeout_s
 
-    def listed(url: str) -> dict[str, int]:
-        return cache.patiently(url, lambda: list_tars(url, timeout_s))
-
     def asked_size(url: str) -> int:
-        return cache.patiently(url, lambda: size_of(url, timeout_s))
+        return cache.patiently(url, partial(size_of, url, timeout_s))
 
     sizes: dict[str, int] = {}  # URL → bytes
     named: list[str] = []  # tars that the user names one by one
@@ -363,7 +348,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
             if url.endswith(".tar") and "*" not in url:
                 named.append(url)
             else:
-                sizes.update(listed(url))
+                sizes.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
     # Asking for a size is one short request, most of which is waiting.
     with ThreadPoolExecutor(4 * workers) as pool, setting_at_error(stopped):
         sizes.update(zip(named, pool.map(asked_size, named), strict=True))
@@ -377,7 +362,7 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
 
 
 def common_folder(urls: Sequence[str]) -> str:
-    """The longest URL of a folder that holds all of these; raises DataError where they share no bucket or host."""
+    """Return the longest URL of a folder that holds all; raises DataError where they share no bucket or host."""
     # By whole folders, not by letters: `…/train-0` is no folder.
     shared = urls[0].split("/")[:-1]  # scheme, nothing, bucket or host, folders
     for url in urls[1:]:

@@ -70,7 +70,7 @@ class IndexJournal:
                 path.unlink(missing_ok=True)
 
     def has(self, shard: str, size: int) -> bool:
-        """Whether a shard of this name and size in bytes is finished."""
+        """Return whether a shard of this name and size in bytes is finished."""
         return shard in self.records and self.records[shard].shard.bytes == size
 
     def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Refusals) -> None:

@@ -122,10 +122,23 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
             raise DataError(f"{path}: schema {content['schema']}, this version reads {SCHEMA}; run `jobs leaks` again")
         if "seal" in content and content["seal"] != seal_of(content):
             raise DataError(f"{path}: its seal does not match its contents: torn or altered; run `jobs leaks` again")
+        pairs = []
+        for entry in content["pairs"]:
+            train_shard, train_key = entry["train"]
+            test_shard, test_key = entry["test"]
+            pair = Pair(
+                (str(train_shard), str(train_key)),
+                (str(test_shard), str(test_key)),
+                entry["kind"],
+                float(entry["distance"]),
+                int(entry.get("train_set", 0)),
+                int(entry.get("test_set", 0)),
+            )
+            pairs.append(pair)
         leaks = Leaks(
             tuple(Compared(**compared) for compared in content["train"]),
             tuple(Compared(**compared) for compared in content["test"]),
-            tuple(map(pair_of, content["pairs"])),
+            tuple(pairs),
             content.get("settings", {}),
             content.get("looked_at", {}),
         )
@@ -138,20 +151,6 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
         if not is_known or pair.kind not in get_args(Kind):
             raise DataError(f"{path}: {pair} is of no set or kind that there is; run `python -m jobs leaks` again")
     return leaks
-
-
-def pair_of(entry: Mapping[str, Any]) -> Pair:
-    """Return a pair as the JSON has it; raises ValueError, KeyError or TypeError where it is none."""
-    train_shard, train_key = entry["train"]
-    test_shard, test_key = entry["test"]
-    return Pair(
-        (str(train_shard), str(train_key)),
-        (str(test_shard), str(test_key)),
-        entry["kind"],
-        float(entry["distance"]),
-        int(entry.get("train_set", 0)),
-        int(entry.get("test_set", 0)),
-    )
 
 
 def write_leaks(path: Path, leaks: Leaks) -> None:

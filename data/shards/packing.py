@@ -135,7 +135,7 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
 
 
 def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
-    """Whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
+    """Return whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False
     table_path = path.parent / table_name(path.name)
@@ -154,7 +154,7 @@ def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts
 
 
 def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, restarts: bool) -> bool:
-    """Whether a row of a tar that was written at some time is this very sample.
+    """Return whether a row of a tar that was written at some time is this very sample.
 
     With restart markers the images are others than were given: then files are judged by their times alone, and
     images in memory are trusted.
@@ -206,12 +206,12 @@ def write_shard(
 
 
 def label_of(sample: Sample) -> bytes:
-    """The content of a sample's .cls."""
+    """Return the content of a sample's .cls."""
     return " ".join(map(str, sample.labels)).encode()
 
 
 def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> Counter[int]:
-    """Samples per class; raises DataError on keys and labels that cannot be used."""
+    """Return samples per class; raises DataError on keys and labels that cannot be used."""
     limit = classes or MAX_CLASSES
     keys: set[str] = set()
     class_counts: Counter[int] = Counter()

@@ -32,7 +32,7 @@ from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
 from data.index.labels import parse_labels
-from data.index.names import check_known
+from data.index.names import kept_ids
 from data.index.shard import Shard, table_name, write_table
 from data.remote.cache import CacheConfig
 from data.shards.listed import listed_rows
@@ -222,7 +222,9 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
     """Return (N,) whether each sample is chosen, in the order of the set."""
     chosen = np.ones(index.samples, bool)
     if rule.keep:
-        has_class = np.isin(labels.values, class_ids(index, rule.keep))
+        kept = kept_ids(index.names, rule.keep, str(index.tables), index.classes)
+        assert kept is not None, "there are classes to keep"
+        has_class = np.isin(labels.values, kept)
         chosen &= labels.any_of_sample(has_class)
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
@@ -230,7 +232,12 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
             listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
     if rule.part is not None:
-        chosen = only_rows(chosen, part_of(np.flatnonzero(chosen), rule.part, rule.seed))
+        # As the samples stand, or a part of their permutation by a seed.
+        rows = np.flatnonzero(chosen)
+        first, stop = bounds_of(rule.part, len(rows))
+        if rule.seed is not None:
+            rows = np.random.default_rng(rule.seed).permutation(rows)
+        chosen = only_rows(chosen, rows[first:stop])
     if rule.shots is not None:
         assert rule.seed is not None, "Rule refuses shots without a seed"
         candidates = np.where(chosen, labels.first(), NO_LABEL)
@@ -243,31 +250,6 @@ def only_rows(chosen: np.ndarray, rows: np.ndarray) -> np.ndarray:
     mask = np.zeros_like(chosen)
     mask[rows] = True
     return mask
-
-
-def class_ids(index: Index, keep: Sequence[int | str]) -> list[int]:
-    """Return the ids of classes that are given by id or by name; raises DataError on an unknown one."""
-    check_known([entry for entry in keep if isinstance(entry, str)], index.names, f"{index.tables}: keep")
-    beyond = [entry for entry in keep if isinstance(entry, int) and not 0 <= entry < index.classes]
-    if beyond:
-        raise DataError(
-            f"{index.tables}: keep has class {beyond[0]}, and there are {index.classes} classes "
-            f"(0 … {index.classes - 1})"
-        )
-    ids = {entry for entry in keep if isinstance(entry, int)}
-    # Of two classes with one name (ImageNet has two cranes) both are meant.
-    for label, class_name in enumerate(index.names):
-        if class_name in keep:
-            ids.add(label)
-    return sorted(ids)
-
-
-def part_of(rows: np.ndarray, part: str, seed: int | None) -> np.ndarray:
-    """Return the rows from a part's first to its stop: as they stand, or of their permutation by a seed."""
-    first, stop = bounds_of(part, len(rows))
-    if seed is not None:
-        rows = np.random.default_rng(seed).permutation(rows)
-    return rows[first:stop]
 
 
 def bounds_of(part: str, samples: int) -> tuple[int, int]:

@@ -132,7 +132,19 @@ def table_classes(path: str | os.PathLike[str]) -> Names:
 
 def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
     """Read a table of paths: its rows, and its column of labels; raises DataError where it lacks a column."""
-    rows = read_rows(path)
+    rows: list[dict[str, object]]
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        with naming_parquet(path):
+            rows = parquet.read_table(path).to_pylist()
+    else:
+        try:
+            # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a name.
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                rows = list(csv.DictReader(file))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     columns = list(rows[0]) if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
     if label_column is None or "path" not in columns:
@@ -169,21 +181,6 @@ def label_text(label: object) -> bytes:
     if isinstance(label, list):
         return json.dumps(label, ensure_ascii=False, default=str).encode()
     return str(label).encode() if label is not None else b""
-
-
-def read_rows(path: Path) -> list[dict[str, object]]:
-    """Return the rows of a CSV or parquet file, each by column; raises DataError where a CSV is not UTF-8."""
-    if path.suffix == ".parquet":
-        from pyarrow import parquet
-
-        with naming_parquet(path):
-            return parquet.read_table(path).to_pylist()
-    try:
-        # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a column's name.
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            return list(csv.DictReader(file))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 
 
 # ------------------------------------------------------------------------------------------ image parquet

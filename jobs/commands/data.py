@@ -85,6 +85,18 @@ def index_tars(
     """
     if output is not None:
         refuse_file(Path(output))
+    # The class names are those of a class list or of another set, whichever is given.
+    if names and classes_of:
+        raise UsageError("--names and --classes-of are two numberings of the classes\n  expected one of them")
+    listed: Names = ()
+    if names:
+        listed = read_class_list(names)
+        check_unmistakable(listed, names)
+    elif classes_of:
+        listed = load_index(classes_of).names
+        if not listed:
+            raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
+
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
     with stoppable(), Progress("shards") as progress:
@@ -93,7 +105,7 @@ def index_tars(
             output=output,
             name=name,
             classes=classes,
-            names=listed_names(names, classes_of),
+            names=listed,
             workers=workers,
             at=at,
             report=progress.of,
@@ -102,7 +114,22 @@ def index_tars(
     lines = summary(index)
     if not index.names:
         lines.append("class names: none, labels are taken on trust; where they are known, give --names FILE")
-    refuse_useless(index, lines)
+
+    # A set of which nothing can be trained on or judged is refused, with what indexing has to say.
+    tried, failed = decoded_samples(index)
+    reason = ""
+    if index.samples == 0:
+        reason = "0 samples"
+    elif failed == tried:
+        reason = "no image among the samples that were decoded"
+    elif not index.classes:
+        reason = "no sample has a label that a run could use"
+    if reason:
+        raise DataError(
+            "\n".join([*lines, f"{index.tables}: nothing of it can be used: {reason}"])
+            + "\n  expected samples of an image (jpg, png, webp) and a label (cls, json)"
+            + "\n  labels that are names are read by a list of them: --names FILE"
+        )
     return lines
 
 
@@ -129,40 +156,6 @@ def choose_samples(
             parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
         )
     return subset_summary(index, parent)
-
-
-def listed_names(names: str | None, classes_of: str | None) -> Names:
-    """Return the class names of a class list or of another set, whichever is given; none where neither is."""
-    if names and classes_of:
-        raise UsageError("--names and --classes-of are two numberings of the classes\n  expected one of them")
-    if names:
-        listed = read_class_list(names)
-        check_unmistakable(listed, names)
-        return listed
-    if not classes_of:
-        return ()
-    listed = load_index(classes_of).names
-    if not listed:
-        raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
-    return listed
-
-
-def refuse_useless(index: Index, lines: list[str]) -> None:
-    """Raise DataError, with what indexing has to say, where nothing of a set can be trained on or judged."""
-    tried, failed = decoded_samples(index)
-    reason = ""
-    if index.samples == 0:
-        reason = "0 samples"
-    elif failed == tried:
-        reason = "no image among the samples that were decoded"
-    elif not index.classes:
-        reason = "no sample has a label that a run could use"
-    if reason:
-        raise DataError(
-            "\n".join([*lines, f"{index.tables}: nothing of it can be used: {reason}"])
-            + "\n  expected samples of an image (jpg, png, webp) and a label (cls, json)"
-            + "\n  labels that are names are read by a list of them: --names FILE"
-        )
 
 
 def refuse_file(target: Path) -> None:
@@ -197,7 +190,8 @@ def check_set(path: str, *, page: str | None, world: int, workers: int, cache: s
     """Print what reading and decoding every sample shows; False where a run would trip over something."""
     report = examine(path, decode=True, page=page, workers=workers, cache=cache)
     print("\n".join(report.lines(world)))
-    write_page_if_wanted(report, page, world)
+    if page:
+        print(f"page: {write_page(report, page, world)}")
     if report.ok:
         return True
     line = "not all of it can be read"
@@ -211,8 +205,17 @@ def check_set(path: str, *, page: str | None, world: int, workers: int, cache: s
 def measure_set(path: str, *, page: str | None, world: int, workers: int, cache: str | None) -> None:
     """Print what headers and labels alone show, and how sizes and classes are spread."""
     report = examine(path, decode=False, page=page, workers=workers, cache=cache)
-    print("\n".join([*report.lines(world), *spreads(report)]))
-    write_page_if_wanted(report, page, world)
+    print("\n".join(report.lines(world)))
+    for name, spread in report.spreads.items():
+        # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
+        low, median, high = (spread.quantile(q) for q in (0.01, 0.5, 0.99))
+        print(f"{name}: 1 % {low:g}, median {median:g}, 99 % {high:g}")
+    ranked = report.classes.most_common()
+    for end, rows in (("most", ranked[:5]), ("least", ranked[::-1][:5])):
+        classes = [f"{printable(report.index.class_name(label))} {count:,}" for label, count in rows]
+        print(f"{end}: {', '.join(classes)}")
+    if page:
+        print(f"page: {write_page(report, page, world)}")
 
 
 def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: str | None) -> Report:
@@ -222,11 +225,6 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
         Path(page).parent.mkdir(parents=True, exist_ok=True)
     with Progress("shards", len(index.shards)) as progress:
         return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
-
-
-def write_page_if_wanted(report: Report, page: str | None, world: int) -> None:
-    if page:
-        print(f"page: {write_page(report, page, world)}")
 
 
 def repair_set(
@@ -250,26 +248,6 @@ def repair_set(
         )
     first, *refused = summary(repaired)
     return [f"{first}; {index.samples - repaired.samples:,} samples left out", *refused]
-
-
-def spreads(report: Report) -> list[str]:
-    """Say how image sides, bytes and classes are spread."""
-    lines = []
-    for name, spread in report.spreads.items():
-        # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
-        low = spread.quantile(0.01)
-        median = spread.quantile(0.5)
-        high = spread.quantile(0.99)
-        lines.append(f"{name}: 1 % {low:g}, median {median:g}, 99 % {high:g}")
-    ranked = report.classes.most_common()
-    lines.append(f"most: {class_counts(report.index, ranked[:5])}")
-    rarest_first = ranked[::-1]
-    lines.append(f"least: {class_counts(report.index, rarest_first[:5])}")
-    return lines
-
-
-def class_counts(index: Index, rows: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{printable(index.class_name(label))} {count:,}" for label, count in rows)
 
 
 def summary(index: Index) -> list[str]:

@@ -31,11 +31,6 @@ from data.sources.tars import tars, tars_classes
 from data.vtab.prepared import VTAB
 from pipeline.config import Tags, require, tags
 
-# Sources that need no more than their path: their samples, and the names of their classes.
-SOURCES: dict[str, tuple[Callable[[str], Iterator[Sample]], Callable[[str], Names]]] = {
-    "folder": (class_folders, folder_classes),
-    "parquet": (image_parquet, parquet_classes),
-}
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 
 
@@ -203,8 +198,7 @@ def source_names(cfg: SetConfig) -> Names:
     known = known_set(cfg)
     if known is not None:
         return known.classes(Path(cfg.path))
-    _, names_of_classes = SOURCES[cfg.source]
-    return names_of_classes(cfg.path)
+    return folder_classes(cfg.path) if cfg.source == "folder" else parquet_classes(cfg.path)
 
 
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
@@ -261,8 +255,7 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         has_splits = cfg.source != "imagenet-validation"
         label = f"{cfg.task or cfg.source}, {cfg.split}" if has_splits else cfg.source
         return samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
-    samples, _ = SOURCES[cfg.source]
-    return samples(cfg.path)
+    return class_folders(cfg.path) if cfg.source == "folder" else image_parquet(cfg.path)
 
 
 def check_paths(cfg: SetConfig) -> None:

@@ -15,7 +15,7 @@ A worker holds one batch; rank 0 two, and of each sample its label lists and pre
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -175,10 +175,12 @@ def collect(
     *,
     with_features: bool = True,
     best: int = 0,
+    on_computed: Callable[[], None] | None = None,
 ) -> None:
     """Collective: pass a set through the model once; rank 0's store keeps features, and the `best` classes of the head.
 
-    The model computes in eval mode and without gradients; its mode is restored afterwards.
+    The model computes in eval mode and without gradients; its mode is restored afterwards. `on_computed` is called
+    between a batch's computation and its sending.
     `samples` comes from `store.watching`, so that every worker hears of a disk that is full.
     """
     was_training = model.training
@@ -196,6 +198,8 @@ def collect(
                     made.append(order.indices[:, :best].contiguous())
                 if with_features:
                     made.append(rows.float().contiguous())
+                if on_computed is not None:
+                    on_computed()
                 # On all workers but rank 0 there is nothing to keep, and going through the parts is what sends them.
                 for part in at_rank_0(made):
                     predictions = part[2] if best else None

@@ -111,7 +111,17 @@ class Evaluator:
             # A full disk at rank 0 is raised where the next batch is asked for, so that all workers hear of it.
             batches = self.group.agreed(store.watching(self.batches(index)))
             batches = self.with_progress(batches, index, path)
-            collect(self.model, batches, store, self.dtype, device, with_features=with_features, best=best)
+            collect(
+                self.model,
+                batches,
+                store,
+                self.dtype,
+                device,
+                with_features=with_features,
+                best=best,
+                # Rank 0 waits here for the others' batches: one that hangs while it computes has entered a phase fewer.
+                on_computed=partial(self.group.phases.enter, "gather", self.group.step),
+            )
         except EvaluationFailed as error:
             raise EvaluationFailed(f"{path}: {error}", error.exit_code, path) from error
         return store

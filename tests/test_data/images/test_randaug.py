@@ -18,7 +18,7 @@ from data.order import Order
 
 pytestmark = pytest.mark.quick
 
-IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
+IMAGES = Path(__file__).parents[3].parent / "shared" / "images"
 SIDE = 96
 
 

@@ -13,7 +13,7 @@ from data.images.preprocess import preprocess, shape_of
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
 
 

@@ -373,7 +373,7 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
     )
     (tmp_path / "loader.pickle").write_bytes(pickle.dumps((index, order)))
     command = [sys.executable, "-c", script, str(tmp_path / "loader.pickle")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     assert process.stdout.readline() == b"ready\n"
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
@@ -386,7 +386,7 @@ def test_processes_end_with_a_loader_that_is_killed(index, order, tmp_path):
 
 def test_decoding_processes_import_neither_torch_nor_webdataset():
     check = "import data.decoder, sys; sys.exit(bool({'torch', 'webdataset', 'ray'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[1]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_a_data_error_in_a_process_reaches_the_loop(index, order):

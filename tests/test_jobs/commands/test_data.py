@@ -25,7 +25,7 @@ from jobs.progress import Progress
 
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

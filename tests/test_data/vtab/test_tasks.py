@@ -11,7 +11,7 @@ from data.errors import UsageError
 from data.images.preprocess import preprocess
 from data.vtab import labels, tasks
 
-GOLDEN = Path(__file__).parents[1].parent / "shared" / "golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
 
 # Examples of every split, as task_adaptation's own tests expect them (data/*_test.py: train, val, test).

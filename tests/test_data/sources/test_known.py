@@ -1,10 +1,7 @@
 """Owners' archives are read as they were downloaded: every image with its label, the damaged and the odd said aloud."""
 
-import bz2
-import gzip
 import itertools
 import json
-import lzma
 import os
 import zipfile
 from pathlib import Path
@@ -19,7 +16,7 @@ from data.shards.packing import pack
 from data.shards.reader import Reader
 from data.sources import objectnet
 from data.sources.known import FLOWERS, known_archive, listed_samples
-from data.sources.members import members, tar_members
+from data.sources.members import members
 from data.sources.published import Published, samples_of_archive
 from jobs.__main__ import main
 from tests import archives
@@ -44,73 +41,6 @@ def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, 
     partial = ["--partial"] if known_archive(source) else []
     assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
     return contents(output)
-
-
-# ------------------------------------------------------------------------------------------------ archives
-
-FILES = {"a/x.jpg": picture(1), "a/._x.jpg": b"no", "b.txt": b"hello" * 3000, "./c/d.jpg": picture(3)}
-READ = {"a/x.jpg": picture(1), "b.txt": b"hello" * 3000, "c/d.jpg": picture(3)}
-
-
-def read(path: Path) -> dict[str, bytes]:
-    return {member.name: member.read() for member in members(path)}
-
-
-@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress, bz2.compress])
-def test_a_tar_is_read_whatever_it_was_compressed_with_and_refused_wherever_it_is_cut(tmp_path, compress):
-    """Python's own tarfile takes a tar that ends between two members, or within a header, for whole."""
-    path = tmp_path / "named-like-nothing"
-    whole = compress(tar_bytes(FILES))
-    path.write_bytes(whole)
-    assert read(path) == READ
-    is_plain = compress is bytes
-    cuts = [100, 512, 4 * 512, len(whole) // 2] if is_plain else [9, len(whole) // 2, len(whole) - 3]
-    for cut in cuts:
-        path.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=r"named-like-nothing.*(cut short|no valid tar header)"):
-            read(path)
-
-
-def test_what_follows_a_tar_s_end_and_a_damaged_header_are_refused(tmp_path):
-    plain = tar_bytes(FILES)
-    (tmp_path / "two.tar").write_bytes(plain + plain)
-    with pytest.raises(DataError, match="more follows behind the end"):
-        read(tmp_path / "two.tar")
-    damaged = bytearray(plain)
-    damaged[plain.index(b"b.txt")] ^= 1
-    (tmp_path / "damaged.tar").write_bytes(damaged)
-    with pytest.raises(DataError, match="no valid tar header at byte"):
-        read(tmp_path / "damaged.tar")
-    (tmp_path / "page.tar").write_bytes(b"<html>Please log in to download</html>" * 40)
-    with pytest.raises(DataError, match="no valid tar header at byte 0"):
-        read(tmp_path / "page.tar")
-
-
-def test_a_zip_and_a_folder_are_read_like_a_tar_and_an_encrypted_zip_is_refused(tmp_path):
-    with zipfile.ZipFile(tmp_path / "files.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, body in FILES.items():
-            archive.writestr(name, body)
-    assert read(tmp_path / "files.zip") == READ
-    assert read(write_folder(tmp_path / "files", FILES)) == READ
-    locked = bytearray((tmp_path / "files.zip").read_bytes())
-    entry = locked.index(b"PK\x01\x02")
-    locked[entry + 8] |= 1
-    (tmp_path / "locked.zip").write_bytes(locked)
-    with pytest.raises(DataError, match=r"a/x\.jpg is encrypted"):
-        read(tmp_path / "locked.zip")
-    (tmp_path / "cut.zip").write_bytes(bytes(locked[:-30]))
-    with pytest.raises(DataError, match="cut short or damaged"):
-        read(tmp_path / "cut.zip")
-
-
-def test_a_tar_inside_a_compressed_tar_is_read_without_unpacking_either(tmp_path):
-    inner = tar_bytes({"n1_1.JPEG": picture(1)})
-    path = archives.write_tar_gz(tmp_path / "outer.tar.gz", {"w/n1.tar": inner, "w/n2.tar": inner[:700]})
-    outer = members(path)
-    assert [member.read() for member in tar_members(next(outer).opened(), "n1.tar")] == [picture(1)]
-    with pytest.raises(DataError, match=r"n2\.tar: .*cut short"):
-        for member in tar_members(next(outer).opened(), "n2.tar"):
-            member.read()
 
 
 # ------------------------------------------------------------------------------------------- what is checked
@@ -411,22 +341,3 @@ def test_the_table_of_known_sets_says_what_their_papers_say():
         assert (published.samples, published.classes) == numbers
     real = known_archive("imagenet-validation", real=Path("real.json"))
     assert real is not None and real.published["train"].samples == 46_837
-
-
-# ---------------------------------------------------------------------------------- compressed WebDataset tars
-
-
-def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, caplog):
-    files = {}
-    for number in range(4):
-        files |= {f"{number}.jpg": picture(number), f"{number}.cls": b"%d" % (number % 2), f"{number}.txt": b"hello"}
-    half = {"lonely.jpg": picture(9)}
-    for suffix, compress in ((".tar", bytes), (".tar.gz", gzip.compress), (".tar.xz", lzma.compress)):
-        (tmp_path / suffix).mkdir()
-        (tmp_path / suffix / f"train{suffix}").write_bytes(compress(tar_bytes({**files, **half})))
-    plain = packed(tmp_path, "tars", tmp_path / ".tar")
-    assert plain == {f"train/{number}": (picture(number), b"%d" % (number % 2)) for number in range(4)}
-    for path in (tmp_path / ".tar.gz", tmp_path / ".tar.xz", tmp_path / ".tar.gz" / "train.tar.gz"):
-        caplog.clear()
-        assert packed(tmp_path, "tars", path) == plain
-        assert "1 × no label, first lonely of train" in caplog.text

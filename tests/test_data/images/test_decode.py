@@ -24,7 +24,7 @@ from data.images.resizes import bilinear
 
 pytestmark = pytest.mark.quick
 
-IMAGES = Path(__file__).parents[1].parent / "shared" / "images"
+IMAGES = Path(__file__).parents[3].parent / "shared" / "images"
 needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 

@@ -177,7 +177,7 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
 
 def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.remote.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.retry.random.uniform", lambda low, high: 0)
     chance = random.Random(0)
     faulty.fault = lambda path: 503 if chance.random() < 0.3 else None
     for number, source in enumerate(
@@ -200,7 +200,7 @@ def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_agai
     faulty, local, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.remote.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.retry.random.uniform", lambda low, high: 0)
     command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
     faulty.fault = lambda path: 503 if "000005" in path else None
     assert main(command) == 69
@@ -221,7 +221,7 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
 def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
     faulty, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("data.remote.cache.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.retry.random.uniform", lambda low, high: 0)
     faulty.fault = lambda path: 503 if "000001" in path else None
     command = ["data", "check", str(faulty.index.tables), "--cache", str(tmp_path / "cache")]
     assert main(command) == 65
@@ -425,7 +425,7 @@ def test_a_client_whose_retries_are_not_where_they_were_is_named(scheme, package
 
 
 def test_the_clients_that_are_named_as_tested_are_those_of_the_constraints():
-    pinned = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    pinned = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     assert {f"{name}=={number}" for name, number in urls.TESTED.items()} <= set(pinned)
 
 

@@ -33,7 +33,7 @@ from jobs.__main__ import main
 from pipeline.evaluation import embedding
 from tests.tars import write_tar
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "images"
+SHARED = Path(__file__).parents[3].parent / "shared" / "images"
 
 
 def picture(value: int) -> bytes:

@@ -1,0 +1,78 @@
+"""Archives are read without unpacking them, whatever they are called: the damaged, torn and encrypted are refused."""
+
+import bz2
+import gzip
+import lzma
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from data.sources.members import members, tar_members
+from tests import archives
+from tests.archives import picture, tar_bytes, write_folder
+
+FILES = {"a/x.jpg": picture(1), "a/._x.jpg": b"no", "b.txt": b"hello" * 3000, "./c/d.jpg": picture(3)}
+READ = {"a/x.jpg": picture(1), "b.txt": b"hello" * 3000, "c/d.jpg": picture(3)}
+
+
+def read(path: Path) -> dict[str, bytes]:
+    return {member.name: member.read() for member in members(path)}
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress, bz2.compress])
+def test_a_tar_is_read_whatever_it_was_compressed_with_and_refused_wherever_it_is_cut(tmp_path, compress):
+    """Python's own tarfile takes a tar that ends between two members, or within a header, for whole."""
+    path = tmp_path / "named-like-nothing"
+    whole = compress(tar_bytes(FILES))
+    path.write_bytes(whole)
+    assert read(path) == READ
+    is_plain = compress is bytes
+    cuts = [100, 512, 4 * 512, len(whole) // 2] if is_plain else [9, len(whole) // 2, len(whole) - 3]
+    for cut in cuts:
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"named-like-nothing.*(cut short|no valid tar header)"):
+            read(path)
+
+
+def test_what_follows_a_tar_s_end_and_a_damaged_header_are_refused(tmp_path):
+    plain = tar_bytes(FILES)
+    (tmp_path / "two.tar").write_bytes(plain + plain)
+    with pytest.raises(DataError, match="more follows behind the end"):
+        read(tmp_path / "two.tar")
+    damaged = bytearray(plain)
+    damaged[plain.index(b"b.txt")] ^= 1
+    (tmp_path / "damaged.tar").write_bytes(damaged)
+    with pytest.raises(DataError, match="no valid tar header at byte"):
+        read(tmp_path / "damaged.tar")
+    (tmp_path / "page.tar").write_bytes(b"<html>Please log in to download</html>" * 40)
+    with pytest.raises(DataError, match="no valid tar header at byte 0"):
+        read(tmp_path / "page.tar")
+
+
+def test_a_zip_and_a_folder_are_read_like_a_tar_and_an_encrypted_zip_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "files.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in FILES.items():
+            archive.writestr(name, body)
+    assert read(tmp_path / "files.zip") == READ
+    assert read(write_folder(tmp_path / "files", FILES)) == READ
+    locked = bytearray((tmp_path / "files.zip").read_bytes())
+    entry = locked.index(b"PK\x01\x02")
+    locked[entry + 8] |= 1
+    (tmp_path / "locked.zip").write_bytes(locked)
+    with pytest.raises(DataError, match=r"a/x\.jpg is encrypted"):
+        read(tmp_path / "locked.zip")
+    (tmp_path / "cut.zip").write_bytes(bytes(locked[:-30]))
+    with pytest.raises(DataError, match="cut short or damaged"):
+        read(tmp_path / "cut.zip")
+
+
+def test_a_tar_inside_a_compressed_tar_is_read_without_unpacking_either(tmp_path):
+    inner = tar_bytes({"n1_1.JPEG": picture(1)})
+    path = archives.write_tar_gz(tmp_path / "outer.tar.gz", {"w/n1.tar": inner, "w/n2.tar": inner[:700]})
+    outer = members(path)
+    assert [member.read() for member in tar_members(next(outer).opened(), "n1.tar")] == [picture(1)]
+    with pytest.raises(DataError, match=r"n2\.tar: .*cut short"):
+        for member in tar_members(next(outer).opened(), "n2.tar"):
+            member.read()

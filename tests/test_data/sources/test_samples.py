@@ -1,0 +1,61 @@
+"""The digits that Patchline brings along are scikit-learn's copy of UCI's, with their licence."""
+
+import ast
+import tomllib
+from hashlib import sha256
+from pathlib import Path
+
+import cv2
+import numpy as np
+from sklearn.datasets import load_digits
+
+from data.shards.packing import pack
+from data.sources.samples import DIGITS, DIGITS_FILE, digits
+
+ROOT = Path(__file__).parents[3]
+# Of the sets of the recipe digits, as they were when they were made of the table in scikit-learn's package (34ca97e).
+DIGESTS = {
+    "train": "f0badf53a940abfb35cbeec14fc0ec3467a84ddf519585f8845070f14392fd2b",
+    "test": "29b1eb5d92f4944322911474049176c8e26b5a2cd6e54647e0c1873b9c3faea8",
+}
+
+
+def test_digits_are_those_of_scikit_learn_split_within_each_class():
+    dataset = load_digits()
+    seen = dict.fromkeys(range(10), 0)
+    expected = {"train": [], "test": []}
+    for number, (pixels, label) in enumerate(zip(dataset.images, dataset.target.tolist(), strict=True)):
+        seen[label] += 1
+        grey = np.round(pixels * 255 / 16).astype(np.uint8)
+        image = cv2.resize(grey, (32, 32), interpolation=cv2.INTER_CUBIC)
+        encoded = cv2.imencode(".jpg", np.stack([image] * 3, 2), [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
+        part = "test" if seen[label] % 5 == 0 else "train"
+        expected[part].append((f"digit{number:04d}", encoded, (label,)))
+    for part, samples in expected.items():
+        assert [(sample.key, sample.image, sample.labels) for sample in digits(part == "train")] == samples
+
+
+def test_the_sets_of_the_recipe_keep_their_digests(tmp_path):
+    for name, digest in DIGESTS.items():
+        index = pack(digits(name == "train"), tmp_path / name, name=name, shard_samples=100, names=DIGITS)
+        assert index.digest == digest
+
+
+def test_the_file_has_its_licence_beside_it_and_both_are_packaged():
+    licence = DIGITS_FILE.with_name("digits.LICENSE").read_text()
+    assert sha256(DIGITS_FILE.read_bytes()).hexdigest() in licence
+    assert "CC BY 4.0" in licence and "BSD 3-Clause License" in licence
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["package-data"]["data.sources"] == ["digits.csv.gz", "digits.LICENSE"]
+
+
+def test_no_module_needs_what_is_no_dependency():
+    imported = set()
+    for package in ("models", "data", "pipeline", "jobs"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    imported.update(alias.name.split(".")[0] for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    imported.add(node.module.split(".")[0])
+    assert "numpy" in imported and not imported & {"sklearn", "pandas", "h5py", "tensorflow", "tensorflow_datasets"}
