@@ -43,7 +43,7 @@ import torch.distributed.checkpoint as dcp
 
 import models
 from data.files import write_durably
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints import restore
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest

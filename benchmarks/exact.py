@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import models
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from data.evaluation import EvaluationBatch
 from data.index.index import Index
 from data.index.shard import Shard
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.neighbours import NeighboursConfig, knn

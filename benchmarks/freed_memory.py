@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import models
-from jobs.workers.environment import MALLOC
+from jobs.cluster.fork_server import MALLOC
 from pipeline import process_group
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 import models
 from benchmarks import train_step
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine

@@ -60,7 +60,8 @@ TWIN = "tests/test_pipeline/test_twin.py"
 SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
 STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails", f"{RUNS}a_stage_does_not_end")
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
-CHECKPOINTS = (*SHORT, "tests/test_checkpoint.py", "tests/test_checkpoint_crash.py", *SAVES)
+OF_CHECKPOINTS = "tests/test_pipeline/checkpoints"
+CHECKPOINTS = (*SHORT, f"{OF_CHECKPOINTS}/test_stage_checkpoints.py", f"{OF_CHECKPOINTS}/test_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
 CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
@@ -81,12 +82,12 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
     "pipeline/checkpoints/saver.py": CHECKPOINTS,
     "pipeline/checkpoints/snapshot.py": CHECKPOINTS,
-    "pipeline/checkpoints/disk_space.py": ("tests/test_full_disk.py",),
+    "pipeline/checkpoints/disk_space.py": ("tests/test_pipeline/checkpoints/test_disk_space.py",),
     "pipeline/evaluate.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/evaluation/group.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/worker.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probe.py": CAMPAIGN,
-    "pipeline/artifacts.py": ("tests/test_artifacts.py",),
+    "pipeline/artifacts.py": ("tests/test_pipeline/test_artifacts.py",),
     "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
     "pipeline/monitoring/telemetry.py": (*SHORT, f"{RUNS}a_commit_implies", f"{RUNS}a_log_that", *CAMPAIGN),
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),

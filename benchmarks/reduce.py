@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config

@@ -2,10 +2,8 @@
 
     python -m benchmarks.scale                    # all, or some of them by name
 
-- look: one look of the driver at an attempt's folder, in CPU time, and the files that it opens. Between two looks every
-  fake rank has entered another phase.
-- copies: the same where nodes share no storage: what the driver does with the answers of one look.
-- calls: what Ray takes to ask the nodes of one look, all threads of the driver.
+- look: one round of the agents' reports in the driver, in CPU time, and their size. Between two rounds every fake rank
+  has entered another phase.
 - metrics: what `status` costs on a metrics.jsonl of a million steps.
 - manifest: what rank 0 does to commit: a manifest of so many files, sealed, read back, and every file looked at.
 - restore: how many files the workers open to load a checkpoint, all of them together.
@@ -23,15 +21,17 @@ import json
 import os
 import pickle
 import random
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,11 +43,13 @@ from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
 from data.storage import MANIFEST, Folder
+from jobs.cluster.agent import NodeReport, WorkerState
+from jobs.cluster.nodes import NodeAgent
+from jobs.cluster.worker import WorkerRecord
+from jobs.cluster.worker_group import AgentLink, WorkerGroup
+from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.recipe.changes import newest_attempt_name
-from jobs.workers.node_copies import ASKED_AT_A_LOOK
-from jobs.workers.node_files import Change, NodeActor, take_over
-from jobs.workers.worker_files import SeenRecords, records, worker_file
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
     ChunkedRecord,
@@ -60,7 +62,7 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.shared_storage_check import WrittenFile
-from pipeline.monitoring.watchdog import LINE_BYTES, Place, Watch, phase_file
+from pipeline.monitoring.watchdog import Place, Watch
 
 WORLDS = (64, 256, 1024, 4096)
 ROUNDS = 9
@@ -110,149 +112,46 @@ def row(*cells: object) -> None:
 # ------------------------------------------------------------------------ a look of the driver
 
 
-class FakeRanks:
-    """The files of an attempt's workers, who all go through the steps together."""
-
-    def __init__(self, folder: Path, world: int) -> None:
-        self.world = world
-        self.entered = 0
-        self.handles = []
-        for rank in range(world):
-            record = {"rank": rank, "node": f"n{rank // 8}", "node_id": "f" * 56, "address": "10.0.0.1", "pid": 4711}
-            record |= {"started": 1.7e9, "oom_kills": 0}
-            worker_file(folder, rank, ".json").write_text(json.dumps(record).ljust(16_600))
-            worker_file(folder, rank, ".log").touch()
-            self.handles.append(os.open(phase_file(folder, rank), os.O_WRONLY | os.O_CREAT))
-
-    def enter(self) -> None:
-        """Enter the next phase, all of them."""
-        self.entered += 1
-        phase = ("data", "forward", "backward", "reduce")[self.entered % 4]
-        for handle in self.handles:
-            fields = {"entered": self.entered, "phase": phase, "step": self.entered // 4, "shard": "train-000017.tar"}
-            os.pwrite(handle, json.dumps(fields).encode().ljust(LINE_BYTES - 1) + b"\n", 0)
-
-    def close(self) -> None:
-        """Close all files."""
-        for handle in self.handles:
-            os.close(handle)
-
-
-class PlainWatch:
-    """A look as it was before: all records and all places."""
-
-    def __init__(self, folder: Path, world: int) -> None:
-        self.folder = folder
-        self.world = world
-        self.places: dict[int, Place] = {}
-
-    def look(self) -> None:
-        """Look once."""
-        written = records(self.folder, self.world)
-        ended = [rank for rank, record in written.items() if "ended" in record]
-        assert not ended
-        for rank in range(self.world):
-            fields = json.loads(phase_file(self.folder, rank).read_text())
-            self.places[rank] = Place(**fields, since=time.monotonic())
-        assert max(place.since for place in self.places.values())
-        last = min(self.places, key=lambda rank: self.places[rank].entered)
-        for rank, place in self.places.items():
-            if rank != last and place.entered <= self.places[last].entered:
-                break
+def report_of(node: int, entered: int) -> bytes:
+    """Return what the agent of a node says of its workers, as it travels."""
+    phase = ("data", "forward", "backward", "reduce")[entered % 4]
+    workers = []
+    for rank in range(node * WORKERS_OF_A_NODE, (node + 1) * WORKERS_OF_A_NODE):
+        record: WorkerRecord = {"rank": rank, "node": f"n{node}", "node_id": "f" * 56, "pid": 4711, "started": 1.7e9}
+        place = Place(entered, phase, entered // 4, "train-000017.tar")
+        workers.append(WorkerState(rank, pid=4711, record=record, place=place))
+    return pickle.dumps(NodeReport(entered, workers))
 
 
 def measure_look(folder: Path) -> None:
-    """Compare looks before and after, for each size of the group."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    opened = Opened()
-    row("workers", "before, CPU ms", "after, CPU ms", "ratio", "files opened before", "after", "first look after, ms")
+    """Take the reports of all nodes, merge them, and judge the workers, for each size of the group."""
+    row("workers", "nodes", "bytes of a report", "CPU ms of a round")
     for world in WORLDS:
-        attempt = folder / str(world)
-        attempt.mkdir()
-        ranks = FakeRanks(attempt, world)
-        ranks.enter()
-        plain = PlainWatch(attempt, world)
-        seen = SeenRecords(attempt)
-        watch = Watch(attempt, world, stall_s=600)
+        reports: dict[int, bytes] = {}
 
-        def look(seen: SeenRecords = seen, watch: Watch = watch) -> None:
-            seen.look()
-            watch.look(lambda rank: False)
+        def poll(method: str, *arguments: object, node: int, reports: dict[int, bytes] = reports) -> Future[NodeReport]:
+            answer: Future[NodeReport] = Future()
+            answer.set_result(pickle.loads(reports[node]))
+            return answer
+
+        nodes: Any = None  # no node is lost here
+        group = WorkerGroup(nodes, ClusterConfig(workers=world), folder)
+        for node in range(world // WORKERS_OF_A_NODE):
+            agent = NodeAgent(f"n{node}", f"id{node}", "10.0.0.1", WORKERS_OF_A_NODE, partial(poll, node=node))
+            group.links.append(AgentLink(agent, []))
+        watch = Watch(world, stall_s=600)
+
+        def look(group: WorkerGroup = group, watch: Watch = watch) -> None:
+            group.poll(0.0)
+            watch.look(group.places(), group.is_frozen)
             watch.slow()
 
-        time.sleep(0.1)
-        first_ms = cpu_ms(look)
-        # Until every worker has been seen.
-        for _ in range(len(watch.batches) + 2):
-            look()
-        before_ms, after_ms, before_files, after_files = [], [], [], []
-        for _ in range(ROUNDS):
-            ranks.enter()
-            count = opened.count
-            before_ms.append(cpu_ms(plain.look))
-            before_files.append(opened.count - count)
-            ranks.enter()
-            count = opened.count
-            after_ms.append(cpu_ms(look))
-            after_files.append(opened.count - count)
-        ratio = statistics.median(before / after for before, after in zip(before_ms, after_ms, strict=True))
-        times = (f"{statistics.median(before_ms):.1f}", f"{statistics.median(after_ms):.1f}", f"{ratio:.1f} ×")
-        row(world, *times, statistics.median(before_files), statistics.median(after_files), f"{first_ms:.1f}")
-        ranks.close()
-
-
-def measure_copies(folder: Path) -> None:
-    """Take over the answers of the nodes that are asked at one look: 33 at most, of 8 workers each."""
-    row("workers", "nodes asked at a look", "CPU ms to write what their workers have changed", "a node is asked every")
-    for world in WORLDS:
-        nodes = world // WORKERS_OF_A_NODE
-        asked = min(nodes, ASKED_AT_A_LOOK + 1)
-        stage = folder / str(world)
-        answers = []
-        line = b'{"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}'.ljust(LINE_BYTES)
-        for node in range(asked):
-            changes = []
-            for worker in range(WORKERS_OF_A_NODE):
-                name = f"attempts/attempt-000001/rank-{node * WORKERS_OF_A_NODE + worker:05d}.phase"
-                changes.append(Change(name, line, False, (LINE_BYTES, 1)))
-            answers.append(changes)
-
-        def take(answers: list[list[Change]] = answers, stage: Path = stage) -> None:
-            for changes in answers:
-                take_over(stage, changes)
-
-        taken_ms = statistics.median(cpu_ms(take) for _ in range(ROUNDS))
-        row(world, asked, f"{taken_ms:.1f}", f"{0.5 * max(1, nodes / ASKED_AT_A_LOOK):.1f} s")
-
-
-def measure_calls(folder: Path) -> None:
-    """Ask an actor of an embedded Ray cluster as often as the driver asks nodes at a look, and take the answers."""
-    import ray
-
-    from jobs.cluster.backends import connect, disconnect
-    from jobs.cluster_config import ClusterConfig
-
-    attempt = folder / "stage" / "attempts" / "attempt-000001"
-    connect(ClusterConfig())
-    try:
-        actor = ray.remote(num_cpus=0)(NodeActor).remote(attempt)
-        ray.get(actor.begin.remote("token", {}, []))
-        ranks = FakeRanks(attempt, WORKERS_OF_A_NODE)
         times = []
-        for _ in range(3 * ROUNDS):
-            ranks.enter()
-            began = time.process_time()
-            answers = [actor.look.remote({}, {}) for _ in range(ASKED_AT_A_LOOK + 1)]
-            time.sleep(0.5)
-            ready, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
-            for answer in ready:
-                ray.get(answer)
-            times.append(1000 * (time.process_time() - began))
-        row("nodes asked", "CPU ms of the driver to ask and to take the answers")
-        row(ASKED_AT_A_LOOK + 1, f"{statistics.median(times):.1f}")
-        ranks.close()
-    finally:
-        disconnect()
+        for entered in range(1, ROUNDS + 1):
+            for node in range(world // WORKERS_OF_A_NODE):
+                reports[node] = report_of(node, entered)
+            times.append(cpu_ms(look))
+        row(world, world // WORKERS_OF_A_NODE, len(reports[0]), f"{statistics.median(times):.1f}")
 
 
 # ------------------------------------------------------------------------ metrics
@@ -533,8 +432,6 @@ def measure_index(folder: Path) -> None:
 
 MEASUREMENTS: dict[str, Callable[[Path], None]] = {
     "look": measure_look,
-    "copies": measure_copies,
-    "calls": measure_calls,
     "metrics": measure_metrics,
     "manifest": measure_manifest,
     "restore": measure_restore,

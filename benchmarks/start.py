@@ -1,10 +1,15 @@
 """What it takes to start: CPU-seconds and seconds of commands, and of runs up to their first steps.
 
-    python -m benchmarks.start [--other CHECKOUT] [--rounds 5] [--backends processes ray]
+    python -m benchmarks.start [--other CHECKOUT] [--rounds 5] [--backends processes ray] [--digits]
+    python -m benchmarks.start --attempts 20 --rounds 0
 
 1. `--help`, `status` and `plan`, each to its end.
 2. A run of two workers on a tiny model: from the command to the first step; then worker 1 is killed, up to the first
    step of the next attempt; then up to the first step of the next stage, with the end of the stage before.
+
+3. With `--digits`, the digits recipe from the command to its end.
+4. With `--attempts N`, so many worker groups of two in this process, from the call to the value of an all-reduce, plain
+   processes and Ray by turns; the first of each, which imports, stands apart.
 
 CPU-seconds are those of the command and of every process that descends from it, Ray's too. `--other` is a checkout to
 compare with: both take turns, and the last column is the median of the ratios within a round.
@@ -20,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,6 +142,52 @@ def costs_of_run(checkout: Path, folder: Path, backend: str) -> dict[str, Cost]:
     }
 
 
+def cost_of_digits(checkout: Path, folder: Path, backend: str) -> dict[str, Cost]:
+    """Run the digits recipe to its end."""
+    run = folder / "digits"
+    subprocess.run(["rm", "-rf", str(run)], check=True)
+    words = ["run", str(checkout / "jobs" / "recipes" / "digits.yaml"), f"run={run}", f"cluster.backend={backend}"]
+    family = Family([python_of(checkout), "-m", "jobs", *words], checkout, folder / f"digits-{backend}.log")
+    cost = family.end()
+    assert family.process.returncode == 0, (folder / f"digits-{backend}.log").read_text()
+    return {f"{backend}: digits, whole": cost}
+
+
+def add_ranks(task: dict[str, object]) -> float:
+    """Add the ranks of all workers by gloo."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def time_attempts(count: int, backends: Sequence[str], folder: Path) -> None:
+    """Run worker groups of two by turns, and print how long they took."""
+    from benchmarks.start import add_ranks  # workers import it by this name
+    from jobs.cluster.ray import disconnect
+    from jobs.cluster.worker_group import run_worker_group
+    from jobs.cluster_config import ClusterConfig
+
+    seconds: dict[str, list[float]] = {backend: [] for backend in backends}
+    for number in range(count):
+        for backend in backends if number % 2 else list(reversed(backends)):
+            cluster = ClusterConfig(workers=2, backend="ray" if backend == "ray" else "processes")
+            began = time.monotonic()
+            name = f"{backend}-{number}"
+            value = run_worker_group(add_ranks, {}, cluster=cluster, name=name, directory=folder / "run" / "stage-0")
+            assert value == 1.0
+            seconds[backend].append(time.monotonic() - began)
+    disconnect()
+    print(f"load {os.getloadavg()[0]:.1f}\n| | first, s | others, median s | least | most |\n|---|--:|--:|--:|--:|")
+    for backend, (first, *others) in seconds.items():
+        middle = statistics.median(others)
+        print(f"| {backend} | {first:.2f} | {middle:.3f} | {min(others):.3f} | {max(others):.3f} |")
+
+
 def costs_of_commands(checkout: Path, folder: Path) -> dict[str, Cost]:
     """Return what commands take that start no worker; the recipe has been run."""
     costs = {}
@@ -161,7 +212,12 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="a checkout to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backends", nargs="+", default=["processes", "ray"], choices=["processes", "ray"])
+    parser.add_argument("--digits", action="store_true", help="the digits recipe too: minutes")
+    parser.add_argument("--attempts", type=int, default=0, help="worker groups in one process")
     arguments = parser.parse_args()
+    if arguments.attempts:
+        with tempfile.TemporaryDirectory() as directory:
+            time_attempts(arguments.attempts, arguments.backends, Path(directory))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     checkouts = {"this": ROOT}
     if arguments.other is not None:
@@ -179,6 +235,8 @@ def main() -> None:
                 costs = {}
                 for backend in arguments.backends:
                     costs.update(costs_of_run(checkouts[name], folder, backend))
+                    if arguments.digits:
+                        costs.update(cost_of_digits(checkouts[name], folder, backend))
                 costs.update(costs_of_commands(checkouts[name], folder))
                 for what, cost in costs.items():
                     measured.setdefault(what, {}).setdefault(name, []).append(cost)

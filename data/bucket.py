@@ -59,7 +59,7 @@ class Bucket:
 
     is_shared = False
     sees_at_once = True
-    set_aside_as = f"each with a {REFUSED}"
+    set_aside_as = f"with a {REFUSED} each"
     bring_back = f"repair one and delete its {REFUSED}"
 
     def __init__(self, url: str, local: Path, attempts: int | None = None) -> None:

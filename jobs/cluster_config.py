@@ -50,8 +50,7 @@ class ClusterConfig:
     max_restarts: int = 3  # attempts in a row that may end without a new checkpoint
     backoff_s: float = 10.0  # before the first restart; doubles with each
     start_timeout_s: float = 300.0  # how long the workers may take to start
-    priority: int = 0  # in the queue of a Ray cluster: the higher first, and it takes the places of lower ones
-    wait_s: float | None = None  # how long to wait in the queue for the workers' places; None: for ever
+    wait_s: float | None = None  # how long to wait for the workers' places; None: for ever
     patience_s: float = 60.0  # where `workers` is a range, how long to wait for more than there is room for
     environment: dict[str, str] = field(default_factory=dict)  # of every worker, by name; no secrets
     scratch: str = ""  # local folder of each node for a run at s3://…; empty: in PATCHLINE_CACHE, or the user's cache
@@ -66,7 +65,6 @@ class ClusterConfig:
             "max_restarts",
             "backoff_s",
             "start_timeout_s",
-            "priority",
             "wait_s",
             "patience_s",
             "environment",

@@ -169,7 +169,11 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
     is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
-        check_class_names(folder, covering)
+        # The class names that the record names, or none where it names none.
+        if CLASSES in covering.files:
+            check_file(folder / CLASSES, covering.files[CLASSES], covering)
+        elif (folder / CLASSES).exists():
+            raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
@@ -180,31 +184,26 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
     return CheckedWeights(weights["sha256"], is_verified)
 
 
-def check_class_names(folder: Path, covering: Covering) -> None:
-    """Raise DataError unless a folder has the class names that its record names, or none where it names none."""
-    if CLASSES in covering.files:
-        check_file(folder / CLASSES, covering.files[CLASSES], covering)
-    elif (folder / CLASSES).exists():
-        raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
-
-
 def fetch_weights(storage: Storage, stage: str) -> None:
     """Make sure that this node has the weights that a finished stage of the run handed on, in the bytes of its record.
 
     Raises DataError where the stage has not finished or its files are not what it wrote, StorageError, OSError.
     """
+    if storage.is_shared:
+        return  # they are here, and the driver has compared them
     folder = storage.local / stage
     record = storage.read(f"{stage}/{DONE}")
     if record is None:
         raise DataError(f"{storage.address(stage)} has no {DONE}: the stage has not finished\n  run it first")
-    if storage.is_shared:
-        return  # the driver has compared them, where they are
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / DONE, record)
     files: dict[str, FileRecord] = read_record(folder / DONE).get("files", {})
     for name in WEIGHT_FILES:
         if name in files:
-            bring(storage, f"{stage}/{name}", files[name])
+            try:
+                bring(storage, f"{stage}/{name}", files[name])
+            except CheckpointError as error:
+                raise DataError(str(error)) from None
     # Class names that an earlier owner has left here are not of these weights.
     if CLASSES not in files:
         (folder / CLASSES).unlink(missing_ok=True)
@@ -214,12 +213,9 @@ def fetch_weights(storage: Storage, stage: str) -> None:
 def bring(storage: Storage, name: str, record: FileRecord) -> None:
     """Make sure that this node has a file of the run in the bytes of its record.
 
-    Raises DataError where the storage has other bytes, StorageError, OSError.
+    Raises CheckpointError where the storage has other bytes, StorageError, OSError.
     """
-    try:
-        storage.bring(name, record["bytes"], partial(has_bytes_of, record))
-    except CheckpointError as error:
-        raise DataError(str(error)) from None
+    storage.bring(name, record["bytes"], partial(has_bytes_of, record))
 
 
 def has_bytes_of(record: FileRecord, path: Path) -> bool:

@@ -20,10 +20,8 @@ from pipeline.engine.engine import Engine
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window
-from pipeline.monitoring.watchdog import Phases
+from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.training_config import TrainConfig
-
-STOP_FILE = "stop"  # appears in an attempt's folder when the driver wants the worker group to commit and end
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class Job:
 
     @property
     def stop_file(self) -> Path:
-        """Return the file by which the driver asks the worker group to stop."""
-        return self.attempt_folder / STOP_FILE
+        """Return the file by which this node's agent passes on that the worker group is to stop."""
+        return node_folder(self.attempt_folder) / STOP_FILE
 
     def set_paths(self) -> set[str]:
         """Return the paths of every set that the stage reads."""

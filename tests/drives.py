@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,8 @@ from data.evaluation import EvaluationBatch, EvaluationSet
 from data.loader import Batch
 from data.storage import open_storage
 from jobs import terminal
+from jobs.cluster import agent, fork_server, worker_group
 from jobs.ownership import owned
-from jobs.workers import processes, worker_files
 from pipeline import objectives, start, train
 from pipeline.checkpoints import restore, shared_storage_check
 from pipeline.checkpoints import saver as saving
@@ -74,8 +74,33 @@ def fork_context() -> Any:
     """The forkserver of this process, with what a driver and its workers import."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*processes.PRELOAD, "jobs.run.session"])
+    context.set_forkserver_preload([*fork_server.PRELOAD, "jobs.run.session"])
     return context
+
+
+class ForkedServer:
+    """A fork server that is a fork of the driver: a patch of the driver reaches the workers."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+def launch_by_fork(
+    server: fork_server.ForkServer, words: list[str], environment: dict[str, str], handles: Sequence[int]
+) -> ForkedServer:
+    pid = os.fork()
+    if pid:
+        return ForkedServer(pid)
+    # The driver's ends: its death could not be seen here otherwise.
+    server.connection.close()
+    os.close(server.lifeline)
+    os.setsid()
+    os.environ.update(environment)
+    fork_server.main([*words[3:6]])
+    os._exit(0)
 
 
 def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str = RECIPE) -> None:
@@ -93,8 +118,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from jobs import __main__
 
-    original = multiprocessing.get_context
-    processes.multiprocessing.get_context = lambda name: original("fork")  # type: ignore[assignment]
+    fork_server.ForkServer.launch = launch_by_fork  # type: ignore[method-assign, assignment]
     if patch is not None:
         name, *argument = patch.split()
         globals()[name](*(int(one) if one.lstrip("-").isdigit() else one for one in argument))
@@ -202,7 +226,7 @@ def slowly(clock_s: int = 0) -> None:
     """A step takes 60 ms more, the driver looks every 100 ms whether to stop; and the clock is wrong."""
     now = time.time
     time.time = lambda: now() + clock_s
-    processes.TICK_S = 0.1
+    worker_group.TICK_S = 0.1
     before(train, "agree", lambda *args: True, lambda: time.sleep(0.06))
 
 
@@ -380,7 +404,7 @@ def no_batch_behind_a_stretch() -> None:
 
 def short_of_memory() -> None:
     """The kernel kills (and counts, in a file that plays /proc/vmstat), torch and Python refuse, CUDA would."""
-    worker_files.VMSTAT = vmstat = Path("vmstat").absolute()
+    agent.VMSTAT = vmstat = Path("vmstat").absolute()
 
     def killed() -> None:
         vmstat.write_text("oom_kill_disable 0\noom_kill 1\n")

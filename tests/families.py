@@ -23,4 +23,10 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
             is_zombie = process.status() == psutil.STATUS_ZOMBIE
             if os.getsid(process.pid) in sessions and process.pid not in known and not is_zombie:
                 family.append(process)
+    # An agent's fork server leads a session of its own.
+    for process in list(family):
+        with suppress(psutil.Error):
+            for child in process.children(recursive=True):
+                if child not in family:
+                    family.append(child)
     return family

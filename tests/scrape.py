@@ -5,13 +5,11 @@ run_campaign(loaded, also=scraper.tick)
 scraper.seen["ray_patchline_loss"]  →  {"run": "digits", "stage": "pretrain", …}
 """
 
-import json
 import re
 import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -27,7 +25,6 @@ class Scraper:
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, str]] = {}  # metric → labels of a sample
-        self.train_runs: dict[str, dict[str, Any]] = {}  # name → what the dashboard tells of it
         self.next_look = 0.0
 
     def tick(self, attempt_folder: Path, number: int) -> None:
@@ -40,11 +37,6 @@ class Scraper:
                 text = fetch(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")
                 for name, labels, _ in SAMPLE.findall(text):
                     self.seen[name] = dict(LABEL.findall(labels))
-            dashboard = ray._private.worker.get_dashboard_url()
-            for run in json.loads(fetch(f"http://{dashboard}/api/train/v2/runs/v1"))["train_runs"]:
-                # The last tick may come when the attempts' workers are gone.
-                if any(attempt["workers"] for attempt in run["attempts"]):
-                    self.train_runs[run["name"]] = run
 
 
 def fetch(url: str) -> str:

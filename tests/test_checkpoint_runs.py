@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,7 @@ fewshot: {{init: {weights}, probe: {{train: {shards}, test: {shards}, shots: [1]
 def test_few_shot_is_restarted_watched_and_stopped_like_the_others(twin, tmp_path) -> None:
     run, recipe = tmp_path / "run", FEWSHOT.format(weights=stage(twin), shards=next(twin.glob("shards-*")) / "train")
     process = start(run, patch="troubled_probe", recipe=recipe)
-    while process.is_alive() and not list(run.glob("fewshot-*/attempts/attempt-000003/rank-00001.phase")):
+    while process.is_alive() and not phase_of(run, 1, attempt=3):
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)
     process.join()
@@ -409,10 +410,14 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, tmp_path) -> None:
     assert process.exitcode == 75 and "stopped between two batches; run the same command again" in said(run), said(run)
 
 
-def phase_of(run: Path, rank: int) -> str:
-    """What a rank of the first attempt has said last of where it is."""
-    for path in run.glob(f"*/attempts/attempt-000001/rank-{rank:05d}.phase"):
-        return path.read_text()
+def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
+    """What a rank has said last of where it is, in the file that its process holds open for its agent."""
+    for record in run.glob(f"*/attempts/attempt-{attempt:06d}/rank-{rank:05d}.json"):
+        with suppress(OSError, ValueError):
+            for handle in Path(f"/proc/{json.loads(record.read_text())['pid']}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(handle).endswith(".phase"):
+                        return handle.read_text()
     return ""
 
 

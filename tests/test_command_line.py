@@ -13,10 +13,10 @@ from setuptools import find_packages
 
 from data.errors import Preempted
 from jobs.__main__ import main, run_one
-from jobs.cluster import embedded
+from jobs.cluster import embedded, placement
+from jobs.cluster.fork_server import PRELOAD
 from jobs.recipe import campaign
 from jobs.run import early_start, session
-from jobs.workers import processes
 from pipeline.config import read_recipe
 
 pytestmark = pytest.mark.quick
@@ -94,7 +94,13 @@ def test_status_imports_no_torch_and_a_plan_no_compiler_which_a_fork_server_impo
 )
 def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, monkeypatch, override, is_needed):
     asked = []
-    monkeypatch.setattr(session.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
+    warm_up = placement.ThisMachine.warm_up
+
+    def ask(machine, *, has_compiler=False) -> None:
+        asked.append(has_compiler)
+        warm_up(machine)
+
+    monkeypatch.setattr(placement.ThisMachine, "warm_up", ask)
     loaded = campaign.load(recipe, ["cluster.backend=processes", override])
     command = session.Session(Mock(), fresh=False, also=None)
     command.start_workers_of(loaded, list(loaded.stages))
@@ -105,14 +111,14 @@ def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, mon
 FORK_SERVER_SEEN = """
 import os
 import sys
-from multiprocessing import forkserver
+from jobs.cluster import fork_server
 
-def look():
-    heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
-    print("fork server", sorted(heavy), forkserver._forkserver._preload_modules, flush=True)
+def look(server, words, environment, handles):
+    heavy = {"torch", "deepspeed", "ray"} & set(sys.modules)
+    print("fork server", sorted(heavy), *words[6:], flush=True)
     os._exit(0)
 
-forkserver.ensure_running = look
+fork_server.ForkServer.launch = look
 from jobs.__main__ import main, run_one
 sys.argv[1:] = sys.argv[2:]
 main() if sys.orig_argv[3] == "run" else run_one(sys.orig_argv[3])
@@ -160,7 +166,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
         words.insert(0, "run")
     script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"fork server [] {processes.PRELOAD}\n", done.stderr
+    assert done.stdout == f"fork server [] {' '.join(PRELOAD)}\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -179,7 +185,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
 )
 def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, monkeypatch, overrides, kind, expected):
     asked = []
-    monkeypatch.setattr(early_start.backends, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
+    monkeypatch.setattr(early_start.placement, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
     early_start.start_early(read_recipe(recipe, overrides), kind)
     assert asked == expected
     # The same as the session finds, which knows the typed stages.
@@ -200,7 +206,7 @@ def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, 
 )
 def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, status, is_started):
     asked = []
-    monkeypatch.setattr(early_start.backends, "start_early", lambda cluster, has_compiler: asked.append(cluster))
+    monkeypatch.setattr(early_start.placement, "start_early", lambda cluster, has_compiler: asked.append(cluster))
     if status is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "status.json").write_text(status)

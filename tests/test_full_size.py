@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import models
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from tests import ranks
 

@@ -18,31 +18,30 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
-from data.files import write_whole
-from jobs.attempts.attempt import Alone, Attempt
-from jobs.attempts.growth import Sizes
-from jobs.attempts.supervisor import growth_of
-from jobs.cluster import embedded
-from jobs.cluster.backends import WorkerGroupError, connect, disconnect, run_worker_group, wait_for_resources
+from jobs.cluster import agent, embedded, worker
+from jobs.cluster.agent import WorkerState
+from jobs.cluster.elastic import Growth
+from jobs.cluster.fork_server import with_malloc
+from jobs.cluster.nodes import NodeAgent
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.ray import connect, disconnect
+from jobs.cluster.supervisor import Alone, Attempt
+from jobs.cluster.worker_group import AgentLink, WorkerGroup, WorkerGroupError, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.context import Context
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
-from jobs.workers import processes, worker_files, worker_group
-from jobs.workers.environment import malloc_set
-from jobs.workers.failures import group_failure
-from jobs.workers.worker_files import REFRESHED_AT_A_LOOK, SeenRecords, records, worker_file
-from jobs.workers.worker_group import do_nothing
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ["processes", "ray"]
-# Train's actors and processes of Ray's head that this has no use for.
-NOT_NEEDED = {"DatasetManager", "PlacementGroupCleaner", "_AutoscalingCoordinatorActor", "SynchronizationActor"}
+# Processes of Ray's head that this has no use for.
+OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent"}  # Ray's own
 NOT_NEEDED_OF_HEAD = {"monitor.py", "log_monitor.py"}
 FAILURES = [
     # backend, act, cause, exit code
@@ -63,7 +62,7 @@ FAILURES = [
     ("processes", "raise", "ZeroDivisionError: the third batch was empty", None),
     ("processes", "stop", "WantsToStop: shard 7 is short", 65),
     ("processes", "exit", "SystemExit: 75", 75),
-    ("ray", "die", "its process died (killed, or crashed)", None),
+    ("ray", "die", "killed by SIGKILL", None),
     pytest.param("ray", "stop", "WantsToStop: shard 7 is short", 65, marks=pytest.mark.slow),
 ]
 
@@ -80,10 +79,8 @@ def full(two) -> Iterator["ClusterInfo"]:
     """The embedded cluster, whose CPUs are all taken."""
     import ray
 
-    from jobs.scheduling import placement
-
     info = connect(two["ray"])
-    placement.release()  # what an earlier test has left reserved for its next attempt
+    nodes_of(two["ray"]).release()  # what an earlier test has left reserved for its next attempt
     holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
     ray.get(holder.ready.remote())
     yield info
@@ -133,8 +130,8 @@ def actors_with_torch() -> dict[str, bool]:
         with suppress(psutil.Error):  # gone meanwhile
             words = process.cmdline()
             if words and words[0].startswith("ray::"):
-                # "ray::RayTrainWorker.execute" while it works.
-                name = words[0].strip().removeprefix("ray::").partition(".")[0]
+                # "ray::RayAgent", and "ray::digits agent 1 4f1a:RayAgent.poll" while it works.
+                name = words[0].strip().removeprefix("ray::").rpartition(":")[2].partition(".")[0]
                 actors[name] = "libtorch" in str(process.memory_maps())
     return actors
 
@@ -175,12 +172,12 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["frees_at_once"] or backend == "processes"
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / f"sum-{backend}")
-    # Train's actors that are not needed are not there, and of the others the workers alone have torch.
-    assert not actors.keys() & NOT_NEEDED
+    # Of Ray there is the agent alone, and its fork server has torch: its own process needs none.
+    actors = {name: has_torch for name, has_torch in actors.items() if name not in OF_EVERY_NODE}
+    assert actors == ({"RayAgent": False} if backend == "ray" else {})
     if backend == "ray":
         scripts = {Path(word).name for process in family_of() for word in process.cmdline()[:3]}
         assert "dashboard.py" in scripts and not scripts & NOT_NEEDED_OF_HEAD
-        assert actors["RayTrainWorker"] and not actors["TrainController"] and not actors["TrainStateActor"]
 
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
@@ -200,18 +197,11 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
         run_worker_group(worker_functions.return_a_path, {}, cluster=two["processes"], name="path", directory=tmp_path)
 
 
-def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(two, tmp_path, monkeypatch) -> None:
-    from jobs.cluster import ray_failures
-
+def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("pipeline.checkpoints.shared_storage_check.SEEN_WITHIN_S", 0.1)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker_group.require_folder(tmp_path / "elsewhere")
-    error = RuntimeError()
-    error.worker_failures = {1: caught.value}  # type: ignore[attr-defined]
-    failure = ray_failures.failure_of(error, tmp_path, 2)
-    assert (failure.rank, failure.exit_code) == (1, 69) and "type run=/shared/NAME" in failure.cause
-    with pytest.raises(ClusterError, match=r"rank 0 has ended well, and what it has written into .* is not here"):
-        worker_files.rank_zero_value(tmp_path)
+        worker._require_folder(tmp_path / "elsewhere")
+    assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
 
 
 def test_a_name_is_used_once(two, tmp_path) -> None:
@@ -222,32 +212,91 @@ def test_a_name_is_used_once(two, tmp_path) -> None:
         )
 
 
-def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
-    def left(rank: int, **end) -> None:
-        record = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
-        (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps(record))
+class Places:
+    """Nodes of which a test says which of them are lost."""
 
-    failure = {"kind": "E", "error": "e", "traceback": "t"}
-    left(0, ended=2.0, exit_code=None, **failure)
-    left(1, ended=1.0, exit_code=None, **failure)
-    left(2)
-    assert group_failure(tmp_path, 3, {0: "exited", 1: "exited"}).rank == 1
-    left(3, ended=3.0, exit_code=65, **failure)
-    assert group_failure(tmp_path, 4, {0: "exited", 1: "exited", 3: "exited"}).rank == 3
-    died = group_failure(tmp_path, 4, {0: "exited", 2: "killed", 3: "exited"})
+    def __init__(self, **losses: str) -> None:
+        self.losses = losses
+
+    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
+        return self.losses.get(node.name, "")
+
+
+def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
+    """A worker group of which each worker has started on a node of its own, n0, n1, ….; some nodes are lost."""
+    nodes: Any = Places()
+    group = WorkerGroup(nodes, ClusterConfig(workers=world), folder)
+    for rank in range(world):
+        info = worker.RankInfo(rank, world, 0, 1, rank, f"10.0.0.{rank}", 1, 0, node_id=f"id{rank}")
+        node = NodeAgent(f"n{rank}", f"id{rank}", f"10.0.0.{rank}", 1, lambda *arguments: Future())
+        group.links.append(AgentLink(node, [info], loss=losses.get(f"n{rank}", "")))
+        group.node_names[rank] = f"n{rank}"
+        left(group, rank)
+    return group
+
+
+def left(group: WorkerGroup, rank: int, **end: Any) -> None:
+    """A worker has left this record; `death` is how it died without one."""
+    death = end.pop("death", "")
+    record: Any = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
+    group.states[rank] = WorkerState(rank, pid=1, record=record, death=death)
+
+
+FAILURE = {"kind": "E", "error": "e", "traceback": "t"}
+PEER_LOST = {
+    "ended": 1.0,
+    "exit_code": None,
+    "kind": "RuntimeError",
+    "error": "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:34530: Connection reset",
+    "traceback": "t",
+}
+
+
+def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
+    group = group_of(tmp_path, 4)
+    left(group, 0, ended=2.0, exit_code=None, **FAILURE)
+    left(group, 1, ended=1.0, exit_code=None, **FAILURE)
+    assert group.failure_of().rank == 1
+    left(group, 3, ended=3.0, exit_code=65, **FAILURE)
+    assert group.failure_of().rank == 3
+    left(group, 2, death="killed")
+    died = group.failure_of()
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
 
 
+def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_path) -> None:
+    group = group_of(tmp_path, 2)
+    left(group, 0, **PEER_LOST)
+    failure = group.failure_of()
+    assert str(failure) == (
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, and no death was seen"
+    )
+    # It may have been chance, so a second time is not "the same exception again".
+    assert failure.kind == ""
+
+
+def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> None:
+    group = group_of(tmp_path, 3, n1="its node does not answer")
+    left(group, 0, **PEER_LOST)
+    assert str(group.failure_of()) == "worker 1 on n1: its node does not answer"
+    left(group, 1, **PEER_LOST)
+    assert "a collective failed" in str(group.failure_of()), "who has written its end was there to do so"
+    # A node that is drained goes as soon as its worker has committed and ended.
+    left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
+    left(group, 1)
+    assert group.failure_of().exit_code == 75
+
+
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(worker_files, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    recent = processes.RecentOomKills()
+    recent = agent.RecentOomKills()
     assert not recent.any()
     (tmp_path / "vmstat").write_text("oom_kill 5\n")
     for _ in range(1000):  # a dying worker wakes the driver before it has an exit code
         recent.look()
     assert recent.any()
-    monkeypatch.setattr(processes, "OOM_WINDOW_S", 0.0)
+    monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
     recent.look()
     assert not recent.any(), "what is older than the window is forgotten"
 
@@ -256,79 +305,97 @@ def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, m
     previous = os.umask(0o027)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(processes, "STATUS", tmp_path / "absent")
-            assert processes.current_umask() == processes.current_umask() == 0o027
+            patched.setattr(agent, "STATUS", tmp_path / "absent")
+            assert agent.current_umask() == agent.current_umask() == 0o027
         with monkeypatch.context() as patched:
-            patched.setattr(processes.os, "umask", None)  # a thread beside would read what it is set to meanwhile
-            assert processes.current_umask() == 0o027
+            patched.setattr(agent.os, "umask", None)  # a thread beside would read what it is set to meanwhile
+            assert agent.current_umask() == 0o027
     finally:
         os.umask(previous)
 
 
-def test_a_silent_death_under_ray_is_told_apart(tmp_path, monkeypatch) -> None:
-    from ray.exceptions import OutOfMemoryError
-    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
-    from jobs.cluster import ray_failures
-
-    here = os.uname().nodename
+    nodes: Any = nodes_of(two["ray"])
     raylet = socket.create_server(("127.0.0.1", 0))
-    node = {"NodeID": "n", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
-    monkeypatch.setattr(worker_files, "VMSTAT", tmp_path / "vmstat")
-    (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    monkeypatch.setattr(ray_failures.ray, "nodes", lambda: [node])
-    record, error = {"node": here, "node_id": "n", "oom_kills": 4}, WorkerHealthCheckFailedError("", OSError("gone"))
-    evicted = WorkerHealthCheckFailedError("", OutOfMemoryError("node running low on memory"))
-    assert ray_failures.describe_death(error, record) == "its process died (killed, or crashed)"
-    assert ray_failures.describe_death(evicted, record) == "killed by Ray's out-of-memory killer"
-    whole = ray_failures.failure_of(OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"), tmp_path, 2)
-    assert str(whole) == "the worker group: killed by Ray's out-of-memory killer: 8 worker(s) were killed"
-    assert "out-of-memory killer has struck since" in ray_failures.describe_death(error, record | {"oom_kills": 3})
-    # A node that has come back under its old name is another one.
-    assert ray_failures.describe_death(error, record | {"node_id": "before"}) == "its node left the cluster"
-    raylet.close()
-    assert ray_failures.describe_death(error, record) == "its node does not answer"
+    port = raylet.getsockname()[1]
+    row = {"NodeID": "n", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "nodes", lambda: [row])
+        node = NodeAgent("n1", "n", "127.0.0.1", 1, lambda *arguments: Future())
+        assert nodes.loss_of(node, None) == ""
+        assert nodes.loss_of(node, ActorUnavailableError("for a moment", None)) == ""
+        assert nodes.loss_of(node, ActorDiedError()).startswith("its node's agent died (killed, or crashed)")
+        evicted = nodes.loss_of(node, OutOfMemoryError("8 worker(s) were killed\nConsidered workers: …"))
+        assert evicted == "its node's agent was killed by Ray's out-of-memory killer: 8 worker(s) were killed"
+        # A node that has come back under its old name is another one.
+        before = dataclasses.replace(node, node_id="before")
+        assert nodes.loss_of(before, None) == "its node left the cluster"
+        raylet.close()
+        assert nodes.loss_of(node, None) == "its node does not answer"
+        assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
 
 
-def test_a_node_that_takes_no_connection_is_lost_once_a_peer_has_lost_its_worker(tmp_path, monkeypatch) -> None:
-    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
-    from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_path) -> None:
+    """By its agent, wherever the driver is."""
+    nodes = nodes_of(two[backend])
+    nodes.reserve("test", [2], print, do_nothing)
+    folder = tmp_path / "run" / "stage-1" / "attempts" / "attempt-000001"
+    folder.mkdir(parents=True)
+    group = WorkerGroup(nodes, two[backend], folder)
+    watch = Watch(2, stall_s=2.0, start_s=60.0)
 
-    from jobs.cluster import ray_failures
+    def look() -> None:
+        if (tmp_path / "ready1").exists() and not group.is_frozen(1):
+            os.kill(group.states[1].pid, signal.SIGSTOP)
+        stuck = watch.look(group.places(), group.is_frozen)
+        if stuck is not None:
+            raise group.failure(stuck.rank, stuck.cause)
 
-    def left(rank: int, **end: object) -> None:
-        record = {"rank": rank, "node": f"n{rank}", "node_id": f"id{rank}", "pid": 1, "started": 0.0, "oom_kills": 0}
-        (tmp_path / f"rank-{rank:05d}.json").write_text(json.dumps(record | end))
+    task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
+    with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without a sign"):
+        group.run(worker_functions.step_for_ever, task, look)
+    assert not alive(folder)
 
-    def lost() -> worker_group.WorkerGroupError | None:
-        return ray_failures.lost_node(tmp_path, 3, records(tmp_path, 3))
 
-    raylet = socket.create_server(("127.0.0.1", 0))
-    place = {"Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": raylet.getsockname()[1]}
-    nodes = [place | {"NodeID": f"id{rank}"} for rank in range(3)]
-    monkeypatch.setattr(ray_failures.ray, "nodes", lambda: nodes)
-    peer_lost = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:34530: Connection reset"
-    raised = {"ended": 1.0, "exit_code": None, "kind": "RuntimeError", "traceback": "t"}
-    for rank in range(3):
-        left(rank)
-    left(0, **raised, error=peer_lost)
-    assert lost() is None, "every node takes connections: Train will see who died"
-    raylet.close()
-    left(0, **raised, error="the third batch was empty")
-    assert lost() is None, "no peer says that a worker was lost"
-    left(0, **raised, error=peer_lost)
-    left(2, **raised, error=peer_lost)
-    assert str(lost()) == "worker 1 on n1: its node does not answer"
-    left(1, **raised, error=peer_lost)
-    assert lost() is None, "who has written its end was there to do so"
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_fork_server_takes_its_workers_along_and_the_next_attempt_has_another(backend, two, tmp_path) -> None:
+    def kill() -> None:
+        if (tmp_path / "ready").exists():
+            for process in family_of():
+                with suppress(psutil.Error):
+                    if "jobs.cluster.fork_server" in process.cmdline() and process.children():
+                        process.kill()
 
-    # A node that is drained goes as soon as its worker has: Train has ended it, because a peer had committed and ended.
-    left(0, **raised | {"exit_code": 75, "kind": "Preempted"}, error="stopped at step 9 after committing it")
-    left(1)
-    nodes[1]["Alive"] = False
-    committed = TrainWorkerGroupError("stopped", {0: WorkerHealthCheckFailedError("", OSError("75"))})
-    assert ray_failures.failure_of(committed, tmp_path, 3).exit_code == 75
-    assert lost() is None
+    task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
+    sleep = worker_functions.sleep_until_told
+    with pytest.raises(WorkerGroupError, match="fork server died"):
+        run_worker_group(sleep, task, cluster=two[backend], name="attempt", directory=tmp_path, on_tick=kill)
+    assert not alive(tmp_path / "attempt")
+    (tmp_path / "stop").touch()
+    assert run_worker_group(sleep, task, cluster=two[backend], name="next", directory=tmp_path) == "stopped"
+
+
+def test_a_killed_agent_is_named_its_workers_die_and_the_next_attempt_has_another(two, tmp_path) -> None:
+    agents: list[int] = []
+
+    def kill() -> None:
+        if (tmp_path / "ready").exists() and not agents:
+            for process in ray_processes():
+                if "RayAgent" in process.cmdline()[0]:
+                    agents.append(process.pid)
+                    process.kill()
+
+    task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
+    sleep = worker_functions.sleep_until_told
+    with pytest.raises(WorkerGroupError, match=r"its node's agent died \(killed, or crashed\)"):
+        run_worker_group(sleep, task, cluster=two["ray"], name="attempt", directory=tmp_path, on_tick=kill)
+    wait_until(lambda: not alive(tmp_path / "attempt"), 10)
+    (tmp_path / "stop").touch()
+    assert run_worker_group(sleep, task, cluster=two["ray"], name="next", directory=tmp_path) == "stopped"
 
 
 # ------------------------------------------------------------------------ what is too small or absent
@@ -396,7 +463,7 @@ def test_a_wait_says_what_for_and_ends(two, full) -> None:
     said: list[str] = []
     cluster = dataclasses.replace(two["ray"], wait_s=4)
     with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 4 s\ntype"):
-        wait_for_resources(cluster, "/runs/a", said.append, do_nothing)
+        nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
 
 
@@ -420,7 +487,7 @@ def test_a_stop_is_heard_within_a_second_while_the_cluster_is_full(two, full) ->
     try:
         signal.setitimer(signal.ITIMER_REAL, 1.3)
         with pytest.raises(Preempted):
-            wait_for_resources(two["ray"], "/runs/a", lambda line: None, end_if_asked)
+            nodes_of(two["ray"]).reserve("/runs/a", [2], lambda line: None, end_if_asked)
         assert time.monotonic() - asked_at[0] < 1.0
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -483,7 +550,7 @@ def has_fork_server(pid: int) -> bool:
     """Whether a process has started a fork server."""
     with suppress(psutil.Error):
         for child in psutil.Process(pid).children():
-            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+            if "jobs.cluster.fork_server" in child.cmdline():
                 return True
     return False
 
@@ -507,56 +574,20 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
         tick=lambda folder, number: None,
         stopping=lambda: True,
     )
-    folder = tmp_path / "attempt"
-    folder.mkdir()
-    asked: list[Path] = []
-    watch = Watch(folder, world=2, stall_s=60)
-    growth = growth_of(context, Sizes([2]), 2)
-    seen = SeenRecords(folder)
-    attempt = Attempt(context, 1, watch, seen, growth, Alone(), asked.append)
+    nodes: Any = Places()
+    group = WorkerGroup(nodes, two["processes"], tmp_path)
+    asked: list[str] = []
+    node = NodeAgent("n", "", "127.0.0.1", 2, lambda *arguments: asked.append(arguments[0]))  # type: ignore[arg-type, return-value]
+    group.links.append(AgentLink(node, []))
+    growth = Growth([], 60.0, lambda: 0, lambda: -1)
+    attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, Alone(), can_commit=True)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
-        attempt.look_at_workers()
-    (folder / "rank-00001.json").write_text(json.dumps({"rank": 1, "node": "n", "pid": 1, "started": 0.0}))
-    seen.look()
-    attempt.look_at_workers()
-    assert asked == [folder], "who has started is asked to commit"
-
-
-def test_records_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch) -> None:
-    """However many workers there are: what has been read stays, what is new or has ended is seen at the next look."""
-    names: list[str] = []
-    read = SeenRecords._read
-    monkeypatch.setattr(SeenRecords, "_read", lambda self, name, inode: (names.append(name), read(self, name, inode)))
-
-    def write(rank: int, **end: object) -> None:
-        record = {"rank": rank, "node": "n", "pid": 1, "started": 0.0, **end}
-        write_whole(worker_file(tmp_path, rank, ".json"), json.dumps(record))
-
-    seen = SeenRecords(tmp_path)
-    assert seen.look() == {}
-    for rank in range(300):
-        write(rank)
-    worker_file(tmp_path, 7, ".log").touch()
-    for _ in range(3):
-        assert seen.look() == records(tmp_path, 300)
-    names.clear()
-    for _ in range(10):
-        seen.look()
-    assert len(names) <= 10 * REFRESHED_AT_A_LOOK
-    # An end, a worker that is late, and what lies there in part.
-    write(299, ended=5.0, value=None)
-    write(300)
-    worker_file(tmp_path, 301, ".json").write_text('{"rank": 3')
-    assert seen.look() == records(tmp_path, 400)
-    assert seen.look()[299]["ended"] == 5.0
-    write(301)
-    assert seen.look() == records(tmp_path, 400)
-    # On a full disk a record is written in place: neither its inode nor its folder changes.
-    with worker_file(tmp_path, 20, ".json").open("r+") as file:
-        file.write(json.dumps({"rank": 20, "node": "n", "pid": 1, "started": 0.0, "ended": 6.0}))
-    for _ in range(-(-302 // REFRESHED_AT_A_LOOK)):
-        seen.look()
-    assert seen.look()[20]["ended"] == 6.0
+        attempt.look()
+    left(group, 1)
+    attempt.look()
+    assert asked == ["stop"], "who has started is asked to commit"
+    with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to do it from its start"):
+        dataclasses.replace(attempt, can_commit=False).look()
 
 
 @pytest.mark.parametrize(
@@ -577,13 +608,10 @@ def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name,
     assert value == "0" or value not in str(caught.value), "the message is printed and kept"
 
 
-def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(monkeypatch) -> None:
+def test_what_malloc_is_told_stands_behind_what_the_user_tells_it() -> None:
     ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
     for theirs, expected in (("glibc.malloc.hugetlb=1", f"glibc.malloc.hugetlb=1:{ours}"), ("", ours)):
-        monkeypatch.setenv("GLIBC_TUNABLES", theirs)
-        with malloc_set():
-            assert os.environ["GLIBC_TUNABLES"] == expected
-        assert os.environ.get("GLIBC_TUNABLES", "") == theirs
+        assert with_malloc({"GLIBC_TUNABLES": theirs, "A": "b"}) == {"GLIBC_TUNABLES": expected, "A": "b"}
 
 
 def test_what_is_no_secret_is_let_through() -> None:
@@ -790,13 +818,10 @@ def test_every_endpoint_of_an_embedded_cluster_asks_for_a_token(two) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backend, two, tmp_path) -> None:
+def test_what_on_tick_raises_ends_the_worker_group_and_leaving_ends_an_embedded_cluster(backend, two, tmp_path) -> None:
     if backend == "ray":
         info = connect(two["ray"])
         assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
-    family = ray_processes() if backend == "ray" else []
-    directories = cluster_directories(family)
-    assert len(directories) == (backend == "ray")
 
     def give_up_on_a_hang() -> None:
         if len(list((tmp_path / "hang").glob("rank-*.json"))) == 2:
@@ -813,17 +838,21 @@ def test_what_on_tick_raises_ends_the_worker_group_and_an_embedded_cluster(backe
             on_tick=give_up_on_a_hang,
         )
     assert not alive(tmp_path / "hang")
-    # One that waits inside Ray while this process leaves the cluster would crash it.
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fit-")]
-    assert not psutil.wait_procs(family, timeout=1)[1]
-    assert not any(directory.exists() for directory in directories)
+    if backend == "ray":
+        family = ray_processes()
+        directories = cluster_directories(family)
+        assert len(directories) == 1
+        disconnect()
+        assert not psutil.wait_procs(family, timeout=1)[1]
+        assert not any(directory.exists() for directory in directories)
 
 
 EARLY_DRIVER = """
     import sys
     from pathlib import Path
     from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.backends import run_worker_group, start_early
+    from jobs.cluster.placement import start_early
+    from jobs.cluster.worker_group import run_worker_group
     from tests import worker_functions
 
     if __name__ == "__main__":
@@ -849,7 +878,8 @@ DRIVER = """
     import sys
     from pathlib import Path
     from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.backends import run_worker_group, start_early
+    from jobs.cluster.placement import start_early
+    from jobs.cluster.worker_group import run_worker_group
     from tests import worker_functions
 
     if __name__ == "__main__":

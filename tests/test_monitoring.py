@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.monitor import status_poller, worker_gauge
+from jobs.cluster.ray_nodes import WORKER_GAUGE
+from jobs.monitor import status_poller
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.metadata import metadata_of
 from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
@@ -167,7 +168,7 @@ def expressions() -> list[str]:
 def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() -> None:
     from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
-    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER)} | {f"ray_{worker_gauge.NAME}"}
+    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER)} | {f"ray_{WORKER_GAUGE}"}
     exported |= {f"ray_{name}" for name in METRICS_GAUGES}
     shown: set[str] = set()
     for query in expressions():

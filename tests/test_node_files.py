@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.workers import node_files
-from jobs.workers.node_files import NodeFiles, begin_as_driver, take_over
-from jobs.workers.notices import give_notice, notices
-from jobs.workers.worker_files import records
-from pipeline.monitoring.watchdog import Phases, Watch
+from jobs.cluster import node_files
+from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
+from jobs.cluster.worker import records
 from tests import hosts
 from tests.ray_hosts import RayHosts
 
@@ -38,9 +36,9 @@ class Pair:
         begin_as_driver(self.driver / ATTEMPT, "a")
         return self.files.begin("a", told or {}, ["attempt-000001", "attempt-000002"])
 
-    def look(self, given: dict[str, bytes] | None = None) -> list[str]:
+    def look(self) -> list[str]:
         """One round of questions and answers; the names of what was sent."""
-        changes = self.files.look(given or {}, self.taken)
+        changes = self.files.look(self.taken)
         self.taken = take_over(self.driver, changes)
         return [change.name for change in changes]
 
@@ -59,37 +57,32 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_files, "SETTLED_NS", -1)
 
 
-def test_the_driver_reads_records_and_places_of_a_node_in_its_own_folder(pair, at_once) -> None:
+def test_the_driver_has_records_and_logs_of_a_node_in_its_own_folder(pair, at_once) -> None:
     assert pair.begin()
     assert sorted(path.name for path in (pair.node / "attempts").iterdir()) == ["attempt-000001", "attempt-000002"]
     start = {"rank": 1, "node": "n1", "pid": 7, "started": 1.0, "oom_kills": 0}
     (pair.node / ATTEMPT / "rank-00001.json").write_text(json.dumps(start))
-    phases = Phases(pair.node / ATTEMPT, 1, 600)
-    phases.enter("data", 4, "shard-1")
     (pair.node / ATTEMPT / "rank-00001.log").write_bytes(b"\x00\xff torn \xc3")
     pair.look()
-    watch = Watch(pair.driver / ATTEMPT, 2, 600)
     assert records(pair.driver / ATTEMPT, 2) == {1: start}
-    assert watch.place(1) == "data of step 5, shard shard-1"
     assert pair.same(ATTEMPT / "rank-00001.log")
     # What has not changed is not sent again, and what has is.
-    phases.enter("forward", 4)
-    assert pair.look() == [str(ATTEMPT / "rank-00001.phase")]
-    assert watch.place(1) == "forward of step 5"
+    (pair.node / ATTEMPT / "rank-00001.json").write_text(json.dumps({**start, "ended": 2.0}))
+    assert pair.look() == [str(ATTEMPT / "rank-00001.json")]
+    assert records(pair.driver / ATTEMPT, 2)[1]["ended"] == 2.0
     assert pair.look() == []
-    phases.close()
 
 
 def test_a_file_that_changes_within_a_tick_of_its_clock_is_sent_again(pair) -> None:
     pair.begin()
-    path = pair.node / ATTEMPT / "rank-00001.phase"
+    path = pair.node / ATTEMPT / "rank-00001.json"
     path.write_text("forward")
     state = path.stat()
     pair.look()
     path.write_text("reduced")
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
     pair.look()
-    assert pair.same(ATTEMPT / "rank-00001.phase")
+    assert pair.same(ATTEMPT / "rank-00001.json")
 
 
 def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, tmp_path) -> None:
@@ -110,11 +103,11 @@ def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, t
             if rng.random() < 0.5:
                 pair.look()
             if rng.random() < 0.5:
-                taken = take_over(pair.driver, other.look({}, taken))
+                taken = take_over(pair.driver, other.look(taken))
             file.write(line.encode()[half:] + b"\n")
         written.append(line)
     pair.look()
-    take_over(pair.driver, other.look({}, taken))
+    take_over(pair.driver, other.look(taken))
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
@@ -122,7 +115,7 @@ def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_
     pair.begin()
     metrics = pair.node / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
-    pair.files.look({}, {})  # lost
+    pair.files.look({})  # lost
     assert pair.look() == ["metrics.jsonl"]
     pair.files.take(pair.taken)
     with metrics.open("a") as file:
@@ -152,7 +145,7 @@ def test_what_lay_on_a_node_before_its_first_worker_is_not_sent(pair) -> None:
     assert not (pair.node / node_files.SENT).exists()
 
 
-def test_tensorboards_files_and_notices_grow_and_long_files_are_bounded(pair, monkeypatch) -> None:
+def test_tensorboards_files_grow_and_long_files_are_bounded(pair, monkeypatch) -> None:
     monkeypatch.setattr(node_files, "LARGEST_BYTES", 100)
     pair.begin()
     events = pair.node / "tensorboard" / "events.1"
@@ -161,21 +154,18 @@ def test_tensorboards_files_and_notices_grow_and_long_files_are_bounded(pair, mo
     events.write_bytes(content)
     (pair.node / ATTEMPT / "rank-00000.log").write_bytes(content)
     (pair.node / "log.txt").write_text("y" * 120 + "\nlast\n")
-    give_notice(pair.node / ATTEMPT, {"rank": 0, "node": "n1", "node_id": "x", "why": "drained"})
     for _ in range(4):
         pair.look()
     assert (pair.driver / "tensorboard" / "events.1").read_bytes() == content
     assert (pair.driver / ATTEMPT / "rank-00000.log").read_bytes() == content[-100:], "a worker's stacks are at its end"
     assert pair.same("log.txt")
-    assert notices(pair.driver / ATTEMPT)[0]["why"] == "drained"
 
 
-def test_the_driver_tells_a_node_when_to_stop_and_what_the_attempt_before_has_left(pair) -> None:
+def test_the_driver_tells_a_node_what_the_attempt_before_has_left(pair) -> None:
     pair.begin({"left-out.json": b"[[3, 4]]", "gone.json": None})
     assert (pair.node / "left-out.json").read_bytes() == b"[[3, 4]]"
     (pair.node / "left-out.json").write_bytes(b"[[3, 5]]")
-    pair.look({"stop": b""})
-    assert (pair.node / ATTEMPT / "stop").exists()
+    pair.look()
     assert pair.same("left-out.json")
     # A process that takes over in the attempt does not put back what was told at its beginning.
     pair.files = NodeFiles(pair.node / ATTEMPT)
@@ -211,45 +201,42 @@ DRIVER = """
 import json, sys, time
 from pathlib import Path
 import ray
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.ray import disconnect
+from jobs.cluster.worker import records
+from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError, do_nothing
 from jobs.cluster_config import ClusterConfig
-from jobs.cluster.backends import WorkerGroupError, connect, disconnect, leave_nodes, run_worker_group
-from jobs.workers.worker_files import records
-from pipeline.monitoring.watchdog import Watch
 from tests import worker_functions
 
 stage, act = Path(sys.argv[1]), sys.argv[2]
 attempts = stage / "attempts"
 attempt = attempts / "attempt-000001"
-watch = Watch(attempt, 2, 600)
+attempt.mkdir(parents=True)
 said = {}
 
 def look():
-    watch.update_places(range(2))
-    places = watch.places
+    places = group.places()
     if act != "kill" and len(places) == 2 and min(place.step for place in places.values()) >= 3:
-        (attempt / "stop").touch()
+        group.request_stop()
         said.setdefault("stop", time.time())
     if len(places) == 2 and "places" not in said:
-        said["places"] = {rank: record["node"] for rank, record in records(attempt, 2).items()}
+        said["places"] = group.node_names
         print(json.dumps(said["places"]), flush=True)
 
 config = ClusterConfig(workers=2, start_timeout_s=120)
-connect(config)
+nodes = nodes_of(config)
 if act == "finish":
-    leave_nodes(config, [ray.get_runtime_context().get_node_id()])
+    nodes.avoid([nodes.own_node()])
+nodes.reserve(str(stage), [2], print, do_nothing)
+group = WorkerGroup(nodes, config, attempt, is_shared=False)
 try:
     task = {"folder": str(attempt), "act": act, "rank": 1}
-    said["value"] = run_worker_group(
-        worker_functions.work_apart, task, cluster=config, name=attempt.name, directory=attempts, on_tick=look,
-        is_shared=False,
-    )
+    said["value"] = group.run(worker_functions.work_apart, task, look)
 except WorkerGroupError as error:
     said["error"] = str(error)
 said["seen"] = sorted(path.name for path in attempt.iterdir() if path.is_file())
 said["records"] = {rank: "ended" in record for rank, record in records(attempt, 2).items()}
 said["log"] = sorted((stage / "log.txt").read_text().splitlines())
-from ray.util.state import list_actors
-said["actors"] = [actor.class_name for actor in list_actors() if actor.state != "DEAD"]
 disconnect()
 print(json.dumps(said), flush=True)
 """
@@ -287,10 +274,9 @@ def test_on_hosts_that_share_nothing_the_driver_sees_its_workers_and_they_hear_i
             assert process.wait(200) == 0, log.read_text()
             said = json.loads(log.read_text().splitlines()[-1])
             print(f"{act}: {nodes}, {time.monotonic() - killed:.1f} s; {said}")
-            assert {"rank-00000.json", "rank-00001.json", "rank-00001.log", "rank-00001.phase"} <= set(said["seen"])
+            assert {"rank-00000.json", "rank-00001.json", "rank-00001.log"} <= set(said["seen"])
             assert {line.partition(" at ")[0] for line in said["log"]} == {"worker 0", "worker 1"}
             assert len(said["log"]) == len(set(said["log"]))
-            assert "NodeActor" not in said["actors"]
             if act == "finish":
                 assert "h0" not in nodes.values(), "rank 0 finds the stop file in a folder that is not the driver's"
                 assert said.get("value") == "worker 0 stopped", said

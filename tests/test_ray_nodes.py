@@ -1,6 +1,5 @@
 """A real Ray cluster of several nodes on this machine: what fits where, who waits for whom, nodes that go."""
 
-import itertools
 import json
 import os
 import shutil
@@ -20,29 +19,17 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-from ray.exceptions import RayActorError
-from ray.train import FailureConfig, ScalingConfig
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
-from ray.train.v2._internal.execution.failure_handling import FailureDecision, create_failure_policy
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-from ray.train.v2.api.exceptions import ControllerError
-from ray.train.v2.api.exceptions import WorkerGroupError as TrainWorkerGroupError
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
-from jobs.attempts.supervisor import supervise
-from jobs.cluster import embedded
-from jobs.cluster.backends import WorkerGroupError, disconnect, room_now, run_worker_group
-from jobs.cluster.ray_backend import _make_trainer, reserve_places
-from jobs.cluster.ray_trainer import Trainer, UseReserved
+from jobs.cluster import embedded, ray_nodes
+from jobs.cluster.ray import connect, disconnect
+from jobs.cluster.supervisor import supervise
+from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.context import Context
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from jobs.scheduling import placement, queue
-from jobs.scheduling.queue_order import Entry
-from jobs.stages.training import touch_stop_file
-from jobs.workers.failures import group_failure
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
@@ -152,7 +139,7 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
     )
     said: list[str] = []
     with pytest.raises(ClusterError) as caught:
-        reserve_places(ClusterConfig(cpus_per_worker=2, wait_s=4), "/runs/a", said.append, look)
+        reserve(ClusterConfig(cpus_per_worker=2, wait_s=4), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
     assert str(caught.value).startswith(f"{missing}\nwaited 4 s\ntype ")
     seconds, request = seen[0]
@@ -160,43 +147,54 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
     assert seconds < 3
     assert [dict(bundle.resources_bundle) for bundle in bundles] == [{"CPU": 2.0}]
     # Given up: whoever wants less gets it at once.
-    assert reserve_places(ClusterConfig(workers=3, wait_s=4), "/runs/b", said.append)
+    assert reserve(ClusterConfig(workers=3, wait_s=4), "/runs/b", said.append)
+
+
+def reserve(cluster: ClusterConfig, run: str, log=print, look=do_nothing, worlds=()) -> PlacementGroup:
+    """Reserve the places of a worker group, as a stage does."""
+    nodes = nodes_in(cluster)
+    nodes.reserve(run, worlds or [cluster.world], log, look)
+    assert nodes.reservation is not None
+    return nodes.reservation.group
+
+
+def nodes_in(cluster: ClusterConfig) -> ray_nodes.RayNodes:
+    return ray_nodes.ray_nodes_of(cluster, is_embedded=connect(cluster).embedded)
+
+
+def room_now(cluster: ClusterConfig) -> int:
+    return nodes_in(cluster).room()
+
+
+def held(cluster: ClusterConfig) -> int:
+    return nodes_in(cluster).workers_held
 
 
 RIVAL = """
     import sys
+    from jobs.cluster.placement import nodes_of
+    from jobs.cluster.worker_group import do_nothing
     from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.ray_backend import reserve_places
 
     def say(line):
         print(line, flush=True)
 
-    run, workers, priority = sys.argv[1:]
-    reserve_places(ClusterConfig(workers=int(workers), priority=int(priority), wait_s=60), run, say)
+    run, workers = sys.argv[1:]
+    nodes_of(ClusterConfig(workers=int(workers), wait_s=60)).reserve(run, [int(workers)], say, do_nothing)
     say("placed")
     sys.stdin.read()
 """
 
 
-def start_rival(run: str, workers: int, priority: int = 0) -> subprocess.Popen[str]:
+def start_rival(run: str, workers: int) -> subprocess.Popen[str]:
     """Another driver, which asks for its places, says so, and keeps them until it is killed."""
-    command = [sys.executable, "-c", textwrap.dedent(RIVAL), run, str(workers), str(priority)]
+    command = [sys.executable, "-c", textwrap.dedent(RIVAL), run, str(workers)]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def lines_until(rival: subprocess.Popen[str], last: str) -> list[str]:
-    assert rival.stdout is not None
-    lines: list[str] = []
-    while not lines or lines[-1] != last:
-        line = rival.stdout.readline()
-        assert line, f"the rival has ended: {lines}"
-        lines.append(line.rstrip("\n"))
-    return lines
 
 
 def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes) -> None:
     two = ClusterConfig(workers=2, wait_s=60)
-    held = reserve_places(two, "/runs/first")
+    held = reserve(two, "/runs/first")
     rival = start_rival("/runs/second", 2)
     try:
         assert rival.stdout is not None
@@ -204,54 +202,18 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         assert line.startswith("waiting for the cluster: room for 1 of 2 workers of 1 CPUs; free: 1 CPUs on ")
         assert line.endswith("; held: 2 CPUs by /runs/first\n")
         # The next attempt of the first goes on where it was, and does not queue behind the second, its equal.
-        assert reserve_places(two, "/runs/first") == held
-        placement.release()
+        assert reserve(two, "/runs/first") == held
+        nodes_in(two).release()
         assert rival.stdout.readline() == "placed\n"
         said: list[str] = []
         with pytest.raises(ClusterError):
-            reserve_places(ClusterConfig(workers=2, wait_s=7), "/runs/first", said.append)
+            reserve(ClusterConfig(workers=2, wait_s=7), "/runs/first", said.append)
         assert said[0].endswith("; held: 2 CPUs by /runs/second")
         rival.kill()
-        assert reserve_places(two, "/runs/first")
+        assert reserve(two, "/runs/first")
     finally:
         rival.kill()
         rival.wait()
-
-
-def test_a_higher_campaign_takes_places_and_one_that_never_fits_holds_up_nobody(nodes) -> None:
-    low = ClusterConfig(workers=NODES, wait_s=7)
-    reserve_places(low, "/runs/low")
-    # Told to make way for a driver that is not there any more: nobody does, and what it wrote is swept away.
-    dead = Entry("99000000", "/runs/dead", 9, 0.0, 1, {"CPU": 1})
-    queue.write(dead)
-    queue.put(queue.MARKS, queue.own_job(), dead.job)
-    assert not queue.reason_to_make_way(queue.own_job())
-    assert [entry.run for entry in queue.read().entries] == ["/runs/low"]
-
-    huge = start_rival("/runs/huge", NODES + 1, priority=9)
-    high = start_rival("/runs/high", 2, priority=5)
-    try:
-        deadline = time.monotonic() + 60
-        while not queue.reason_to_make_way(queue.own_job()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert queue.reason_to_make_way(queue.own_job()) == "/runs/high (priority 5) waits for these places"
-        said: list[str] = []
-        looks: list[float] = []  # when a stop would have been heard
-        with pytest.raises(ClusterError):
-            reserve_places(low, "/runs/low", said.append, lambda: looks.append(time.monotonic()))
-        assert max(after - before for before, after in itertools.pairwise(looks)) < 1
-        assert "room for 1 of 3 workers of 1 CPUs; free: 1 CPUs on " in said[0]
-        assert said[0].endswith("; held: 2 CPUs by /runs/high")
-        lines = lines_until(high, "placed")
-        told = "/runs/low (priority 0) is to make way for this campaign (priority 5): it commits, and waits in the"
-        assert any(line.startswith(told) for line in lines)
-        # Who is told and does not wait any more is not kept from asking again: there is room for one.
-        assert reserve_places(ClusterConfig(wait_s=10), "/runs/low")
-    finally:
-        for rival in (huge, high):
-            rival.kill()
-            rival.wait()
 
 
 def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(nodes) -> None:
@@ -265,10 +227,10 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
             bundles.append(len(request.bundle_selectors[0].resource_requests))
 
     began = time.monotonic()
-    held = reserve_places(some, "/runs/a", said.append, look, worlds=(4, 2, 1))
+    first = reserve(some, "/runs/a", said.append, look, worlds=(4, 2, 1))
     assert 1 <= time.monotonic() - began < 6
     assert set(bundles[:3]) == {4}, "the most is asked for"
-    assert placement.workers_held() == 2, "three would fit, and the batch does not allow them"
+    assert held(some) == 2, "three would fit, and the batch does not allow them"
     host = os.uname().nodename
     assert said == [
         "goes on with 2 of up to 4 workers: room for 3 of 4 workers of 1 CPUs; even when the cluster is empty it has "
@@ -276,7 +238,7 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     ]
     # No more room: what is held is what the next attempt gets, at once.
     began = time.monotonic()
-    assert reserve_places(some, "/runs/a", said.append, worlds=(4, 2, 1)) == held
+    assert reserve(some, "/runs/a", said.append, worlds=(4, 2, 1)) == first
     assert time.monotonic() - began < 1
     assert room_now(some) == 3
     joined = nodes.cluster.add_node(num_cpus=1, **nodes.options)
@@ -290,8 +252,8 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
             rival.kill()
             rival.wait()
         wait_until(lambda: room_now(some) == 4)
-        reserve_places(some, "/runs/a", said.append, worlds=(4, 2, 1))
-        assert placement.workers_held() == 4
+        reserve(some, "/runs/a", said.append, worlds=(4, 2, 1))
+        assert held(some) == 4
     finally:
         nodes.cluster.remove_node(joined)
 
@@ -300,14 +262,14 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
 def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=3), patience_s=1, start_timeout_s=60)
     said: list[str] = []
-    held = reserve_places(some, "/runs/a", said.append, worlds=(3, 2, 1))
-    row = placement.placement_group_table(held)
+    first = reserve(some, "/runs/a", said.append, worlds=(3, 2, 1))
+    row = placement_group_table(first)
     nodes.kill(row["bundles_to_node_id"][0])
-    wait_until(lambda: placement.placement_group_table(held)["state"] == "RESCHEDULING", 60)
+    wait_until(lambda: placement_group_table(first)["state"] == "RESCHEDULING", 60)
     began = time.monotonic()
-    reserve_places(some, "/runs/a", said.append, worlds=(3, 2, 1))
+    reserve(some, "/runs/a", said.append, worlds=(3, 2, 1))
     assert 1 <= time.monotonic() - began < 8
-    assert placement.workers_held() == 2
+    assert held(some) == 2
     assert said == [
         "goes on with 2 of up to 3 workers: room for 2 of 3 workers of 1 CPUs; even when the cluster is empty it has "
         "room for 2"
@@ -354,7 +316,6 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
             context,
             worlds=(4, 3),
             stall_s=600,
-            ask_to_stop=touch_stop_file,
         )
     finally:
         for node in joined:
@@ -367,39 +328,6 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     assert any(line.startswith("growing from 3 to 4 workers, from step ") for line in said)
     (back,) = (line for line in said if "RuntimeError: this node is broken" in line)
     assert "; no commit with 4 workers: back to 3 on their nodes, from step " in back
-
-
-# ------------------------------------------------------------------------ one call is one attempt
-
-
-def test_train_restarts_nothing_whatever_has_ended_its_workers(nodes, tmp_path) -> None:
-    config = ClusterConfig()
-    folder = tmp_path / "stage" / "attempts" / "attempt-000001"
-    spec = {"function": worker_functions.rank, "task": {}, "folder": folder, "cluster": config}
-    ours = _make_trainer(spec, reserve_places(config, "/runs/a")).run_config.failure_config
-
-    drained = RayActorError(preempted=True)
-    ends = [
-        TrainWorkerGroupError("drained", {0: WorkerHealthCheckFailedError("", drained)}),
-        TrainWorkerGroupError("died", {0: WorkerHealthCheckFailedError("", RayActorError())}),
-        ControllerError(WorkerGroupStartupFailedError("a worker did not start")),
-    ]
-    # What it would do without being told: the reason why it is told.
-    assert create_failure_policy(FailureConfig(max_failures=0)).make_decision(ends[0]) == FailureDecision.RETRY
-    for end in ends:
-        assert create_failure_policy(ours).make_decision(end) == FailureDecision.RAISE
-
-
-def test_trains_cleaner_is_not_there_to_take_places_from_a_run_that_trains(monkeypatch) -> None:
-    """It takes them where a busy dashboard does not know the controller; our driver's end gives them back anyway."""
-    handed_on: dict[str, Any] = {}
-    monkeypatch.setattr(
-        DataParallelTrainer, "_initialize_and_run_controller", lambda self, **options: handed_on.update(options)
-    )
-    trainer = Trainer(print, scaling_config=ScalingConfig(num_workers=1))
-    ours = UseReserved(object())
-    trainer._initialize_and_run_controller(callbacks=[PlacementGroupCleanerCallback(), ours])
-    assert handed_on["callbacks"] == [ours]
 
 
 # ------------------------------------------------------------------------ nodes that go
@@ -430,24 +358,9 @@ def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes,
     assert caught.value.cause in ("its node does not answer", "its node left the cluster")
     # Ray may take 15 s to find out; the next attempt does not wait for that.
     began = time.monotonic()
-    group = reserve_places(ClusterConfig(workers=2), "/runs/a")
+    group = reserve(ClusterConfig(workers=2), "/runs/a")
     assert time.monotonic() - began < 5
-    assert lost[0] not in placement.placement_group_table(group)["bundles_to_node_id"].values()
-
-
-def test_a_collective_that_lost_a_member_says_so_without_the_librarys_text(tmp_path) -> None:
-    text = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:34530: Connection reset by peer."
-    start = {"node": "n1", "address": "10.0.0.1", "pid": 1, "started": 0.0, "rank": 0}
-    raised = {"ended": 1.0, "exit_code": None, "kind": "RuntimeError", "error": text, "traceback": "…"}
-    (tmp_path / "rank-00000.json").write_text(json.dumps(start | raised))
-    peer = {**start, "node": "n2", "address": "10.0.0.2", "rank": 1}
-    (tmp_path / "rank-00001.json").write_text(json.dumps(peer))
-    failure = group_failure(tmp_path, 2, {0: "raised"})
-    assert str(failure) == (
-        "worker 0 on n1: a collective failed: worker 1 on n2 was lost or did not answer, and no death was seen"
-    )
-    # It may have been chance, so a second time is not "the same exception again".
-    assert failure.kind == ""
+    assert lost[0] not in placement_group_table(group)["bundles_to_node_id"].values()
 
 
 @pytest.mark.parametrize(
@@ -488,6 +401,6 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
         assert record["node_id"] not in [worker["node_id"] for worker in attempts[attempt + 1]]
     assert [line["step"] for line in read_metrics(stage)] == list(range(1, steps + 1)), "every step once"
     assert rows[0]["step"] == steps
-    why = "its node is drained, gone in " if notice == "drain" else "worker 1 was sent SIGTERM"
+    why = "its node is drained" if notice == "drain" else "worker 1 was sent SIGTERM"
     assert f"about to leave: {given[1]['node']} ({why}" in said
     assert said.count("; moving to other nodes, from step ") == moves

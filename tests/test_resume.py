@@ -8,20 +8,20 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from jobs.__main__ import main
+from jobs.cluster.ray_nodes import WORKER_GAUGE
+from jobs.cluster.worker import records
 from jobs.commands.demo import step_losses
-from jobs.monitor import worker_gauge
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from jobs.workers.worker_files import records
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
+from tests.families import family_of
 from tests.scrape import Scraper
 
 ROOT = Path(__file__).parents[1]
@@ -90,34 +90,31 @@ def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
     for name in {*OF_REPORT, *OF_DRIVER} - unknown_on_a_cpu:
         labels = scraper.seen.get(f"ray_patchline_{name}", {})
         assert (labels.get("run"), labels.get("stage")) == (run.name, "pretrain"), (name, sorted(scraper.seen))
-    worker = scraper.seen[f"ray_{worker_gauge.NAME}"]
+    worker = scraper.seen[f"ray_{WORKER_GAUGE}"]
     assert (worker["run"], worker["stage"]) == (run.name, "pretrain") and worker["rank"] in "01"
-    train_run = scraper.train_runs[f"{folder.name}-attempt-000001"]
-    assert sorted(worker["world_rank"] for worker in train_run["attempts"][0]["workers"]) == [0, 1]
 
 
 def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float]) -> None:
-    """In each attempt, some time after it has reported the step: SIGKILL to a worker, or to Ray Train's controller."""
+    """In each attempt, some time after it has reported the step: SIGKILL to a worker, or to the agent."""
     attempt = 0
     for (step, victim), pause in zip(plan, pauses, strict=True):
         while not (found := [r for r in read_metrics(folder) if r["attempt"] > attempt and r["step"] >= step]):
             time.sleep(0.01)
         attempt = found[0]["attempt"]
         time.sleep(pause)
-        if victim == "controller":
-            family = psutil.Process().children(recursive=True)
-            (pid,) = (p.pid for p in family if " ".join(p.cmdline()).startswith("ray::TrainController"))
+        if victim == "agent":
+            (pid,) = (p.pid for p in family_of() if "RayAgent" in " ".join(p.cmdline()))
         else:
             pid = records(folder / "attempts" / f"attempt-{attempt:06d}", 2)[int(victim)]["pid"]
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.timeout(9000)
-@pytest.mark.parametrize(("rounds", "controllers"), [(1, 1), pytest.param(17, 3, marks=pytest.mark.slow)])
-def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
-    rounds, controllers, recipe, uninterrupted, capsys, monkeypatch
+@pytest.mark.parametrize(("rounds", "agents"), [(1, 1), pytest.param(17, 3, marks=pytest.mark.slow)])
+def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
+    rounds, agents, recipe, uninterrupted, capsys, monkeypatch
 ):
-    """A worker and some controllers a round, each in an attempt of its own."""
+    """A worker and the agent, some times a round, each in an attempt of its own."""
     rng = random.Random(SEED)
     # A path that is relative to the folder of this process, which is not that of Ray's workers.
     monkeypatch.chdir(recipe.parent)
@@ -126,9 +123,9 @@ def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
         options = ["cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}", "pretrain.deepspeed=ds.json"]
         loaded = load(recipe, *options)
         folder = loaded.directory(loaded.stage("pretrain"))
-        first = ((80, "1"), (rng.randrange(62, 100), "controller"))
-        more = ((rng.randrange(122, 160), "controller"), (rng.randrange(182, 200), "controller"))
-        plan = [*first, *more][: 1 + controllers]
+        first = ((80, "1"), (rng.randrange(62, 100), "agent"))
+        more = ((rng.randrange(122, 160), "agent"), (rng.randrange(182, 200), "agent"))
+        plan = [*first, *more][: 1 + agents]
         pauses = [rng.random() * 0.1 for _ in plan]
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
         killer.start()
@@ -137,10 +134,8 @@ def test_under_ray_a_killed_worker_and_controller_leave_no_trace_either(
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
-        assert "worker 1 on" in out and "(killed, or crashed); restarting from step 60" in out
-        assert (
-            out.count("the worker group: Train's controller died (killed, or crashed); restarting from step")
-            == controllers
-        )
+        assert "worker 1 on" in out and "killed by SIGKILL; restarting from step 60" in out
+        died = "its node's agent died (killed, or crashed), and its workers with it; restarting from step"
+        assert out.count(died) == agents
         assert_same(folder, uninterrupted)
         assert_visible(scraper, loaded.run, folder)

@@ -1,6 +1,5 @@
 """Commits judged beside training: the loop's values, nobody else's steps, and no silence when it goes wrong."""
 
-import json
 import os
 import shutil
 import signal
@@ -17,11 +16,10 @@ import pytest
 from data.bucket import Bucket
 from data.index.document import load_index
 from data.storage import Folder
-from jobs.beside.evaluations import Evaluations
-from jobs.beside.places import NoPlace
+from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
-from jobs.workers.worker_group import WorkerGroupError
+from jobs.stages.async_evaluation import AsyncEvaluation, NoPlace
 from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
@@ -173,14 +171,23 @@ class Scripted:
         self.judged: list[int] = []
         self.has_room = True
 
-    def are_free(self) -> bool:
+    def is_free(self) -> bool:
         return self.has_room
 
-    def are_wanted(self) -> bool:
+    def is_wanted(self) -> bool:
         return False
 
     def training_has_ended(self) -> None:
         self.has_room = True
+
+    def take(self) -> bool:
+        return True
+
+    def give_back(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def run(self, function: Any, task: dict[str, Any], folder: Path, on_tick: Callable[[], None]) -> Any:
         on_tick()
@@ -189,6 +196,31 @@ class Scripted:
         if isinstance(outcome, Exception):
             raise outcome
         return {"values": {"accuracy": 0.5, "judged": 4}, "node": "n1", "seconds": 1.5, "remarks": []}
+
+
+class ScriptedGroup:
+    """A worker group of one on a scripted place."""
+
+    def __init__(self, place: Scripted, cluster: ClusterConfig, folder: Path) -> None:
+        self.place = place
+
+    def places(self) -> dict[int, Any]:
+        return {}
+
+    def is_frozen(self, rank: int) -> bool:
+        return False
+
+    def run(self, function: Any, task: dict[str, Any], on_tick: Callable[[], None]) -> Any:
+        return self.place.run(function, task, Path(), on_tick)
+
+
+@pytest.fixture(autouse=True)
+def scripted_groups(monkeypatch) -> None:
+    def group_on(place: Any, cluster: ClusterConfig, folder: Path) -> Any:
+        kind = ScriptedGroup if isinstance(place, Scripted) else WorkerGroup
+        return kind(place, cluster, folder)
+
+    monkeypatch.setattr("jobs.stages.async_evaluation.WorkerGroup", group_on)
 
 
 class Stage:
@@ -202,9 +234,10 @@ class Stage:
         context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
-        self.evaluations = Evaluations(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
+        self.evaluations = AsyncEvaluation(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
+        self.evaluations.place = places  # type: ignore[assignment]
         self.evaluations.accompany({}, self.attempt, ClusterConfig(backend="processes"))
-        self.places = self.evaluations.places = places
+        self.places = places
 
     def commit(self, *steps: int, suffix: str = async_evaluation.REQUESTED) -> None:
         for step in steps:
@@ -316,14 +349,14 @@ def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> 
     made = Stage(tmp_path, Scripted())
     made.commit(10)
     made.evaluations.has_ended.set()
-    made.evaluations.judge(10)
+    made.evaluations.evaluate(10)
     assert [path.name for path in (tmp_path / async_evaluation.FOLDER).iterdir()] == ["step-0000000010.requested"]
 
 
 def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("jobs.beside.evaluations.END_S", 0.01)
+    monkeypatch.setattr("jobs.stages.async_evaluation.END_S", 0.01)
     made = Stage(tmp_path, Scripted())
     asked = threading.Event()
     has_answer = threading.Event()
@@ -332,7 +365,7 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
         asked.set()
         return has_answer.wait(10)
 
-    monkeypatch.setattr(made.places, "are_free", slow_head)
+    monkeypatch.setattr(made.places, "is_free", slow_head)
     with made.evaluations:
         assert asked.wait(10)
         made.evaluations.end()
@@ -355,9 +388,9 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
     async_evaluation.report_records(tmp_path, lambda kind, values, line: False)
     with monkeypatch.context() as patched:
         patched.setattr(Telemetry, "_append", lambda *args: False)
-        made.evaluations.report_answers()
+        made.evaluations.report_records()
     assert "refused the records of evaluations" in made.said[-1] and "step-0000000010.json" in made.said[-1]
-    made.evaluations.report_answers()
+    made.evaluations.report_records()
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
     assert async_evaluation.records(tmp_path) == []
 
@@ -435,26 +468,6 @@ def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path)
 # ------------------------------------------------------------------------ on Ray
 
 
-def test_after_training_the_places_go_to_whoever_comes_first(monkeypatch) -> None:
-    from jobs.beside import ray_places
-
-    world = {"held": True, "must": False, "waiting": False}
-    monkeypatch.setattr(ray_places.placement, "held", lambda cluster: "places" if world["held"] else None)
-    monkeypatch.setattr(ray_places.placement, "is_room_to_borrow", lambda share: True)
-    monkeypatch.setattr(ray_places.queue, "is_anybody_waiting", lambda: world["waiting"])
-    monkeypatch.setattr(ray_places.queue, "leave", lambda: world.update(held=False, must=False))
-    monkeypatch.setattr(ray_places, "must_make_way", lambda: world["must"])
-    places = ray_places.RayPlaces(ClusterConfig(workers=1), "test")
-    places.training_has_ended()
-    assert places.are_free() and not places.are_wanted()
-    world.update(must=True, waiting=True)
-    places.next_look = 0.0
-    assert places.are_wanted(), "the evaluation that runs is ended"
-    assert not places.are_free() and not world["held"], "all is given back, and who comes first waits for it"
-    world["waiting"] = False
-    assert places.are_free(), "a borrowed one"
-
-
 @pytest.mark.slow
 def test_under_ray_a_free_share_judges_the_same(run, sets) -> None:
     """The embedded cluster of two CPUs, of which the worker has one."""
@@ -475,49 +488,67 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from jobs.beside.ray_places import RayPlaces
-    from jobs.cluster.backends import connect, disconnect
-    from jobs.scheduling import placement
+    from jobs.cluster.placement import nodes_of, spare_place_of
+    from jobs.cluster.ray import connect, disconnect
 
     cluster = ClusterConfig(workers=1)
     cpus = int(connect(cluster).cpus)
     try:
-        places = RayPlaces(cluster, "test")
-        assert places.are_free()
+        place = spare_place_of(cluster, 0)
+        assert place.is_free()
 
-        def run_until(name: str, look: Callable[[Path], None]) -> object:
-            folder = tmp_path / name
-            folder.mkdir()
+        def run_until(name: str, look: Callable[[WorkerGroup], None]) -> object:
+            folder = tmp_path / name / "stage" / "attempts" / "1"
+            folder.mkdir(parents=True)
             task = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
-            return places.run(worker_functions.sleep_until_told, task, folder, lambda: look(folder))
+            group = WorkerGroup(place, cluster, folder)
+            assert place.take()
+            try:
+                return group.run(worker_functions.sleep_until_told, task, lambda: look(group))
+            finally:
+                place.give_back()
 
         # Somebody asks for all CPUs, of which the evaluation has one.
         asked_for = []
 
-        def ask(folder: Path) -> None:
-            if (folder / "rank-00000.json").exists() and not asked_for:
-                assert placement.room_now({"CPU": 1}) == cpus, "for a larger worker group it is free"
+        def ask(group: WorkerGroup) -> None:
+            if group.started() and not asked_for:
+                assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
-            if places.are_wanted():
+            if place.is_wanted():
                 raise NoPlace("somebody wants the place")
 
         with pytest.raises(NoPlace):
             run_until("wanted", ask)
         assert asked_for and ray.get(asked_for[0].ready(), timeout=20) is not None
-        assert not places.are_free()
+        assert not place.is_free()
         remove_placement_group(asked_for[0])
 
-        def kill(folder: Path) -> None:
-            record = folder / "rank-00000.json"
-            if record.exists():
-                with suppress(ProcessLookupError):  # Ray may hear of it after the next look
-                    os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
+        def kill(group: WorkerGroup) -> None:
+            if group.started():
+                with suppress(ProcessLookupError):
+                    os.kill(group.states[0].pid, signal.SIGKILL)
 
-        with pytest.raises(WorkerGroupError, match="its process died"):
+        deadline = time.monotonic() + 20
+        while not place.is_free():
+            assert time.monotonic() < deadline, "what somebody had is given back"
+            time.sleep(0.1)
+        with pytest.raises(WorkerGroupError, match="killed by SIGKILL"):
             run_until("killed", kill)
         deadline = time.monotonic() + 20
-        while not places.are_free():
+        while not place.is_free():
             assert time.monotonic() < deadline, "given back"
             time.sleep(0.1)
+        # When training has ended its places serve.
+        nodes = nodes_of(cluster)
+        nodes.reserve("test", [1], print, lambda: None)
+        rest = placement_group([{"CPU": 1}] * (cpus - 1))
+        assert ray.get(rest.ready(), timeout=20) is not None
+        deadline = time.monotonic() + 20
+        while place.is_free():
+            assert time.monotonic() < deadline, "all CPUs are taken"
+            time.sleep(0.1)
+        place.training_has_ended()
+        assert place.is_free() and place.take() and not place.is_wanted()
     finally:
         disconnect()

@@ -5,7 +5,7 @@ import pytest
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from pipeline.evaluation.worker import watched
-from pipeline.monitoring.watchdog import READ_AT_A_LOOK, SLOW_LOOKS, Phases, Place, Verdict, Watch
+from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Place, Verdict, Watch, read_place
 
 pytestmark = pytest.mark.quick
 
@@ -27,9 +27,21 @@ def group(tmp_path) -> list[Phases]:
     return [Phases(tmp_path, rank, 3600) for rank in range(3)]
 
 
+class FolderWatch(Watch):
+    """A watch that is told what an agent would read in the workers' folder."""
+
+    def __init__(self, folder, world: int, **options) -> None:
+        super().__init__(world, **options)
+        self.folder = folder
+
+    def look(self, frozen):
+        places = {rank: read_place(self.folder, rank) for rank in range(self.world)}
+        return super().look({rank: place for rank, place in places.items() if place is not None}, frozen)
+
+
 @pytest.fixture
-def watch(tmp_path, clock, group) -> Watch:
-    return Watch(tmp_path, 3, stall_s=10, clock=clock)
+def watch(tmp_path, clock, group) -> FolderWatch:
+    return FolderWatch(tmp_path, 3, stall_s=10, clock=clock)
 
 
 def awake(rank: int) -> bool:
@@ -94,7 +106,7 @@ def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
 
 def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> None:
     """A worker that never starts, one stuck at the start, a rank 0 that works alone, a stuck evaluation."""
-    late = Watch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
+    late = FolderWatch(tmp_path, 3, stall_s=10, start_s=100, clock=clock)
     for worker in group[:2]:
         worker.enter("join", 0)
     assert watch.look(awake) is late.look(awake) is None
@@ -137,60 +149,39 @@ def test_a_slow_worker_is_named_and_an_even_worker_group_is_not(group, watch, cl
     assert watch.slow() is None, "said again without new looks"
 
 
-class LargeGroup(Watch):
-    """A watch over many workers, each of which is where a test says; it counts the files that it reads."""
-
-    def __init__(self, folder, clock, world: int) -> None:
-        super().__init__(folder, world, stall_s=10, clock=clock)
-        self.now = [Place(100, "reduce", 7, "") for _ in range(world)]
-        self.reads = 0
-        self.steps = 0
-
-    def read(self, rank: int) -> Place:
-        self.reads += 1
-        return self.now[rank]
-
-    def step(self, behind: int | None = None) -> None:
-        """All go through a step; one is still before its last phase when the next look comes."""
-        self.steps += 1
-        entered = 100 + 4 * self.steps
-        self.now = [Place(entered, "reduce", 8, "")] * self.world
-        if behind is not None:
-            self.now[behind] = Place(entered - 2, "forward", 8, "")
+def places_of(world: int, steps: int, behind: int | None) -> dict[int, Place]:
+    """All have gone through some steps; one is still before its last phase."""
+    entered = 100 + 4 * steps
+    places = dict.fromkeys(range(world), Place(entered, "reduce", 8, ""))
+    if behind is not None:
+        places[behind] = Place(entered - 2, "forward", 8, "")
+    return places
 
 
-@pytest.mark.parametrize("world", [256, 257, 1000, 4096])
-def test_a_look_at_a_large_group_reads_so_many_files_and_a_verdict_all(world, tmp_path, clock) -> None:
-    watch = LargeGroup(tmp_path, clock, world)
-    looks = -(-world // READ_AT_A_LOOK)
-    for look in range(1, looks + 1):
-        assert watch.look(awake) is None
-        assert watch.reads <= look * READ_AT_A_LOOK
-    assert set(watch.places) == set(range(world)) and watch.reads == world
-    # All hang but for one worker, of whose batch it is not the turn.
+@pytest.mark.parametrize("world", [256, 4096])
+def test_a_verdict_on_a_large_group_waits_for_the_last_that_moves(world, clock) -> None:
+    watch = Watch(world, stall_s=10, clock=clock)
+    places = places_of(world, 0, None)
+    assert watch.look(places, awake) is None
+    # All hang but for one worker.
     clock.now = 11
-    mover, stuck = world - 1, world // 2
-    watch.turn = 0
-    watch.now[mover] = Place(102, "reduce", 8, "")
-    assert watch.look(awake) is None
+    places[world - 1] = Place(102, "reduce", 8, "")
+    assert watch.look(places, awake) is None
     clock.now = 22
-    for rank in range(world):
-        watch.now[rank] = Place(103 - (rank == stuck), "reduce", 8, "")
-    for _ in range(looks):
-        assert watch.look(awake) is None, "they have moved since"
+    stuck = world // 2
+    places = {rank: Place(103 - (rank == stuck), "reduce", 8, "") for rank in range(world)}
+    assert watch.look(places, awake) is None, "they have moved since"
     clock.now = 33
-    assert watch.look(awake) == Verdict(stuck, "stuck for 11s, the others wait for it")
+    assert watch.look(places, awake) == Verdict(stuck, "stuck for 11s, the others wait for it")
 
 
 @pytest.mark.parametrize("slow_rank", [0, 700, None])
-def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, tmp_path, clock) -> None:
-    watch = LargeGroup(tmp_path, clock, 1000)
+def test_a_slow_worker_of_a_large_group_is_named_and_no_other(slow_rank, clock) -> None:
+    watch = Watch(1000, stall_s=10, clock=clock)
     named = []
-    # One turn more: nobody is counted before all have been seen.
-    for _ in range(len(watch.batches) * (2 * SLOW_LOOKS + 1)):
-        clock.now += 0.5
-        watch.step(slow_rank)
-        assert watch.look(awake) is None
+    for steps in range(2 * SLOW_LOOKS):
+        clock.now += 1
+        assert watch.look(places_of(1000, steps, slow_rank), awake) is None
         slow = watch.slow()
         if slow is not None:
             named.append(slow[0])
@@ -209,14 +200,13 @@ def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> N
 def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_path, shards, monkeypatch) -> None:
     """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
     worker = Phases(tmp_path, 0, 3600)
-    watch = Watch(tmp_path, 1, stall_s=10)
     index = load_index(shards / "train")
     samples = EvaluationSet(index, "resize(16)", batch_size=30)
     named: list[str] = []
     read = samples.reader.read
 
     def reading(shard: int, sample: int) -> tuple[str, bytes, bytes]:
-        place = watch.read(0)
+        place = read_place(tmp_path, 0)
         assert place is not None
         assert index.shards[shard].name in place.shard, f"{index.shards[shard].name} is read, {place.shard} is named"
         named.append(place.shard)

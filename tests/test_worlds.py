@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from data.errors import ConfigError
+from data.errors import ClusterError, ConfigError
 from jobs.__main__ import main
-from jobs.attempts.growth import Growth, Proven, Sizes
-from jobs.cluster.backends import wait_for_resources
+from jobs.cluster.elastic import Growth, Proven, Sizes
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.worker_group import do_nothing
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
-from jobs.workers.worker_group import do_nothing
 from jobs.worlds import allowed_worlds, in_words
 from pipeline.training_config import TrainConfig
 
@@ -101,15 +101,18 @@ def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsy
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, 1)])
+@pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, None)])
 def test_plain_processes_have_the_largest_world_for_which_this_machine_has_gpus(gpus, world, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     on_cpus = ClusterConfig(workers=WorkerRange(least=1, most=6), backend="processes")
     on_gpus = dataclasses.replace(on_cpus, gpus_per_worker=1)
     worlds = (4, 2, 1)
-    assert wait_for_resources(on_cpus, "", print, do_nothing, worlds) == 4
-    # Without any the start refuses it, with what to type.
-    assert wait_for_resources(on_gpus, "", print, do_nothing, worlds) == world
+    assert nodes_of(on_cpus).reserve("", worlds, print, do_nothing) == 4
+    if world is not None:
+        assert nodes_of(on_gpus).reserve("", worlds, print, do_nothing) == world
+    else:
+        with pytest.raises(ClusterError, match="1 workers want 1 GPUs and this machine has 0"):
+            nodes_of(on_gpus).reserve("", worlds, print, do_nothing)
 
 
 # ------------------------------------------------------------------------ when a run grows
@@ -181,7 +184,7 @@ def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:
 
 
 def test_a_head_that_does_not_answer_costs_a_look(monkeypatch) -> None:
-    monkeypatch.setattr("jobs.attempts.growth.LOOK_S", 0.01)
+    monkeypatch.setattr("jobs.cluster.elastic.LOOK_S", 0.01)
 
     def no_answer() -> int:
         asked.append(growth.has_ended.set())

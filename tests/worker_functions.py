@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.monitoring.telemetry import append_whole
-from pipeline.monitoring.watchdog import Phases
+from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import MallocInfo, keep_freed_memory
 
 NAMES = [
@@ -93,7 +93,7 @@ def commit_until_told(config: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("this node is broken")
     step = len(list(Path(config["checkpoints"]).glob("step-*")))
     while not Path(config["finish"]).exists():
-        if (Path(config["folder"]) / "stop").exists():
+        if (node_folder(Path(config["folder"])) / STOP_FILE).exists():
             raise SystemExit(75)
         step += 1
         if rank() == 0:
@@ -150,6 +150,20 @@ def meet_and_reduce(config: dict[str, Any]) -> None:
         dist.all_reduce(torch.ones(1000))
 
 
+def step_for_ever(config: dict[str, Any]) -> None:
+    """Enter the phases of a step again and again, all together, and say so."""
+    phases = Phases(Path(config["folder"]), rank(), 600)
+    dist.init_process_group("gloo")
+    step = 0
+    while True:
+        phases.enter("data", step)
+        time.sleep(0.02)
+        phases.enter("reduce", step)
+        dist.all_reduce(torch.ones(1))
+        Path(config["ready"] + str(rank())).touch()
+        step += 1
+
+
 def return_a_path(config: dict[str, Any]) -> Path:
     return Path("no JSON")
 
@@ -174,7 +188,7 @@ def work_apart(config: dict[str, Any]) -> str:
         time.sleep(0.1)
         step += 1
         # As in training, rank 0 looks for the file, and all hear of it.
-        stopping[0] = float(rank() == 0 and (folder / "stop").exists())
+        stopping[0] = float(rank() == 0 and (node_folder(folder) / STOP_FILE).exists())
         dist.all_reduce(stopping)
     if rank() == config["rank"]:
         misbehave(config["act"])

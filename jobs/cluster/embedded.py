@@ -52,13 +52,7 @@ LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # else relative paths change their meaning in a worker
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a worker without GPUs hides them itself
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints everything twice
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # its notices reach the stop file by the driver
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # /api/train/v2/runs/v1
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a death is seen at this poll; 2 s by default
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
 }
 EMBEDDED_ENVIRONMENT = {
     "RAY_agent_register_timeout_ms": "240000",  # on a busy small machine the raylet aborts after 30 s

@@ -3,10 +3,9 @@
 `connect`, in order:
 1. an embedded cluster that counts too few CPUs for this worker group is ended;
 2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, an embedded one (embedded.py): it
-   is started here, unless its processes were before the driver's imports;
-3. an embedded cluster that could never place the workers is refused now, and not when they are needed.
+   is started here, unless its processes were before the driver's imports.
 
-It does not wait for free places: jobs/scheduling/placement.py does, when a stage needs its workers.
+It does not wait for free places: jobs/cluster/ray_nodes.py does, when a stage needs its workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)
@@ -54,7 +53,7 @@ _dashboards: list[str] = []  # that of the cluster which was joined
 def connect(cluster: ClusterConfig) -> ClusterInfo:
     """Join the cluster at RAY_ADDRESS, or one that this process starts and that dies with it.
 
-    Raises ClusterError when there is no such cluster, it refuses us, or it is embedded and too small.
+    Raises ClusterError when there is no such cluster, or it refuses us.
     """
     if embedded.has_too_few_cpus(cluster):
         disconnect()
@@ -64,11 +63,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
         else:
             embedded.set_defaults(embedded.ENVIRONMENT)
             _join(os.environ["RAY_ADDRESS"])
-    from jobs.scheduling import room
-
-    info = cluster_info()
-    room.refuse_what_never_fits(cluster, info.embedded)
-    return info
+    return cluster_info()
 
 
 def disconnect() -> None:
@@ -78,9 +73,6 @@ def disconnect() -> None:
 
         # `ray.shutdown` puts in the system's handler of SIGTERM, which kills.
         _keep_sigterm_handler(ray.shutdown)
-        from jobs.scheduling import placement
-
-        placement.forget()
     _dashboards.clear()
     embedded.end()
 
@@ -99,12 +91,6 @@ def cluster_info() -> ClusterInfo:
         gpus=resources.get("GPU", 0),
         embedded=embedded.is_started(),
     )
-
-
-def gpus_present() -> tuple[int, str]:
-    """Return how many GPUs the connected cluster has, and whether it is this "machine" or another "cluster"."""
-    info = cluster_info()
-    return int(info.gpus), "machine" if info.embedded else "cluster"
 
 
 def _is_joined() -> bool:

@@ -1,6 +1,5 @@
 """`patchline run|plan|trial|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -113,16 +112,14 @@ def plan(
 @commands.command()
 def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
-    from jobs.cluster import backends
+    from jobs.cluster.ray import disconnect
     from jobs.commands import preflight
 
     loaded = load_campaign(recipe, overrides)
     try:
         return preflight.preflight(loaded, say)
     finally:
-        # Ray is imported only where it was needed.
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
+        disconnect()
 
 
 @commands.command()

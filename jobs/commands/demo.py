@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 from data.errors import ExitCode
+from jobs.cluster.worker import records
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
-from jobs.workers.worker_files import records
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics
 

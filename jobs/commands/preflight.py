@@ -24,7 +24,8 @@ from typing import cast
 
 import models
 from data.errors import ExitCode, PatchlineError
-from jobs.cluster import backends
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
 from jobs.context import index_if_made
@@ -32,8 +33,6 @@ from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage
 from jobs.run.session import warn_of_unused_gpus
 from jobs.run.temporary_run import temporary_run
-from jobs.workers.worker_files import SeenRecords
-from jobs.workers.worker_group import WorkerGroupError, do_nothing
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
@@ -57,9 +56,7 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     say(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     results = validate_all(campaign, campaign.stages)
     try:
-        if cluster.backend == "ray":
-            backends.connect(cluster)
-        world = backends.wait_for_resources(cluster, str(campaign.run), say, do_nothing, worlds_of_all(campaign))
+        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), say, do_nothing)
         requirements = requirements_of(campaign, world)
         report, silent = look_everywhere(campaign, requirements, world)
         results += check_report(report, requirements)
@@ -200,10 +197,7 @@ def look_everywhere(
     largest = max((stage.gradient_bytes for stage in requirements.stages), default=0)
     with temporary_run(campaign.run) as folder:
         shared = folder / "shared"
-        # Ray Train names its own run after the group's folder and the one two above it.
-        group_folder = folder / "workers" / "preflight"
         shared.mkdir()
-        group_folder.mkdir(parents=True)
         task = {
             "folder": str(shared),
             "is_shared": requirements.is_shared,
@@ -211,14 +205,13 @@ def look_everywhere(
             "largest_bytes": min(max(largest, SMALLEST_ALL_REDUCE), LARGEST_ALL_REDUCE),
             "timeout_s": cluster.start_timeout_s,
         }
-        run_worker_group = backends.worker_group_runner(cluster)
         with answering(shared):
             report = run_worker_group(
                 examine,
                 task,
                 cluster=cluster,
-                seen=SeenRecords(group_folder),
-                on_tick=do_nothing,
+                name="attempt",
+                directory=folder / "preflight" / "attempts",
                 is_shared=requirements.is_shared,
             )
             found_out = cast(PreflightReport, report)

@@ -12,13 +12,12 @@
 """
 
 import dataclasses
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import ConfigError, DataError
-from jobs.cluster import backends
+from jobs.cluster.ray import connect, disconnect
 from jobs.context import Context, index_if_made
 from jobs.recipe import class_names
 from jobs.recipe.choices import resolve_sweep
@@ -75,14 +74,12 @@ def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> N
 
     # 3. The steps, on one cluster for all.
     if campaign.cluster.backend == "ray":
-        backends.connect(campaign.cluster)
+        connect(campaign.cluster)
     try:
         for stage in to_try:
             try_stage(campaign, stage, say)
     finally:
-        # Ray is imported only where it was needed; without it there is no cluster to leave.
-        if "jobs.cluster.ray_backend" in sys.modules:
-            backends.disconnect()
+        disconnect()
 
 
 def trial_key(campaign: Campaign, stage: Stage) -> str:

@@ -1,8 +1,8 @@
 """Starts what workers need before the driver's own imports, by what the recipe's text tells.
 
-The driver imports torch, which takes seconds. Meanwhile the fork server of plain processes (jobs/workers/processes.py)
-imports it too, or the processes of an embedded Ray cluster start (jobs/cluster/embedded.py). Nothing that is imported
-here imports torch or Ray. In order (`start_early`):
+The driver imports torch, which takes seconds. Meanwhile the fork server of plain processes
+(jobs/cluster/fork_server.py) imports it too, or the processes of an embedded Ray cluster start
+(jobs/cluster/embedded.py). Nothing that is imported here imports torch or Ray. In order (`start_early`):
 1. the recipe's cluster is typed, not its stages, which cannot be without torch;
 2. nothing is started where no stage has workers, where the run is done, for plain processes with GPUs, and where a Ray
    cluster is to be joined, which sees nothing of this run before it is accepted;
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError, ExitCode
-from jobs.cluster import backends, embedded
+from jobs.cluster import embedded, placement
 from jobs.cluster_config import ClusterConfig
 from pipeline import config
 
@@ -56,7 +56,7 @@ def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
     if has_work_for_workers and not is_done(recipe.values.get("run", recipe.default_run)):
         has_compiler = any(asks_for_compiler(section) for section in sections.values())
-        backends.start_early(cluster, has_compiler=has_compiler)
+        placement.start_early(cluster, has_compiler=has_compiler)
 
 
 def is_done(run: object) -> bool:

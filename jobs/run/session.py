@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import Preempted
-from jobs.cluster import backends
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.status_poller import StatusPoller
 from jobs.monitor.trackers import start_trackers
@@ -70,9 +71,7 @@ def run_campaign(
         for poller in session.pollers:
             poller.close()
         log.close()
-        # Ray is imported only where it was needed; without it there is no cluster to leave.
-        if "ray" in sys.modules:
-            backends.disconnect()
+        disconnect()
 
 
 class Session:
@@ -154,7 +153,7 @@ class Session:
         log = self.log
         cluster = campaign.cluster
         if cluster.backend == "ray":
-            info = backends.connect(cluster)
+            info = connect(cluster)
             kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
             log(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
             if info.dashboard:
@@ -163,8 +162,8 @@ class Session:
 
             job_metadata.update({"run": str(campaign.run), "recipe": recipe_digest(campaign)})
             self.pollers.append(StatusPoller("monitoring", [gauges.Gauges().show, metadata.show], log))
-        # Mostly it runs since before our imports (early_start.py), and this does nothing.
-        backends.start_early(cluster, has_compiler=need_compiler(campaign, unfinished))
+        # The fork server of plain processes mostly runs since before our imports (early_start.py).
+        nodes_of(cluster).warm_up(has_compiler=need_compiler(campaign, unfinished))
         warn_of_unused_gpus(cluster, log)
 
     def poll(self, attempt_folder: Path, number: int) -> None:
@@ -215,7 +214,7 @@ def need_compiler(campaign: Campaign, stages: list[Stage]) -> bool:
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
     """Report once that GPUs are there which no worker uses, and which key is to be set."""
-    gpus, place = backends.gpus_present(cluster)
+    gpus, place = nodes_of(cluster).gpus_present()
     used = cluster.most * cluster.gpus_per_worker
     unused = f"unused GPUs: {gpus - used} of the {gpus} of this {place}"
     if gpus and not used:

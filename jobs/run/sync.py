@@ -82,7 +82,11 @@ def synced(storage: Storage, log: Log) -> Iterator[Callable[[], None]]:
         try:
             yield sync.put
         except PatchlineError:
-            sync.end_as_taken_over()
+            # A worker may have failed at its commit, or have stopped as it was asked to. Neither exit code would say
+            # that another command goes on with the run, and a batch system would start one that asks to be run again.
+            storage.retry.attempts = LAST_ATTEMPTS
+            with suppress(StorageError, OSError):
+                sync.check_owned()
             raise
 
 
@@ -189,16 +193,6 @@ class Sync:
         if owner is not None and owner["token"] != self.token:
             raise self.owned_by(owner)
 
-    def end_as_taken_over(self) -> None:
-        """Raise RunOwned where another command has taken the run over, as far as the store answers.
-
-        A worker may have failed at its commit, or have stopped as it was asked to. Neither exit code would say that
-        another command goes on with the run, and a batch system would start one that asks to be run again.
-        """
-        self.store.retry.attempts = LAST_ATTEMPTS
-        with suppress(StorageError, OSError):
-            self.check_owned()
-
     def renew(self, beats: int, is_released: bool = False) -> None:
         """Put owner.json: the command's sign of life."""
         owner: Owner = {
@@ -287,7 +281,8 @@ class Sync:
         with self.lock:
             self.check_owned()
             paths = [path for path in self.run.rglob("*") if is_synced(path.relative_to(self.run))]
-            for path in sorted(paths, key=put_last):
+            # The records that a stage is done come behind all other files.
+            for path in sorted(paths, key=lambda path: path.name == DONE):
                 # A file may go while we look, as temporary ones do.
                 with suppress(FileNotFoundError):
                     name = path.relative_to(self.run).as_posix()
@@ -340,11 +335,6 @@ def state_of(path: Path) -> list[int]:
     """Return what tells a changed file from an unchanged one: size and mtime in ns."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
-
-
-def put_last(path: Path) -> bool:
-    """Sort the records that a stage is done behind all other files."""
-    return path.name == DONE
 
 
 def name_of(owner: Owner) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,10 @@ from data.checks import printable_lines
 from data.errors import Preempted
 from data.remote.cache import CacheConfig
 from data.storage import open_storage
-from jobs.attempts.supervisor import supervise
+from jobs.cluster.supervisor import supervise
+from jobs.cluster.worker import Task
 from jobs.context import Context
 from jobs.stages import any_weights
-from jobs.workers.worker_group import Task
 from jobs.worlds import allowed_worlds
 from pipeline import config
 from pipeline.checkpoints.manifest import attempt_folder
@@ -70,7 +70,7 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
         context,
         worlds=allowed_worlds(cfg, context.cluster),
         stall_s=cfg.stall_s,
-        ask_to_stop=partial(stop_at_once, context.name),
+        can_commit=False,
     )
     results: list[Entry] = outcome["results"]
     return results
@@ -90,11 +90,6 @@ def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context
         "init": init,
         "requests": [asdict(request) for request in requests],
     }
-
-
-def stop_at_once(stage: str, attempt_folder: Path) -> NoReturn:
-    """End the attempt, because nothing of it is worth a commit. Always raises Preempted."""
-    raise Preempted(f"stopped in {stage}; run the same command again to do it from its start")
 
 
 # ------------------------------------------------------------------------------------------------ in a worker

@@ -3,7 +3,7 @@
 1. `checks` compares a stage with the cluster, the data and the memory that there are: a stage that could not be judged
    or saved must not begin.
 2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
-3. To stop, the driver touches a file; rank 0 sees it at the end of a step, and all workers commit and end.
+3. To stop, the driver asks the agents; rank 0 hears it at the end of a step, and all workers commit and end.
 """
 
 import dataclasses
@@ -19,12 +19,11 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.index.joined import exclude
 from data.shards.reader import check_sizes
-from jobs.attempts.attempt import alone
-from jobs.attempts.supervisor import supervise
-from jobs.beside.evaluations import Evaluations
+from jobs.cluster.supervisor import alone, supervise
+from jobs.cluster.worker import Task
 from jobs.context import Context
 from jobs.resolved_recipe import MEMORY, Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
-from jobs.workers.worker_group import Task
+from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
@@ -45,7 +44,7 @@ from pipeline.plan.memory_traces import TraceFailed
 from pipeline.train import train
 from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
 from pipeline.versions import code_version
-from pipeline.worker import STOP_FILE, Job
+from pipeline.worker import Job
 
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
@@ -64,7 +63,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         context,
         worlds=worlds,
         stall_s=cfg.stall_s,
-        ask_to_stop=touch_stop_file,
         accompany=alone if evaluations is None else evaluations.accompany,
     )
     if evaluations is not None:
@@ -75,7 +73,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     return outcome
 
 
-def evaluations_beside(cfg: TrainConfig, context: Context) -> Evaluations | None:
+def evaluations_beside(cfg: TrainConfig, context: Context) -> AsyncEvaluation | None:
     """Return what has commits judged beside training; None where the recipe wants none, or they cannot be."""
     is_judged = bool(cfg.data.evaluate or cfg.probe.train)
     if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not is_judged:
@@ -83,7 +81,7 @@ def evaluations_beside(cfg: TrainConfig, context: Context) -> Evaluations | None
     if not context.storage.is_shared:
         context.say(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
         return None
-    return Evaluations(cfg, context)
+    return AsyncEvaluation(cfg, context)
 
 
 def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
@@ -153,12 +151,6 @@ def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
     most_workers = allowed_worlds(cfg, context.cluster)[0]
     need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
     return None if need is None else need.device_bytes
-
-
-def touch_stop_file(attempt_folder: Path) -> None:
-    """Ask the workers of an attempt to commit and end; rank 0 looks for this file."""
-    # A file reaches the workers of every node, because all nodes share the run directory.
-    (attempt_folder / STOP_FILE).touch()
 
 
 # ------------------------------------------------------------------------ what is known before it runs

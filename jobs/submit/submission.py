@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """Ray's status, but PENDING while the driver waits in the queue for its workers' places."""
+        """Ray's status, but PENDING while the driver waits for its workers' places."""
         if self.status == "RUNNING":
             return self.metadata.get("queue") or self.status
         return self.status
@@ -125,9 +124,9 @@ def submit(
 
 
 def list_jobs() -> list[Job]:
-    """Return every job that was submitted here: those that run, the queue in its order, then those that have ended.
+    """Return every job that was submitted here: those that run, those that wait, then those that have ended.
 
-    Beyond the queue the latest stands first.
+    The latest stands first.
     """
     # Jobs that were submitted without Patchline have no run.
     jobs = [job for job in _submitted_jobs(_connect()) if job.run]
@@ -135,18 +134,14 @@ def list_jobs() -> list[Job]:
 
 
 def described(job: Job) -> list[str]:
-    """Return a job's lines in the list: state, start, run, priority, how far it is; and what it waits for.
+    """Return a job's lines in the list: state, start, run, how far it is; and what it waits for.
 
     >>> described(job)
-    ["PENDING    2026-11-22 08:30  /runs/digits  priority 0  2 of 3 in the queue  (digits-001-4f1a)",
-     "           behind /runs/photographs; room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
+    ["PENDING    2026-11-22 08:30  /runs/digits  (digits-001-4f1a)",
+     "           room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
     """
     told = job.metadata
     parts = [f"{job.state:10} {_clock(job.started_s)[:-3]}", job.run]
-    if told.get("priority"):
-        parts.append(f"priority {told['priority']}")
-    if job.alive and told.get("position"):
-        parts.append(f"{told['position']} in the queue")
     if job.status == "PENDING":
         parts.append("its driver has not started")
     # Of one that was preempted it is where it will go on.
@@ -283,15 +278,10 @@ def _start_time(job: Job) -> float:
     return job.started_s
 
 
-def _place_in_list(job: Job) -> tuple[int, int, float]:
+def _place_in_list(job: Job) -> tuple[int, float]:
     if not job.alive:
-        return 2, 0, -job.started_s
-    position = job.metadata.get("position", "")
-    if job.state == "RUNNING":
-        return 0, 0, -job.started_s
-    # "2 of 3"; one whose driver has not started has no position yet.
-    place = int(position.split()[0]) if position else sys.maxsize
-    return 1, place, -job.started_s
+        return 2, -job.started_s
+    return (0 if job.state == "RUNNING" else 1), -job.started_s
 
 
 def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:

@@ -4,14 +4,13 @@
 
        {"entered": 4711, "phase": "data", "step": 1200, "shard": "train-000017.tar"}
 
-   overwritten in place by a single write (2 µs on a local disk).
-2. The driver calls `Watch.look` twice a second. It compares what it reads with what it read before, on its own clock:
-   the nodes' clocks do not matter. Of a large group it reads the next 256 files, so that a look costs the same whatever
-   the number of workers; before it passes a verdict it reads all.
+   overwritten in place by a single write (2 µs). The file is in a folder of the node's own (`node_folder`), so that a
+   shared folder that hangs does not hide where the worker is.
+2. The agent of the node reads it (`read_place`) and reports it to the driver, which calls `Watch.look` once a second.
+   The driver compares places with those reported before, on its own clock: the nodes' clocks do not matter.
 3. When no worker has entered a phase for `stall_s`, the look returns a verdict: the rank that holds up the others, and
    why. All workers enter the same phases in the same order, so the one that has entered the fewest is behind.
-4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move. In a large
-   group it compares workers whose files were read at one look: the others of a slow one wait for it in any such batch.
+4. `Watch.slow` tells which worker the others have waited for in most of the last looks, though it does move.
 
 From the start (join, build, restore) through the steps to evaluate, finish and end, there is no phase without a judge.
 On a GPU a phase is entered when its kernels are queued; a device that hangs shows in the next phase that waits for it,
@@ -23,9 +22,9 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 STEP = ("data", "forward", "backward", "reduce", "save")  # phases of the training loop, in which a slow worker shows
@@ -34,10 +33,18 @@ WAITING = ("backward", "reduce", "save")  # phases with collectives: who is ther
 DUMP_AT = 0.8
 LINE_BYTES = 2048  # of a phase file; always all of them, so that a shorter line leaves nothing of a longer one
 LONGEST_SHARD = 150  # characters; as JSON each may take twelve bytes, and a line that is cut off is no JSON
-# A worker is slow when it was alone behind in this share of so many looks of the driver, which looks twice a second.
-SLOW_LOOKS = 60
+# A worker is slow when it was alone behind in this share of so many looks of the driver, which looks once a second.
+SLOW_LOOKS = 30
 SLOW_SHARE = 0.9
-READ_AT_A_LOOK = 256  # phase files; 4,096 take 16 looks, 8 s
+NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # a worker's variable: its attempt's folder on this node alone
+
+
+STOP_FILE = "stop"  # appears in the node's folder when the driver wants the worker group to commit and end
+
+
+def node_folder(attempt_folder: Path) -> Path:
+    """Return the folder of an attempt that this node shares with no other; without an agent, the attempt's own."""
+    return Path(os.environ.get(NODE_FOLDER, attempt_folder))
 
 
 def phase_file(folder: Path, rank: int) -> Path:
@@ -55,7 +62,7 @@ class Phases:
         self.stall_s = stall_s
         self.entered = 0  # phases so far
         folder.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(phase_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o666)
+        self.handle = os.open(phase_file(node_folder(folder), rank), os.O_WRONLY | os.O_CREAT, 0o666)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:
@@ -95,7 +102,7 @@ class Phases:
         self.log.close()
 
 
-# ------------------------------------------------------------------------------------------------ in the driver
+# ------------------------------------------------------------------------ in the agent and in the driver
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,6 @@ class Place:
     phase: str
     step: int  # steps that are whole
     shard: str
-    since: float = 0.0  # on the driver's clock, when it was first seen there
 
     def __str__(self) -> str:
         shard = f", shard {self.shard}" if self.shard else ""
@@ -119,6 +125,15 @@ class Place:
         return f"{self.phase}{shard}"
 
 
+def read_place(folder: Path, rank: int) -> Place | None:
+    """Return where a worker of this node says that it is; None where it has said nothing."""
+    try:
+        fields = json.loads(phase_file(folder, rank).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return Place(**fields)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Names the worker that holds up the worker group, and says why."""
@@ -128,48 +143,39 @@ class Verdict:
 
 
 class Watch:
-    """Watches the phase files of one attempt.
+    """Watches the workers of one attempt, whose places the agents of their nodes report.
 
     `start_s`, where it is longer than `stall_s`, is how long the workers may take to be placed and to import what they
     need. `clock` returns seconds.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        world: int,
-        stall_s: float,
-        start_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, world: int, stall_s: float, start_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.folder = folder
         self.world = world
         self.stall_s = stall_s
         self.start_s = max(start_s, stall_s)
         self.clock = clock
         self.last_sign: float | None = None  # when a worker was last seen in a new phase; at first the first look
-        self.places: dict[int, Place] = {}  # by rank, as last seen
-        # Ranks that are read at one look, all of about the same number.
-        batches = -(-world // READ_AT_A_LOOK)
-        self.batches = [range(world * batch // batches, world * (batch + 1) // batches) for batch in range(batches)]
-        self.turn = 0  # the batch of the next look
-        self.looks: Counter[int] = Counter()  # by batch: looks during steps, since `slow` last told
+        self.places: dict[int, Place] = {}  # by rank, as last reported
+        self.looks = 0  # during steps, since `slow` last told
         self.behind: Counter[int] = Counter()  # by rank: in how many of them all others waited for it
 
-    def look(self, frozen: Callable[[int], bool]) -> Verdict | None:
+    def look(self, reported: Mapping[int, Place], frozen: Callable[[int], bool]) -> Verdict | None:
         """Tell who has held up everybody for longer than the time-out; None while anybody moves.
 
-        `frozen` tells whether the process of a rank is stopped by a signal.
+        `reported` are the workers' places by rank, of the same moment as far as possible. `frozen` tells whether the
+        process of a rank is stopped by a signal.
         """
-        # Counted from the first look: there may be no file of any worker for a long time.
+        # Counted from the first look: there may be no report of any worker for a long time.
         if self.last_sign is None:
             self.last_sign = self.clock()
-        batch = self.turn
-        self.turn = (batch + 1) % len(self.batches)
-        self.update_places(self.batches[batch])
-        # Nobody of this batch has moved for long: somebody of another one may have.
-        if len(self.batches) > 1 and self.clock() - self.last_sign > self.stall_s:
-            self.update_places(range(self.world))
+        for rank, place in reported.items():
+            known = self.places.get(rank)
+            # Judged by the count, on this clock: a phase may follow one of the same name, and nodes' clocks differ.
+            if known is None or place.entered != known.entered:
+                self.last_sign = self.clock()
+                self.places[rank] = place
         idle_s = self.clock() - self.last_sign
 
         # A worker that has never been seen may still be importing, which takes longer than any phase.
@@ -180,44 +186,20 @@ class Watch:
             return None
 
         # Only in the steps do all workers do equally much; elsewhere rank 0 may be behind for good reasons.
-        if all(self.places[rank].phase in STEP for rank in self.batches[batch]):
-            self.looks[batch] += 1
-            late = self.alone_behind(self.batches[batch])
+        if all(place.phase in STEP for place in self.places.values()):
+            self.looks += 1
+            late = self.alone_behind()
             if late is not None:
                 self.behind[late] += 1
         if idle_s > self.stall_s:
             return self.judge(idle_s, frozen)
         return None
 
-    def update_places(self, ranks: range) -> None:
-        """Read the phase files of some workers and note when one is first seen in a phase."""
-        for rank in ranks:
-            place = self.read(rank)
-            known = self.places.get(rank)
-            if place is None:
-                continue
-            # Judged by the count, on this clock: a phase may follow one of the same name, and nodes' clocks differ.
-            if known is None or place.entered != known.entered:
-                self.last_sign = self.clock()
-                self.places[rank] = replace(place, since=self.last_sign)
-
-    def read(self, rank: int) -> Place | None:
-        """Return where a worker says that it is; None where it has said nothing, or the file is not there."""
-        try:
-            with open(phase_file(self.folder, rank), "rb") as file:
-                fields = json.loads(file.read())
-        except (OSError, ValueError):
-            return None
-        return Place(**fields)
-
     def place(self, rank: int | None) -> str:
-        """Return where a worker is now, in words; "" where it has not said so."""
-        if rank is None:
+        """Return where a worker was last, in words; "" where it has not said so."""
+        if rank is None or rank not in self.places:
             return ""
-        place = self.read(rank)
-        if place is None:
-            return ""
-        return str(place)
+        return str(self.places[rank])
 
     def judge_start(self, missing: list[int], idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
         """Name one of the workers that have not started: the first frozen one, or the first."""
@@ -246,13 +228,12 @@ class Watch:
             return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s")
         return Verdict(rank, f"stuck for {idle_s:.0f}s, the others wait for it")
 
-    def alone_behind(self, ranks: range) -> int | None:
-        """Return the one of these workers that all others of them wait for; None where there is no such worker."""
-        last = min(ranks, key=lambda rank: self.places[rank].entered)
-        if len(ranks) == 1:
+    def alone_behind(self) -> int | None:
+        """Return the worker that all others wait for; None where there is no such worker."""
+        if self.world == 1:
             return None
-        for rank in ranks:
-            place = self.places[rank]
+        last = min(self.places, key=lambda rank: self.places[rank].entered)
+        for rank, place in self.places.items():
             # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
             waits_for_it = place.phase in WAITING and place.entered > self.places[last].entered
             if rank != last and not waits_for_it:
@@ -262,15 +243,14 @@ class Watch:
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
 
-        It answers once for every `SLOW_LOOKS` looks at a batch, and returns None in between.
+        It answers once for every `SLOW_LOOKS` looks, and returns None in between.
         """
-        for batch, looks in self.looks.items():
-            if looks < SLOW_LOOKS:
-                continue
-            # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
-            times_behind = Counter({rank: self.behind.pop(rank, 0) for rank in self.batches[batch]})
-            self.looks[batch] = 0
-            ((rank, times),) = times_behind.most_common(1)
+        if self.looks < SLOW_LOOKS:
+            return None
+        # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
+        looks, times_behind = self.looks, self.behind
+        self.looks, self.behind = 0, Counter()
+        for rank, times in times_behind.most_common(1):
             if times >= SLOW_SHARE * looks:
                 return rank, times / looks
         return None

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from data.errors import ClusterError
 from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
-from pipeline.monitoring.watchdog import phase_file
 from pipeline.preflight.identity import (
     Identity,
     identity,
@@ -145,7 +144,7 @@ def refusal(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder:
     for arrival in arrivals:
         if not arrival.sees_claim:
             return f"{named(arrival.identity)} does not see {claim}, which this command has written\n  {SAME_STORAGE}"
-    files = {phase_file(attempt_folder, worker["rank"]).name: worker for worker in workers}
+    files = {f"rank-{worker['rank']:05d}.log": worker for worker in workers}
     unseen, waited_s = look_for(attempt_folder, dict.fromkeys(files))
     for name in unseen:
         here = socket.gethostname()

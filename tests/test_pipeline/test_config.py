@@ -122,8 +122,7 @@ def numeric_fields() -> list[tuple[type, str, bool, bool]]:
             types = {hint, *get_args(hint)}
             for option in get_args(hint):
                 types.update(get_args(option))
-            # A priority may be any number: below the others' is one too.
-            if (float in types or int in types) and name != "priority":
+            if float in types or int in types:
                 fields.append((kind, name, float in types, "[" in str(hint)))
     return fields
 

@@ -14,12 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from jobs.attempts import restarts
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster import recovery
+from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from jobs.workers.worker_group import WorkerGroupError
 from models.layers import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
@@ -229,7 +228,7 @@ def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_p
         run_worker_group(
             on_device.run_out_of_memory, {}, cluster=cluster_of(device, 1), name="group", directory=tmp_path
         )
-    assert any(word in error.value.cause for word in restarts.OUT_OF_MEMORY), error.value.cause
+    assert any(word in error.value.cause for word in recovery.OUT_OF_MEMORY), error.value.cause
     if device == "cuda":
         assert error.value.kind == "OutOfMemoryError"
 

@@ -17,7 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 import models
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign

@@ -19,9 +19,8 @@ import models
 from data.errors import Preempted
 from data.shards.packing import pack
 from data.sources.samples import Sample
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.workers.worker_group import WorkerGroupError
 from models.weights import npz
 from pipeline import config
 from pipeline.monitoring.telemetry import read_metrics

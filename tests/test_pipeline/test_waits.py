@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from tests import reference_runs as runs
 from tests import waits

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from data.files import write_whole
+from data.remote import urls
 from jobs.__main__ import main
 from jobs.commands.trial import trial_key
 from jobs.recipe.campaign import load
 from pipeline.plan.trial import Trial, read_trials, write_trial
+from tests.stores import store
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,6 +61,22 @@ def test_a_trial_takes_real_steps_and_leaves_nothing_but_what_it_measured(backen
     said = "".join(said[1:])
     assert re.match(r"fits    .*\ntime    \d+s for .*\ncost    [\d.]+ worker-hours, [\d.]+ at 2.5 each\n", said)
     assert re.search(r"  time    [\d.]+ m?s a step on 2 workers: compute .*images/s \(measured 20", said)
+
+
+@pytest.mark.slow
+def test_a_trial_of_a_run_in_a_bucket_saves_there_and_keeps_its_document_there_alone(recipe, tmp_path, capsys):
+    with store("s3", {}):
+        words = [str(recipe), "run=s3://images/runs/tried", f"cluster.scratch={tmp_path / 'scratch'}"]
+        try:
+            assert main(["trial", *words, "--stage", "pretrain"]) == 0
+            assert "a save holds up" in capsys.readouterr().out
+            kept = load(recipe, words[1:]).storage.list()
+            assert [name.partition("-")[2] for name in kept] == ["2.json"], kept
+            # Another machine, with a disk of its own, goes by it.
+            assert main(["plan", *words[:2], f"cluster.scratch={tmp_path / 'other'}"]) == 0
+            assert "images/s (measured 20" in capsys.readouterr().out
+        finally:
+            urls.forget_credentials()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ PACKED = "shards={kind: pack, sets: {train: {source: digits}}}"
 MIXTURE = "pretrain.data={train: null, mixture: {a: {train: x, weight: 1}, b: {train: y, weight: 2}}}"
 
 
-def refused(capsys) -> str:
+def error_of(capsys) -> str:
     """Return what a command has said on stderr, without the progress of `plan`."""
     lines = capsys.readouterr().err.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("plan: "))
@@ -157,7 +157,7 @@ def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inpu
         said = []
         for command in ("plan", "run"):
             assert main([command, str(recipe), override]) == 65
-            said.append(refused(capsys))
+            said.append(error_of(capsys))
         assert message in said[0] and said[0] == said[1]
 
 
@@ -207,7 +207,7 @@ def test_images_to_pack_are_needed_until_they_are_packed(tmp_path, capsys):
     for command in ("plan", "run"):
         capsys.readouterr()
         assert main([command, str(recipe)]) == 65
-        said.append(refused(capsys))
+        said.append(error_of(capsys))
     assert "provenance.json has changed" in said[0] and said[0] == said[1]
 
 
@@ -238,7 +238,7 @@ def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped
         recipe.write_text(packs)
         for command in ("plan", "run"):
             assert main([command, str(recipe)]) == 65
-            said.append(refused(capsys))
+            said.append(error_of(capsys))
         assert said[0] == said[1] and f"{file}: {problem}" in said[0]
         return said[0]
 
@@ -397,7 +397,7 @@ def test_plan_refuses_what_run_would(recipe, capsys, overrides, code, message):
     said = []
     for command in ("plan", "run"):
         assert main([command, str(recipe), *overrides]) == code
-        said.append(refused(capsys))
+        said.append(error_of(capsys))
     assert message in said[0] and said[0] == said[1]
     assert not (recipe.parent / "run").exists()
 
@@ -452,7 +452,7 @@ def test_a_short_shard_of_a_later_stage_is_found_before_the_first_one_runs(recip
         said = []
         for command in ("plan", "run"):
             assert main([command, str(recipe), override]) == 65
-            said.append(refused(capsys))
+            said.append(error_of(capsys))
         assert "test-000002.tar: 0 bytes, the index says " in said[0] and said[0] == said[1]
     assert not list((recipe.parent / "run").glob("pretrain-*")), "no step was trained in vain"
 
@@ -476,12 +476,12 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     (folder / "done.json").unlink()
     capsys.readouterr()
     assert main(["run", str(recipe), "pretrain.optim.lr=0.003"]) == 78
-    said = refused(capsys)
+    said = error_of(capsys)
     assert "another config:\n    optim.lr: 0.002 → 0.003\n" in said, "and nothing else"
 
     # `plan` says the same, and what `--fresh` would do.
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
-    assert refused(capsys) == said
+    assert error_of(capsys) == said
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
     assert "half done with another config, would start over" in capsys.readouterr().out
 

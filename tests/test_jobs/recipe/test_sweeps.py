@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
 from jobs.__main__ import main
-from jobs.attempts.restarts import StageFailed
+from jobs.cluster.recovery import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
 from jobs.recipe import campaign, changes, choices, render

@@ -18,13 +18,13 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker import Task
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import names_of_stages
 from jobs.run.stale_evaluations import with_new_evaluations
 from jobs.stages import any_weights, evaluation_worker
-from jobs.workers.worker_group import Task
 from pipeline import artifacts
 from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.fork_server import MALLOC
+from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.workers.environment import MALLOC
-from jobs.workers.worker_group import WorkerGroupError
 from pipeline import process_group
 from pipeline.engine.settings import TUNING
 from pipeline.optimization import OptimConfig, build_optimizer

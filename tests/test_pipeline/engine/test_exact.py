@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization import STATE, OptimConfig, build_optimizer

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import models
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.engine.flat_blocks import FlatBlocks
 from tests import ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data.errors import ExitCode
-from jobs.cluster.backends import WorkerGroupError, run_worker_group
+from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.preflight import identity as identities
 from pipeline.preflight.identity import Identity, other_code, other_devices, other_packages
@@ -97,7 +97,7 @@ def start(tmp_path: Path, act: str = "") -> Any:
     ("act", "message"),
     [
         ("other code", r"worker 1 on \S+ runs other code than this command: [0-9a-f]{12} in /.*copy"),
-        ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.phase, and rank 0 on \S+ does not see it after 0 s"),
+        ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.log, and rank 0 on \S+ does not see it after 0 s"),
         pytest.param("no claim", r"worker 1 on \S+ does not see /.*/attempts/000001.json", marks=pytest.mark.slow),
         pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, worker 0 on \S+ has 2", marks=pytest.mark.slow),
     ],

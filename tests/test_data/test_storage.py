@@ -21,17 +21,17 @@ import torch
 
 from data import bucket as bucket_module
 from data.bucket import REFUSED, SWEPT, Bucket, check_store_url
-from data.errors import CheckpointError, ConfigError, DataError, Preempted, RunOwned, StorageError
+from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
 from data.remote import urls
 from data.seal import seal
 from jobs.__main__ import main
-from jobs.attempts import supervisor
+from jobs.cluster import supervisor
+from jobs.cluster.worker_group import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.run import sync
 from jobs.run.sync import synced
-from jobs.workers.worker_group import WorkerGroupError
 from pipeline import artifacts
 from pipeline.checkpoints import restore, saver, stage_checkpoints
 from pipeline.checkpoints.reader import Reader
@@ -498,7 +498,7 @@ def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
         stopping=lambda: bool(stops),
         remote=url,
     )
-    supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0, ask_to_stop=print)
+    supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0)
 
 
 def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
@@ -716,7 +716,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     Bucket(run, SCRATCH).put("stage/weights.safetensors", b"baad weights")
     bring()
     (other / "weights.safetensors").unlink()
-    with pytest.raises(DataError, match=r"weights\.safetensors has changed: fetched twice"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors has changed: fetched twice"):
         bring()
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 

@@ -1,16 +1,18 @@
-"""Has the commits of one trained stage judged beside training (`evaluate_on: spare`), one at a time.
+"""Evaluates the commits of one trained stage beside training (`evaluate_on: spare`), one at a time.
 
-1. While an attempt runs, a thread looks once a second whether a place is free (places.py), and says so in a file:
-   rank 0 then requests the evaluation of a step instead of stopping the workers for it (async_evaluation.py).
-2. It has the oldest commit that was asked for judged, in a process of its own (pipeline/evaluate.py). One more may
-   wait; where several do, all but the newest are skipped, and each is said.
-3. A process that dies or hangs costs training nothing: it is said, and tried again. So is one whose place somebody
-   wants, as often as that happens.
-4. Answers lie in the stage's folder until rank 0 reports them.
-5. When the attempt ends badly, so does the process, at once; the question stays for the next attempt, or the next
-   command. When training has ended well, the stage waits for what is still asked for, on the workers' own places.
+1. While an attempt runs, a thread looks once a second whether a place is free (SparePlace, jobs/cluster/nodes.py) and
+   says so in a file. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
+   (pipeline/evaluation/async_evaluation.py).
+2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
+   that stays warm. Another one may wait; where several do, all but the newest are skipped, and each is logged.
+3. A worker that dies or hangs costs training nothing: that is logged, and the step is tried again. It is also tried
+   again, as often as that happens, where somebody wants the place.
+4. Records lie in the stage's folder until rank 0 reports them.
+5. When the attempt ends badly, so does the evaluation, at once; its request stays for the next attempt, or the next
+   command. When training has ended well, the stage waits for what is still requested, with the workers' own places.
 """
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -23,13 +25,12 @@ from typing import Any, Self, cast
 
 from data.checks import one_line
 from data.errors import Preempted
-from jobs.beside.places import NoPlace, Places
-from jobs.beside.spare_core import SpareCore
+from jobs.cluster.nodes import SparePlace
+from jobs.cluster.placement import spare_place_of
+from jobs.cluster.worker import Task
+from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
-from jobs.workers.failures import is_stopped_by_signal, worker_failure
-from jobs.workers.worker_files import records
-from jobs.workers.worker_group import Task, WorkerGroupError
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluate import AsyncOutcome, evaluate_commit
 from pipeline.evaluation import async_evaluation
@@ -39,32 +40,37 @@ from pipeline.training_config import TrainConfig
 
 LOOK_S = 1.0  # between two looks of the thread
 POLL_S = 0.2  # of the wait for the last evaluations
-NEXT_WORD_S = 60.0  # between two lines about that wait
-END_S = 10.0  # for the process to end when its attempt does
-TRIES = 3  # of one evaluation whose process dies or hangs; then the loop does without
+NEXT_LINE_S = 60.0  # between two lines about that wait
+END_S = 10.0  # for the worker to end when its attempt does
+TRIES = 3  # of one evaluation whose worker dies or hangs; then the loop does without
 NICE = 19  # the lowest priority: what training leaves of the cores
 
 
 class Ended(Exception):
-    """Nobody wants the evaluation any more: its attempt has ended."""
+    """The evaluation is not wanted any more: its attempt has ended."""
 
 
-class Evaluations:
-    """Judges commits of a stage, from attempt to attempt; also the companion of the attempt that runs."""
+class NoPlace(Exception):
+    """The place that seemed to be free is not, or is not any more."""
+
+
+class AsyncEvaluation:
+    """Evaluates commits of a stage, from attempt to attempt; also the companion of the attempt that runs."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
         self.context = context
         self.stage = context.directory
-        self.deaths: Counter[int] = Counter()  # by step: of processes that were to judge it
-        self.is_given_up = False  # a process has died as often as it may
+        self.place: SparePlace | None = None  # one for all attempts: its agent has imported torch
+        self.deaths: Counter[int] = Counter()  # by step: of workers that were to evaluate it
+        self.is_given_up = False  # a worker has died as often as it may
         self.number = 0  # of evaluations that this command has begun
-        self.running: int | None = None  # the step that is being judged
+        self.running: int | None = None  # the step that is being evaluated
         self.has_ended = threading.Event()  # the attempt, or the wait for the last evaluations
         self.training_has_ended = False
         self.thread = threading.Thread()
         self.next_look = 0.0
-        self.trouble = ""  # that was said last
+        self.trouble = ""  # that was logged last
 
     # -------------------------------------------------------------------- beside an attempt
 
@@ -72,9 +78,10 @@ class Evaluations:
         """Get ready to work beside an attempt."""
         self.task = task
         self.attempt_folder = attempt_folder
-        self.cluster = cluster
-        busy_cores = cluster.world * (cluster.cpus_per_worker + self.cfg.data.processes)
-        self.places: Places = places_of(cluster, self.context.run.name, busy_cores)
+        self.cluster = dataclasses.replace(cluster, workers=1)
+        if self.place is None:
+            busy_cores = cluster.world * (cluster.cpus_per_worker + self.cfg.data.processes)
+            self.place = spare_place_of(cluster, busy_cores)
         return self
 
     def __enter__(self) -> Self:
@@ -95,10 +102,10 @@ class Evaluations:
         """Start a thread, unless one lives: that of an attempt before may still wait for an answer of Ray's head."""
         if self.thread.is_alive():
             return
-        # One of its own: what has told a thread to end is never taken back.
+        # One of its own: a thread that was told to end is never told to go on.
         self.has_ended = threading.Event()
         # A daemon, because the driver may end while it waits for an answer of Ray's head.
-        self.thread = threading.Thread(target=self.watch, args=(self.has_ended,), name="evaluations", daemon=True)
+        self.thread = threading.Thread(target=self.watch, args=(self.has_ended,), name="evaluation", daemon=True)
         self.thread.start()
 
     def end(self) -> None:
@@ -108,34 +115,42 @@ class Evaluations:
             self.thread.join(END_S)
 
     def finish(self) -> None:
-        """Wait until all that was asked for is judged, and report it. Raises Preempted where somebody wants the end."""
-        steps = async_evaluation.requested(self.stage)
+        """Wait until every requested step is evaluated, and report it.
+
+        Raises Preempted where somebody wants this process to end.
+        """
+        has_requests = bool(async_evaluation.requested(self.stage))
         self.training_has_ended = True
-        self.places.training_has_ended()
+        assert self.place is not None
+        self.place.training_has_ended()
         began = time.monotonic()
-        next_word = began
+        next_line = began
         try:
             while self.thread.is_alive() or async_evaluation.requested(self.stage):
                 self.start_thread()
+                left = ", ".join(map(str, async_evaluation.requested(self.stage)))
                 if self.context.stopping():
-                    left = listed(async_evaluation.requested(self.stage))
                     raise Preempted(
                         f"stopped: training has ended, the evaluations of steps {left} have not; "
                         "run the same command again: it goes on with them"
                     )
-                if steps and time.monotonic() > next_word:
-                    left = listed(async_evaluation.requested(self.stage))
+                if has_requests and time.monotonic() > next_line:
                     waited = duration(time.monotonic() - began)
                     self.context.say(f"training has ended; {waited} of waiting for the evaluations of steps {left}")
-                    next_word = time.monotonic() + NEXT_WORD_S
+                    next_line = time.monotonic() + NEXT_LINE_S
                 time.sleep(POLL_S)
         finally:
             self.end()
-            self.report_answers()
-        self.delete_old()
+            self.report_records()
+            self.place.close()
+        # Checkpoints stayed beyond `keep` because they were to be evaluated.
+        try:
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
+        except OSError as error:
+            self.context.say(f"old checkpoints stay: {error}")
 
-    def report_answers(self) -> None:
-        """Report what rank 0 could not any more."""
+    def report_records(self) -> None:
+        """Report the records that rank 0 could not report any more."""
         attempt = int(self.attempt_folder.name.rpartition("-")[2])
         if async_evaluation.records(self.stage):
             telemetry = Telemetry(self.stage, 0, attempt)
@@ -147,56 +162,44 @@ class Evaluations:
             self.context.say(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
         self.context.tick(self.attempt_folder, attempt)
 
-    def delete_old(self) -> None:
-        """Delete the checkpoints that stayed beyond `keep` because they were to be judged."""
-        try:
-            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
-        except OSError as error:
-            self.context.say(f"old checkpoints stay: {error}")
-
     # -------------------------------------------------------------------- the thread
 
     def watch(self, has_ended: threading.Event) -> None:
-        """Look every second, until the attempt has ended or, after training, nothing is asked for any more."""
+        """Look every second, until the attempt has ended or, after training, nothing is requested any more."""
         while not has_ended.is_set():
+            trouble = ""
             try:
                 self.look()
                 if self.training_has_ended and not async_evaluation.requested(self.stage):
                     return
             except Exception as error:
                 # The head may be away, or the disk be full: the next look tries again.
-                self.tell(f"no evaluation beside training for now: {type(error).__name__}: {error}")
+                trouble = f"no evaluation beside training for now: {type(error).__name__}: {error}"
+            if trouble not in ("", self.trouble) and not has_ended.is_set():
+                self.context.say(trouble)
+            self.trouble = trouble or self.trouble
             has_ended.wait(POLL_S if self.training_has_ended else LOOK_S)
 
-    def tell(self, trouble: str) -> None:
-        """Say what is wrong, the same thing once."""
-        if trouble != self.trouble and not self.has_ended.is_set():
-            self.context.say(trouble)
-        self.trouble = trouble
-
     def look(self) -> None:
-        """Say whether a place is free, and have the next step judged where one is."""
-        is_free = self.places.are_free()
+        """Say whether a place is free, and have the next step evaluated where one is."""
+        assert self.place is not None
+        is_free = self.place.is_free()
         # The answer may have taken so long that another attempt runs: its workers must not ask this thread.
         if self.has_ended.is_set():
             return
-        self.show(is_free and not self.is_given_up)
+        offer = self.attempt_folder / async_evaluation.SPARE_FILE
+        if is_free and not self.is_given_up:
+            offer.touch()
+        else:
+            offer.unlink(missing_ok=True)
         waiting = self.waiting(at_most=2)
-        # What was asked for before it was given up has its tries when training has ended.
+        # What was requested before it was given up has its tries when training has ended.
         is_worth_it = self.training_has_ended or not self.is_given_up
         if waiting and is_free and is_worth_it:
-            self.judge(waiting[0])
-
-    def show(self, is_free: bool) -> None:
-        """Tell rank 0 whether somebody would judge a commit."""
-        path = self.attempt_folder / async_evaluation.SPARE_FILE
-        if is_free:
-            path.touch()
-        else:
-            path.unlink(missing_ok=True)
+            self.evaluate(waiting[0])
 
     def waiting(self, at_most: int) -> list[int]:
-        """Return the committed steps that wait to be judged, the oldest first; skip those that are too many."""
+        """Return the committed steps that wait to be evaluated, the oldest first; skip those that are too many."""
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
@@ -206,31 +209,36 @@ class Evaluations:
             elif step < newest and step not in steps:
                 async_evaluation.skip(self.stage, step, "its checkpoint is not there")
         for step in waiting[:-at_most]:
-            async_evaluation.skip(
-                self.stage, step, f"step {waiting[-1]} was committed before a spare worker could judge it"
-            )
+            reason = f"step {waiting[-1]} was committed before a spare worker could judge it"
+            async_evaluation.skip(self.stage, step, reason)
         return waiting[-at_most:]
 
     # -------------------------------------------------------------------- one evaluation
 
-    def judge(self, step: int) -> None:
-        """Have one step judged, and leave the answer; where the process fails, leave the question for the next look."""
+    def evaluate(self, step: int) -> None:
+        """Have one step evaluated and leave its record; where the worker fails, the request stays for the next look."""
+        assert self.place is not None
         (checkpoint, *_) = [folder for folder in committed(self.stage / "checkpoints") if step_of(folder) == step]
         self.number += 1
         name = f"{self.attempt_folder.name}-step-{step:010d}-{self.number}"
         folder = self.stage / async_evaluation.FOLDER / name
         folder.mkdir()
         task = {**self.task, "checkpoint": str(checkpoint), "folder": str(folder)}
-        watch = Watch(folder, 1, self.cfg.stall_s, self.cluster.start_timeout_s)
+        watch = Watch(1, self.cfg.stall_s, self.cluster.start_timeout_s)
+        group = WorkerGroup(self.place, self.cluster, folder)
         self.running = step
-
-        def on_tick() -> None:
-            self.look_at_evaluation(folder, watch)
-
         try:
-            judged = cast(AsyncOutcome, self.places.run(judge_beside, task, folder, on_tick))
-            self.answer(step, judged)
-            # Of one that did not fail the record and the log say nothing more.
+            if not self.place.take():
+                raise NoPlace("what seemed to be free was not")
+            judged = cast(AsyncOutcome, group.run(judge_beside, task, lambda: self.look_at_evaluation(group, watch)))
+            for remark in judged["remarks"]:
+                self.context.say(remark)
+            where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
+            remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
+            line = async_evaluation.evaluation_line(step, async_evaluation.metrics_of(judged["values"]), remark)
+            values = {"step": step, **judged["values"], **where}
+            async_evaluation.put_record(self.stage, step, {"kind": "evaluate", "values": values, "line": line})
+            # Of a worker that did not fail the log says nothing more.
             shutil.rmtree(folder, ignore_errors=True)
         except Ended:
             shutil.rmtree(folder, ignore_errors=True)
@@ -238,39 +246,30 @@ class Evaluations:
             shutil.rmtree(folder, ignore_errors=True)
             self.context.say(f"evaluate step {step}: put off, {reason}; tried again where a place is free")
         except WorkerGroupError as error:
-            self.judge_failure(step, error)
+            self.record_failure(step, error)
         finally:
             self.running = None
+            self.place.give_back()
 
-    def look_at_evaluation(self, folder: Path, watch: Watch) -> None:
-        """Look once at the process that judges.
+    def look_at_evaluation(self, group: WorkerGroup, watch: Watch) -> None:
+        """Look once at the worker that evaluates.
 
-        Raises Ended, NoPlace where somebody wants the place, and WorkerGroupError where it is stuck.
+        Raises Ended, NoPlace where somebody wants the place, and WorkerGroupError where the worker is stuck.
         """
+        assert self.place is not None
         if self.has_ended.is_set():
             raise Ended
-        if self.places.are_wanted():
+        if self.place.is_wanted():
             raise NoPlace("somebody wants the place")
-        written = records(folder, 1)
-        stuck = watch.look(lambda rank: is_stopped_by_signal(written.get(rank)))
+        stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
-            raise worker_failure(folder, 0, written, stuck.cause)
+            raise group.failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + LOOK_S
             self.waiting(at_most=1)
 
-    def answer(self, step: int, judged: AsyncOutcome) -> None:
-        """Leave the answer for rank 0."""
-        for remark in judged["remarks"]:
-            self.context.say(remark)
-        where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
-        remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
-        line = async_evaluation.evaluation_line(step, async_evaluation.metrics_of(judged["values"]), remark)
-        values = {"step": step, **judged["values"], **where}
-        async_evaluation.put_record(self.stage, step, {"kind": "evaluate", "values": values, "line": line})
-
-    def judge_failure(self, step: int, error: WorkerGroupError) -> None:
-        """Say why a process has failed; where trying again would not help, answer that."""
+    def record_failure(self, step: int, error: WorkerGroupError) -> None:
+        """Log why a worker has failed; where trying again would not help, record that."""
         self.deaths[step] += 1
         is_known = error.exit_code is not None  # it knew what it wanted: to try again would end in the same way
         if not is_known and self.deaths[step] < TRIES:
@@ -289,22 +288,8 @@ class Evaluations:
         async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
 
-def places_of(cluster: ClusterConfig, run: str, busy_cores: int) -> Places:
-    """Return the places beside a worker group of `cluster.world`, which keeps so many cores of this machine busy."""
-    if cluster.backend == "processes":
-        return SpareCore(cluster, busy_cores)
-    from jobs.beside.ray_places import RayPlaces  # Ray takes seconds to import
-
-    return RayPlaces(cluster, run)
-
-
 def judge_beside(task: Task) -> object:
-    """Judge one checkpoint at the lowest priority; what the process of an evaluation does."""
+    """Evaluate one checkpoint at the lowest priority; what the worker of an evaluation does."""
     # On a place of its own it takes nothing from anybody; but cores are shared by whoever is on the machine.
     os.nice(NICE)
     return evaluate_commit(task)
-
-
-def listed(steps: list[int]) -> str:
-    """Return "10, 20"."""
-    return ", ".join(str(step) for step in steps)

@@ -14,7 +14,7 @@ import pytest
 import models
 from tests.conftest import RECIPE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]
 # Two workers, no evaluation; a checkpoint is 12 bytes a parameter (fp32 masters and Adam's two moments).
 OPTIONS = "pretrain.data.evaluate=null pretrain.log_every=1 pretrain.save_every=4 pretrain.max_failed_saves=2"

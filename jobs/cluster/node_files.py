@@ -5,21 +5,19 @@ A stage's folder then has the same path on every node, and on each node it is an
 1. Before the workers start, `NodeFiles.begin` makes on every node what they expect to find: the attempt's folder, the
    names of the attempts before it, and the few files by which one attempt tells the next. It also says whether the node
    has a folder of its own at all: where the folder is shared after all, nothing must be copied onto itself.
-2. At its looks the driver asks `NodeFiles.look`, on each node, which files are new, changed or longer:
+2. With every report the agent sends what is new, changed or longer, as `NodeFiles.look` finds it:
 
-       Change("attempts/attempt-000001/rank-00003.phase", b'{"entered": 4711, …', is_rest=False, mark=(2048, 1764…))
+       Change("attempts/attempt-000001/rank-00003.json", b'{"rank": 3, …', is_rest=False, mark=(311, 1764…))
        Change("metrics.jsonl", b'{"kind": "train", …}\n', is_rest=True, mark=(81733, 0))
 
-3. `take_over` writes them into the driver's own folders, under the same names: who reads there need not know of this.
+3. `take_over` writes them into the driver's own folders, under the same names.
 4. What the driver has written is told to the node by its `mark`. Only then does the node count it as sent, so that
    nothing is lost with an answer that never came, and what follows in a log is sent once.
 
 What a file may hold, and how it is sent:
 - `rank-*` of the attempt, and the files by which attempts tell each other: whole, as often as they change;
-- log.txt, metrics.jsonl, TensorBoard's files and the attempt's notices: what was added, since several nodes and the
-  driver may add to a file of the same name. The node keeps in `sent.json` how far it has come, also for later attempts.
-
-jobs/workers/node_copies.py runs the node's part, as `NodeActor`, under Ray.
+- log.txt, metrics.jsonl and TensorBoard's files: what was added, since several nodes and the driver may add to a file
+  of the same name. The node keeps in `sent.json` how far it has come, also for later attempts.
 """
 
 import json
@@ -31,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.files import temporary_name
-from jobs.workers import notices
 from pipeline.monitoring.telemetry import append_whole
 
 Mark = tuple[int, int]  # of a file that is sent whole: size, time of change in ns; of one that grows: bytes sent, 0
@@ -96,14 +93,9 @@ class NodeFiles:
         self._remember_grown()
         return True
 
-    def look(self, given: Mapping[str, bytes], taken: Mapping[str, Mark]) -> list[Change]:
-        """Return what is new here. `given` are files of the driver for this attempt, `taken` are as in `take`."""
+    def look(self, taken: Mapping[str, Mark]) -> list[Change]:
+        """Return what is new here; `taken` are as in `take`."""
         self.take(taken)
-        for name, content in given.items():
-            path = self.attempt / name
-            if not path.exists():
-                _replace(path, content)
-
         changes = []
         whole = [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.told)]
         for path in whole:
@@ -151,7 +143,6 @@ class NodeFiles:
         for name in LOGS:
             yield self.stage / name
         yield from sorted((self.stage / TENSORBOARD).glob("*"))
-        yield self.attempt / notices.FILE
 
     def _added(self, path: Path) -> list[Change]:
         name = str(path.relative_to(self.stage))
@@ -191,15 +182,6 @@ class NodeFiles:
             _replace(self.stage / SENT, json.dumps(self.grown).encode())
 
 
-class NodeActor(NodeFiles):
-    """Is NodeFiles in a process of its own."""
-
-    def __init__(self, attempt: Path) -> None:
-        # Who stops a node signals all its processes, and this one still has to send what the workers say of it.
-        notices.take_sigterm()
-        super().__init__(attempt)
-
-
 # ------------------------------------------------------------------------ in the driver
 
 
@@ -222,25 +204,11 @@ def take_over(stage: Path, changes: Iterable[Change]) -> dict[str, Mark]:
             if change.is_rest:
                 is_written = append_whole(path, change.content)
             else:
-                _put(path, change.content)
+                _replace(path, change.content)
                 is_written = True
             if is_written:
                 taken[change.name] = change.mark
     return taken
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file that is sent whole."""
-    # A place is of a fixed length and changes many times a second: in place, as the worker writes it, for a fifth of
-    # the time that a new file takes.
-    if path.suffix == ".phase":
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            os.pwrite(handle, content, 0)
-        finally:
-            os.close(handle)
-    else:
-        _replace(path, content)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What the fork server imports once for all workers that it will fork (processes.py), and none of them anew.
+"""What the fork server imports once for all workers that it will fork (fork_server.py), and none of them anew.
 
 Importing must start no thread and touch no GPU: neither outlives a fork.
 """

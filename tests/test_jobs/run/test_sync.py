@@ -24,7 +24,7 @@ from tests import hosts
 from tests.ray_hosts import Driver, RayHosts
 from tests.stores import Proxy, store
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 RECIPE = """
 cluster: {{workers: 2, backend: processes, backoff_s: 0.1}}
 pretrain:

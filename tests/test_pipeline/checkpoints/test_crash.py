@@ -21,7 +21,7 @@ from tests.drives import start_from
 from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
 from tests.powercut import Recording, build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 
@@ -35,7 +35,7 @@ def recorded(request) -> tuple[Path, list[dict[str, Any]]]:
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     request.addfinalizer(lambda: shutil.rmtree(folder))
     shim = folder / "faults.so"
-    source = Path(__file__).with_name("faults.c")
+    source = ROOT / "tests" / "faults.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", shim, source, "-ldl"], check=True)
     subprocess.run(
         [sys.executable, "-m", "tests.faulty", folder, folder / "outcomes"],

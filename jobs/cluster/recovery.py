@@ -5,17 +5,16 @@ A **move** is an attempt that ended because a node gave notice, or for more work
 
 import builtins
 import time
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from data.errors import ExitCode, PatchlineError, Preempted
-from jobs.attempts.attempt import GO_ON, restart_point
-from jobs.attempts.growth import Growth, Sizes
-from jobs.cluster.backends import leave_nodes, must_make_way, stay_on_nodes
+from jobs.cluster.elastic import Growth, Sizes
+from jobs.cluster.nodes import Nodes
+from jobs.cluster.worker_group import DrainEvent, WorkerGroupError
 from jobs.context import Context
-from jobs.workers.notices import notices
-from jobs.workers.worker_files import records
-from jobs.workers.worker_group import WorkerGroupError
-from pipeline.monitoring.watchdog import Watch
+from pipeline.monitoring.watchdog import Place
+
+GO_ON = "run the same command again to go on"
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
@@ -51,45 +50,53 @@ class FailuresInARow:
         return is_same_again or self.count > self.max_restarts
 
 
-def add_what_the_driver_knows(failure: WorkerGroupError, watch: Watch) -> None:
+def add_what_the_driver_knows(failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
     """Add to a failure what its worker was doing, and what a user can lower where memory ran out."""
-    failure.place = watch.place(failure.rank)
+    if failure.rank is not None and failure.rank in places:
+        failure.place = str(places[failure.rank])
     if any(word in failure.cause for word in OUT_OF_MEMORY):
         failure.cause += LESS_MEMORY
 
 
-def is_move(context: Context, folder: Path, growth: Growth, end: WorkerGroupError | Preempted) -> bool:
+def is_move(
+    context: Context, drain_events: Sequence[DrainEvent], growth: Growth, end: WorkerGroupError | Preempted
+) -> bool:
     """Tell whether an attempt has ended because a node gave notice or there is room for more workers, and only so."""
-    was_asked = growth.wanted is not None or notices(folder) != []
+    was_asked = growth.wanted is not None or bool(drain_events)
     return end.exit_code == ExitCode.PREEMPTED and was_asked and not context.stopping()
 
 
-def move(context: Context, folder: Path, growth: Growth, sizes: Sizes, world: int) -> None:
+def move(
+    context: Context, nodes: Nodes, drain_events: Sequence[DrainEvent], growth: Growth, sizes: Sizes, world: int
+) -> None:
     """Say which node is left, or how many workers are wanted, and from where the next attempt starts.
 
     Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
     """
-    told = notices(folder)
-    if growth.wanted is not None and not told:
+    if growth.wanted is not None and not drain_events:
         sizes.grows(growth.wanted)
         context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
         return
-    if all(notice.get("makes_way") for notice in told):
-        context.say(f"makes way: {told[0]['why']}; waits in the queue, to go on from {restart_point(context)}")
-        return
-    of_nodes = [notice for notice in told if not notice.get("makes_way")]
-    nodes = {notice["node_id"]: f"{notice['node']} ({notice['why']})" for notice in of_nodes}
-    text = f"about to leave: {', '.join(nodes.values())}"
-    for notice in of_nodes:
-        if notice["rank"] is None:
-            raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
-    leave_nodes(context.cluster, list(nodes))
+    leaving = {event.node_id: f"{event.node} ({event.why})" for event in drain_events}
+    text = f"about to leave: {', '.join(leaving.values())}"
+    if any(event.rank is None for event in drain_events):
+        raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
+    nodes.avoid(list(leaving))
     context.say(f"{text}; moving to other nodes, from {restart_point(context)}")
 
 
-def nodes_of(folder: Path, world: int) -> set[str]:
-    """Return Ray's ids of the nodes on which the workers of an attempt have started."""
-    return {record.get("node_id", "") for record in records(folder, world).values()}
+def last_step(context: Context) -> int:
+    """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
+    newest_first = context.checkpoints.committed_steps()
+    if not newest_first:
+        return -1
+    return newest_first[0]
+
+
+def restart_point(context: Context) -> str:
+    """Return where the next attempt starts, in words."""
+    step = last_step(context)
+    return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
 
 
 def write_incident(context: Context, failure: WorkerGroupError) -> None:
@@ -103,7 +110,7 @@ def write_incident(context: Context, failure: WorkerGroupError) -> None:
         context.say(f"the incident log could not be written ({refused}): {failure}")
 
 
-def fall_back(context: Context, failure: WorkerGroupError, sizes: Sizes, world: int) -> bool:
+def fall_back(context: Context, nodes: Nodes, failure: WorkerGroupError, sizes: Sizes, world: int) -> bool:
     """Have the next attempt go back to the workers and nodes of the last that committed, where this one had more.
 
     Tells whether that is so.
@@ -111,7 +118,7 @@ def fall_back(context: Context, failure: WorkerGroupError, sizes: Sizes, world: 
     proven = sizes.fall_back(world)
     if proven is None or context.stopping():
         return False
-    stay_on_nodes(context.cluster, proven.nodes)
+    nodes.stay_on(proven.nodes)
     start = restart_point(context)
     context.say(f"{failure}; no commit with {world} workers: back to {proven.world} on their nodes, from {start}")
     return True
@@ -147,10 +154,9 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     remark = f" in {wait_s:.0f}s" if wait_s else ""
     context.say(f"{failure}; restarting from {start}{remark}")
 
-    # In small pieces, so that a signal does not have to wait for the end of the wait. Nor does a campaign that is to
-    # have the places.
+    # In small pieces, so that a signal does not have to wait for the end of the wait.
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and not must_make_way(context.cluster):
+    while time.monotonic() < deadline:
         if context.stopping():
             raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
         time.sleep(STOP_POLL_S)

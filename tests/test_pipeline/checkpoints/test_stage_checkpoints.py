@@ -32,7 +32,7 @@ from data import files
 from data import folder as folder_storage
 from data.errors import CheckpointError
 from data.storage import Folder
-from jobs.cluster.backends import run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline import train

@@ -1,1 +1,0 @@
-"""The attempts of a stage: run and watched, restarted or given up."""

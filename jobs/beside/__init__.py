@@ -1,1 +1,0 @@
-"""Judges the commits of a stage on places that training leaves free."""

@@ -1,0 +1,128 @@
+"""How many workers find room on which nodes of a Ray cluster, and who holds the rest.
+
+Workers are counted in shares: everything that one of them needs lies on one node.
+
+>>> room_for({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}})
+2
+>>> missing(2, {"CPU": 4}, room=1, cluster=ClusterState.now())
+room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
+
+All that is asked of Ray here is public: its nodes, its table of placement groups, and the status that `ray status`
+prints, of which every call is one question to the head.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.util.placement_group import placement_group_table
+
+from jobs.cluster_config import ClusterConfig
+
+OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
+LONGEST_LIST = 4  # nodes or campaigns that a message names
+DRAINING = "DRAINING"  # the status of a node that was told to go
+
+Resources = Mapping[str, float]  # amount by Ray's name of the resource
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """What the nodes of a cluster have, by node id; nodes that are dead are not in it."""
+
+    total: dict[str, dict[str, float]]
+    free: dict[str, dict[str, float]]
+    draining: set[str]  # nodes that were told to go
+
+    @classmethod
+    def now(cls) -> "ClusterState":
+        """Ask the head once. Any thread may."""
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        total: dict[str, dict[str, float]] = {}
+        free: dict[str, dict[str, float]] = {}
+        left: dict[str, dict[str, float]] = {}
+        draining: set[str] = set()
+        for node in [*status.active_nodes, *status.idle_nodes]:
+            if node.node_id is None:
+                continue
+            total[node.node_id] = node.total_resources()
+            free[node.node_id] = node.available_resources()
+            left[node.node_id] = node.total_resources()  # without what placement groups hold
+            if node.node_status == DRAINING:
+                draining.add(node.node_id)
+        # What a node has free is reported up to a second late; placement groups are known at once.
+        for row in placement_group_table().values():
+            if row["state"] == "CREATED":
+                for bundle, node_id in row["bundles_to_node_id"].items():
+                    for name, amount in row["bundles"][bundle].items():
+                        if name in left.get(node_id, {}):
+                            left[node_id][name] -= amount
+        for node_id, resources in left.items():
+            for name, amount in resources.items():
+                free[node_id][name] = min(free[node_id].get(name, 0.0), amount)
+        return cls(total, free, draining)
+
+    @property
+    def staying(self) -> dict[str, dict[str, float]]:
+        """Return what is free on the nodes that are not about to leave."""
+        return {node: resources for node, resources in self.free.items() if node not in self.draining}
+
+
+def share_of_worker(cluster: ClusterConfig) -> dict[str, int]:
+    """Return what Ray reserves for one worker, by Ray's name of the resource; a share of nothing is left out."""
+    share = {"CPU": cluster.cpus_per_worker}
+    if cluster.gpus_per_worker:
+        share["GPU"] = cluster.gpus_per_worker
+    return share
+
+
+def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
+    """Return how many workers the nodes can hold; what is left on two nodes does not make a place for one worker."""
+    workers = 0
+    for resources in nodes.values():
+        workers += min(int(resources.get(name, 0) // count) for name, count in share.items())
+    return workers
+
+
+def missing(workers: int, share: Mapping[str, int], room: int, cluster: ClusterState) -> str:
+    """Say that there is room for `room` of so many workers, what is free where, and which campaigns hold the rest."""
+    parts = [f"room for {min(room, workers)} of {workers} workers of {in_words(share)}"]
+    room_when_empty = room_for(share, cluster.total)
+    if room_when_empty < workers:
+        parts.append(f"even when the cluster is empty it has room for {room_when_empty}")
+
+    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    free_somewhere = []
+    for node, resources in cluster.staying.items():
+        left = {name: int(resources.get(name, 0)) for name in share if resources.get(name, 0) >= 1}
+        if left:
+            free_somewhere.append(f"{in_words(left)} on {names.get(node, node[:8])}")
+    if free_somewhere:
+        parts.append(f"free: {_some(free_somewhere)}")
+
+    # A placement group's name tells whose it is.
+    held: dict[str, Counter[str]] = {}
+    for row in placement_group_table().values():
+        if row["state"] == "CREATED" and row["name"].startswith(OWNER):
+            run, _, _ = row["name"].removeprefix(OWNER).rpartition(" ")
+            amounts = held.setdefault(run, Counter())
+            for bundle in row["bundles"].values():
+                amounts.update({name: int(count) for name, count in bundle.items() if name in ("CPU", "GPU")})
+    if held:
+        parts.append(f"held: {_some([f'{in_words(amounts)} by {run}' for run, amounts in held.items()])}")
+    return "; ".join(parts)
+
+
+def in_words(amounts: Mapping[str, float]) -> str:
+    """Return "4 CPUs and 1 GPUs"."""
+    return " and ".join(f"{count:g} {name}s" for name, count in amounts.items())
+
+
+def _some(texts: list[str]) -> str:
+    """Join the first few texts, and count the rest."""
+    shown = ", ".join(texts[:LONGEST_LIST])
+    if len(texts) > LONGEST_LIST:
+        shown += f" and {len(texts) - LONGEST_LIST} more"
+    return shown

@@ -1,1 +1,0 @@
-"""What the workers of an attempt are told and leave behind, on this machine or on many nodes; plain processes too."""
