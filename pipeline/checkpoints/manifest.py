@@ -66,6 +66,16 @@ class Manifest:
     files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
 
+    @property
+    def name(self) -> str:
+        """Return the name of the checkpoint that the save becomes."""
+        return f"step-{self.step:010d}"
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(file["bytes"] for file in self.files.values())
+
 
 class Damaged(CheckpointError):
     """A file of a checkpoint is not what was committed: another checkpoint may be whole."""
