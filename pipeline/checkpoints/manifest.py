@@ -235,23 +235,6 @@ def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedReco
     return {"bytes": size, "sha256": whole.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
 
 
-def verify_file(path: Path, expected: ChunkedRecord) -> None:
-    """Read a whole file of a checkpoint.
-
-    Raises Damaged unless it has the size and digests that the manifest gives it, OSError where the storage fails.
-    """
-    # The size first: a truncated file is found without reading gigabytes of it.
-    check_size(path, expected)
-    try:
-        actual = digest_chunks(chunks_of(path, expected["chunk_bytes"]), expected["chunk_bytes"])
-    except OSError as error:
-        raise unreadable(path, error) from None
-    if actual["sha256"] != expected["sha256"]:
-        raise Damaged(f"{path}: its sha256 is not the manifest's; the file has changed")
-    if actual["chunks"] != expected["chunks"]:
-        raise Damaged(f"{path}: its sha256 is the manifest's, and the digests of its chunks are not")
-
-
 def check_size(path: Path, expected: FileRecord) -> None:
     """Raise Damaged unless this is a regular file of the size that the manifest gives it."""
     # To read from a pipe would be to wait for ever.

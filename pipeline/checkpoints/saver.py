@@ -32,13 +32,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
-from data.files import DISK_BLOCK, refusal
+from data.files import DISK_BLOCK, make_folder, refusal
 from pipeline.checkpoints.disk_space import check_room
-from pipeline.checkpoints.manifest import Manifest, digest
+from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt
 from pipeline.checkpoints.shared_storage_check import WrittenFile
 from pipeline.checkpoints.stage_checkpoints import Chosen, Decision, StageCheckpoints
 from pipeline.monitoring.telemetry import Telemetry
 
+METRICS = "metrics.jsonl"
 DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run
 
 
@@ -78,7 +79,7 @@ class Saver:
         self.snapshot = torch.empty(0, dtype=torch.uint8)  # kept for the next save, which has the same size
         self.snapshot_s = 0.0  # that the loop waited for the snapshot in flight
         self.began = 0.0  # of the save in flight, on the monotonic clock
-        checkpoints.make_folder()
+        make_folder(checkpoints.local, checkpoints.storage.local)
 
     @property
     def in_flight(self) -> bool:
@@ -113,6 +114,7 @@ class Saver:
     def write(self, file: str, content: memoryview) -> None:
         """Do the thread's work: leave the record of the written file in `result`, or why there is none."""
         is_rank_0 = dist.get_rank() == 0
+        storage = self.checkpoints.storage
         try:
             # 1. Rank 0 prepares for all. A commit implies its metrics, which the loop wrote before this save began. And
             #    one worker that fails is enough to fail the save, so that one alone looks whether there is room.
@@ -129,12 +131,13 @@ class Saver:
             #    without Python's lock.
             with ThreadPoolExecutor(1, "digest") as beside:
                 digesting = beside.submit(digest, content)
-                self.checkpoints.storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
+                storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
             record = digesting.result()
 
-            # 3. Where other nodes do not see this disk, the metrics go where they see them.
-            if is_rank_0:
-                self.checkpoints.send_metrics(self.manifest.attempt)
+            # 3. Where other nodes do not see this disk, the metrics go where they see them. Not those of a former owner
+            #    that was frozen, whose lines would take the place of newer ones.
+            if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
+                storage.send(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
         except CheckpointError as error:
             self.result = WrittenFile(file, error=f"{file}: {error}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, StorageError
-from data.files import make_folder, refusal
+from data.files import refusal
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     Manifest,
@@ -34,7 +34,6 @@ from pipeline.checkpoints.manifest import (
 from pipeline.checkpoints.reader import verify
 from pipeline.checkpoints.shared_storage_check import WrittenFile, check_seen
 
-METRICS = "metrics.jsonl"
 LEAST_KEPT = 2  # the newest may turn out to be damaged when it is read
 
 Log = Callable[[str], None]
@@ -78,10 +77,6 @@ class StageCheckpoints:
         """Return where the checkpoints are, for people."""
         return self.storage.address(self.folder)
 
-    def make_folder(self) -> None:
-        """Create the folder on this node, durably."""
-        make_folder(self.local, self.storage.local)
-
     # ------------------------------------------------------------------------ which there are
 
     def committed(self) -> Sequence[str]:
@@ -112,12 +107,6 @@ class StageCheckpoints:
     def staged_name(self, manifest: Manifest) -> str:
         """Return where the files of a save are written, by its name in the storage."""
         return self.storage.staged(self.folder, manifest.name, manifest.attempt)
-
-    def send_metrics(self, attempt: int) -> None:
-        """Send the metrics, which a commit implies, where other nodes see them. Raises StorageError, OSError."""
-        # Not those of a former owner that was frozen, whose lines would take the place of newer ones.
-        if self.sends_metrics and newest_attempt(self.storage) <= attempt:
-            self.storage.send(f"{self.stage}/{METRICS}")
 
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
         """Make a checkpoint of a save, if every file was written and the run is still ours. Runs on rank 0 alone.
