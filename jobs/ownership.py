@@ -1,7 +1,7 @@
 """One owner a run: a lock that dies with its process, and attempts numbered so that a late commit can be refused.
 
 `owned` keeps two commands from working in one run directory. `claim_attempt` fences what a frozen or cut-off owner may
-still try: its attempt has a number, whoever commits reads the newest number first, and refuses when it is not its own.
+still try: its attempt has a number, a commit reads the newest number first, and refuses when it is not its own.
 """
 
 import json

@@ -57,10 +57,15 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
     if step is None:
         return saved
     # A step can be there several times: of several stages, or of attempts of which a later one took it again.
-    of_step = [checkpoint for checkpoint in saved if step_of(Path(checkpoint.name)) == step]
+    of_step: list[Saved] = []
+    known_steps: list[str] = []
+    for checkpoint in saved:
+        known_step = step_of(Path(checkpoint.name))
+        known_steps.append(str(known_step))
+        if known_step == step:
+            of_step.append(checkpoint)
     if not of_step:
-        known_steps = ", ".join(str(step_of(Path(checkpoint.name))) for checkpoint in saved)
-        raise UsageError(f"no checkpoint of step {step} in {run.name}; there are {known_steps}")
+        raise UsageError(f"no checkpoint of step {step} in {run.name}; there are {', '.join(known_steps)}")
     return of_step
 
 
@@ -216,7 +221,7 @@ def export_weights(path: str, step: int | None, target: Path) -> Iterator[str]:
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder, which is made where there is none")
     with opened(path) as run:
-        # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
+        # The manifest stays behind: the exported file cannot be checked against these digests.
         folder = newest_verified(run, step)
         stage_folder = folder.parents[1]
         model = models.from_dict(artifacts.read_record(stage_folder / "stage.json")["model"])

@@ -280,7 +280,10 @@ class Sync:
         """
         with self.lock:
             self.check_owned()
-            paths = [path for path in self.run.rglob("*") if is_synced(path.relative_to(self.run))]
+            paths: list[Path] = []
+            for path in self.run.rglob("*"):
+                if is_synced(path.relative_to(self.run)):
+                    paths.append(path)
             # The records that a stage is done come behind all other files.
             for path in sorted(paths, key=lambda path: path.name == DONE):
                 # A file may go while we look, as temporary ones do.
@@ -305,7 +308,13 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> list[s
     How often a stage was tried is counted by its folders of attempts: those are made too. Raises StorageError.
     """
     sizes = store.list()
-    missing = [name for name in sizes if is_wanted(name) and not (store.local / name).exists()]
+    missing: list[str] = []
+    claims: list[str] = []  # of attempts
+    for name in sizes:
+        if name.startswith(f"{ATTEMPTS}/"):
+            claims.append(name)
+        if is_wanted(name) and not (store.local / name).exists():
+            missing.append(name)
 
     def fetch(name: str) -> None:
         path = store.local / name
@@ -318,7 +327,7 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> list[s
             attempt_folder(store.local / claim["stage"], int(Path(name).stem)).mkdir(parents=True, exist_ok=True)
 
     each(missing, fetch)
-    each([name for name in sizes if name.startswith(f"{ATTEMPTS}/")], make_attempt_folder)
+    each(claims, make_attempt_folder)
     return missing
 
 

@@ -62,7 +62,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     swept = 0
     for leftover in checkpoints.local.glob(".tmp-*"):
         for path in [leftover, *leftover.rglob("*")]:
-            # Whoever plans beside a run that goes on may see it disappear.
+            # A run that goes on meanwhile may delete it.
             with suppress(FileNotFoundError):
                 if path.is_file():
                     swept += path.stat().st_size

@@ -2,7 +2,7 @@
 
     MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
-Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that whoever reads a part can
+Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that a reader of a part can
 check that part alone.
 
 `status` reads manifests, and a record of a stage (pipeline/artifacts.py) promises files in the same way: neither needs
@@ -104,14 +104,14 @@ def attempt_folder(directory: Path, attempt: int) -> Path:
 
 
 def attempt_of_stage(directory: Path, attempt: int) -> int:
-    """Return how many attempts a stage had when this one began, itself counted: what people are told.
+    """Return how many attempts a stage had when this one began, itself counted: the number that people see.
 
     `attempt` counts over the whole run, because it fences late commits.
     """
     earlier = 0
     for folder in (directory / "attempts").glob("attempt-*"):
         number = folder.name.removeprefix("attempt-")
-        # A folder of any other name is a copy that somebody made.
+        # A folder of any other name is a copy made by hand.
         if number.isdigit() and int(number) < attempt:
             earlier += 1
     return earlier + 1

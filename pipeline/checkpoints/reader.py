@@ -271,16 +271,18 @@ class Reader:
 
         Raises CheckpointError as a call does; all files must be open.
         """
-        flats = {name: torch.empty(shape.numel()) for name, shape in shapes.items()}
-        wanted: dict[str, list[tuple[str, Piece]]] = {file: [] for file in self.opened}
-        for name, flat in flats.items():
-            pieces = self.pieces.get((name, kind), [])
-            check_complete(sum(piece.length for piece in pieces), flat.numel(), name, kind)
-            for piece in pieces:
-                wanted[piece.file].append((name, piece))
+        flats: dict[str, Tensor] = {}
+        wanted: dict[str, list[tuple[str, Piece]]] = {}  # by file: the pieces in it, each with its parameter
+        for name, shape in shapes.items():
+            flats[name] = torch.empty(shape.numel())
+            length = 0
+            for piece in self.pieces.get((name, kind), []):
+                length += piece.length
+                wanted.setdefault(piece.file, []).append((name, piece))
+            check_complete(length, shape.numel(), name, kind)
         # File by file: by parameter, the files of a thousand workers would be opened again for each.
-        for of_file in wanted.values():
-            for name, piece in of_file:
+        for file in self.opened:
+            for name, piece in wanted.get(file, []):
                 self.read(piece, piece.start, flats[name][piece.start : piece.start + piece.length])
         return {name: flats[name].view(shape) for name, shape in shapes.items()}
 

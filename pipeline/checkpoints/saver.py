@@ -40,7 +40,7 @@ from pipeline.checkpoints.stage_checkpoints import Chosen, Decision, StageCheckp
 from pipeline.monitoring.telemetry import Telemetry
 
 METRICS = "metrics.jsonl"
-DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run
+DELETING_S = 60.0  # the longest wait for a deletion: a storage that hangs in one must not hold up the run
 
 
 class Saver:
@@ -127,7 +127,7 @@ class Saver:
                     self.wait_for_deleting()
                     check_room(self.checkpoints, self.manifest, self.expected_bytes)
 
-            # 2. Write and digest at once. Both read the same memory, which nobody changes until the next save, and do
+            # 2. Write and digest at once. Both read the same memory, which does not change until the next save, and do
             #    without Python's lock.
             with ThreadPoolExecutor(1, "digest") as beside:
                 digesting = beside.submit(digest, content)
@@ -247,7 +247,7 @@ class Saver:
             self.checkpoints.prune(self.keep, self.keep_every, self.needed())
         except (OSError, StorageError) as error:
             self.telemetry.log(f"old checkpoints stay: {error}")
-        except Exception as error:  # of a thread nobody else would hear it
+        except Exception as error:  # a thread has no caller that would hear of it
             self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
     def newest(self) -> Chosen:

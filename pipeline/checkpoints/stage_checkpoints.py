@@ -23,6 +23,7 @@ from data.errors import CheckpointError, StorageError
 from data.files import refusal
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
+    ChunkedRecord,
     Manifest,
     NewerSchema,
     look_at,
@@ -118,7 +119,13 @@ class StageCheckpoints:
             # 1. Every worker has written its file. One full disk makes the whole save fail: a checkpoint that lacks a
             #    file could not be loaded anywhere. And a store that has not taken a file in all its attempts is asked
             #    nothing else with such patience, for which a run that was told to stop would wait.
-            errors = [result.error for result in results if result.error]
+            errors: list[str] = []
+            files: dict[str, ChunkedRecord] = {}
+            for result in results:
+                if result.record is not None:
+                    files[result.name] = result.record
+                else:
+                    errors.append(result.error)
             if errors:
                 raise CheckpointError("; ".join(errors))
 
@@ -132,7 +139,6 @@ class StageCheckpoints:
                 check_seen(self.storage, self.staged_name(manifest), results, log)
 
                 # 4. The manifest names them with their digests, and makes the checkpoint exist.
-                files = {result.name: result.record for result in results if result.record}
                 manifest = replace(manifest, files=files)
                 if self.storage.publish(self.folder, manifest.name, manifest.attempt, sealed(manifest)):
                     return Decision(manifest)
