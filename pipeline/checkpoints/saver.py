@@ -205,7 +205,7 @@ class Saver:
             raise CheckpointError(self.failure)
 
         # 5. A save that failed is counted. It is no reason to stop: the weights are in memory, and the storage may have
-        #    room again. Failures in a row are one.
+        #    room again. Too many in a row are one.
         if committed is None:
             self.failures_in_a_row += 1
             step = self.manifest.step
