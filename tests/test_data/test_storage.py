@@ -476,7 +476,7 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
         stops.append("SIGTERM")
         raise WorkerGroupError(0, "n1", "Preempted: stopped at step 30", exit_code=75, kind="Preempted")
 
-    monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: end_as_asked)
+    monkeypatch.setattr(supervisor.WorkerGroup, "run", end_as_asked)
     with pytest.raises(Preempted, match=r"^stopped at step 30$"):
         supervise(run, tmp_path / "run", stops)
     assert asked == []
@@ -509,7 +509,7 @@ def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
         proxy.fault_of_any = lambda method, path: 503
         raise WorkerGroupError(0, "n1", "OSError: no more", "Traceback of worker 0", kind="OSError")
 
-    monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: fail)
+    monkeypatch.setattr(supervisor.WorkerGroup, "run", fail)
     with pytest.raises(StorageError):
         supervise(run, tmp_path / "run", [])
     incidents = (tmp_path / "run" / STAGE / "incidents.txt").read_text()
