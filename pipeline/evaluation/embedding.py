@@ -69,7 +69,7 @@ def find_alike(
                     for rows, features in features_of(model, index, number, device, cache):
                         parts.append(features)
                         numbers += [start + row for row in rows]
-                    start += samples
+                    start += int(samples)  # of NumPy's kind, which the journal cannot hold as a number
         of_tests = torch.empty(0, 0)  # (T, D) of length 1
         if parts:
             of_tests = torch.cat(parts)
