@@ -15,7 +15,7 @@ from data.files import write_whole
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, Pair, in_pairs
+from data.shards.leaks import Compared, Leaks, Pair, Side, in_pairs
 from data.shards.page import thumbnail
 from data.shards.reader import Reader
 
@@ -48,10 +48,15 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
     report.append(
         f"{counts['train']:,} training and {counts['test']:,} test samples compared, {len(leaks.pairs):,} pairs"
     )
-    for compared, index in zip(leaks.test, test, strict=True):
-        report.append(share(f"test  {compared.path}", in_pairs(leaks, index, "test")))
-    for compared, index in zip(leaks.train, train, strict=True):
-        report.append(share(f"train {compared.path}", in_pairs(leaks, index, "train")))
+    sides: tuple[tuple[Side, Sequence[Compared], Sequence[Index]], ...]
+    sides = (("test", leaks.test, test), ("train", leaks.train, train))
+    for side, compared_sets, indexes in sides:
+        for compared, index in zip(compared_sets, indexes, strict=True):
+            leaked = in_pairs(leaks, index, side)
+            report.append(
+                f"{side:5} {compared.path}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair "
+                f"({leaked.mean():.3%})"
+            )
     kinds = Counter(pair.kind for pair in leaks.pairs)
     if kinds:
         report.append("  ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items())))
@@ -64,11 +69,6 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
             f"{counts['train_flat']:,} training images of almost one colour"
         )
     return report
-
-
-def share(name: str, leaked: np.ndarray) -> str:
-    """Return how many samples of a set are in a pair."""
-    return f"{name}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
 
 
 def caption(pair: Pair) -> str:

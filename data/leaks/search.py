@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -121,15 +121,29 @@ def find_leaks(
     for _, index in train:
         for number in range(len(index.shards)):
             jobs.append(SearchJob(index.alone(number), signatures, fits, cache))
+    # Each training shard that an earlier, killed search has not finished, with a line of the journal for each.
     with Journal(output / JOURNAL, setting) as journal:
         missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
         with in_parallel(look_through, missing, workers, report) as results:
-            for job, matches in zip(missing, results, strict=True):
-                journal.add(key_of(job.shard.shards[0]), matches)
-        # An earlier search of other training sets, killed here, may have left records of more shards.
-        keys = [key_of(job.shard.shards[0]) for job in jobs]
-        records = with_embeddings({key: matches_of(journal.records[key]) for key in keys}, embeddings)
-    leaks = document(train, test, records, bad_in(signatures), settings)
+            for job, shard_matches in zip(missing, results, strict=True):
+                journal.add(key_of(job.shard.shards[0]), shard_matches)
+        # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
+        records = {}
+        for job in jobs:
+            key = key_of(job.shard.shards[0])
+            records[key] = matches_of(journal.records[key])
+
+    # The pairs that only features have found are added.
+    if embeddings is not None:
+        for key, pixels in records.items():
+            known = {(match.row, match.test) for match in pixels.matches}
+            matches = list(pixels.matches)
+            for match in embeddings.records[key].matches:
+                if (match.row, match.test) not in known:
+                    matches.append(match)
+            records[key] = pixels._replace(matches=sorted(matches))
+    bad = int(np.load(signatures / "bad.npy").sum())  # test images that cannot be decoded
+    leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
     shutil.rmtree(signatures)
@@ -269,13 +283,15 @@ def look_through(job: SearchJob) -> ShardMatches:
         for row in range(job.shard.samples):
             _, image, _ = reader.read(0, row)
             same = memory.by_bytes.get(sha256(image).digest(), [])
-            matches.extend(Match(row, number, "exact", 0.0) for number in same)
+            for number in same:
+                matches.append(Match(row, number, "exact", 0.0))
             try:
                 sign = signature(image)
                 if sign.is_flat:
                     flat += 1
-                    same_pixels = memory.by_pixels.get(pixel_digest(image), [])
-                    matches.extend(Match(row, number, "exact", 0.0) for number in same_pixels if number not in same)
+                    for number in memory.by_pixels.get(pixel_digest(image), []):
+                        if number not in same:
+                            matches.append(Match(row, number, "exact", 0.0))
                 else:
                     batch.append(Waiting(row, image, sign))
             except BadImage:
@@ -316,24 +332,6 @@ def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequen
 # ------------------------------------------------------------------------------------------------ document
 
 
-def with_embeddings(records: Mapping[str, ShardMatches], embeddings: Embeddings | None) -> dict[str, ShardMatches]:
-    """Return the records, with the pairs that only features have found; of other shards these are left out."""
-    together = dict(records)
-    if embeddings is None:
-        return together
-    for key, pixels in records.items():
-        known = {(match.row, match.test) for match in pixels.matches}
-        matches = embeddings.records[key].matches
-        new = [match for match in matches if (match.row, match.test) not in known]
-        together[key] = pixels._replace(matches=sorted(pixels.matches + new))
-    return together
-
-
-def bad_in(signatures: Path) -> int:
-    """Return how many test images cannot be decoded."""
-    return int(np.load(signatures / "bad.npy").sum())
-
-
 def document(
     train: Sequence[tuple[str, Index]],
     test: Sequence[tuple[str, Index]],
@@ -345,7 +343,19 @@ def document(
     wanted: set[int] = set()
     for record in records.values():
         wanted.update(match.test for match in record.matches)
-    test_samples = dict(named(test, wanted))
+    test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → its set's number, (shard, key)
+    start = 0
+    for set_number, (_, index) in enumerate(test):
+        for number, shard in enumerate(index.shards):
+            matched = wanted.intersection(range(start, start + shard.samples))
+            # As in most shards, there is nothing: its table need not be opened.
+            if matched:
+                keys = index.table(number)["key"]
+                for test_number in matched:
+                    key = keys[test_number - start].decode("utf-8", "replace")
+                    test_samples[test_number] = (set_number, (shard.name, key))
+            start += shard.samples
+
     pairs = []
     counts = {"train": 0, "train_undecodable": 0, "train_flat": 0}
     for train_set, (_, index) in enumerate(train):
@@ -362,7 +372,7 @@ def document(
                 test_set, sample = test_samples[test_number]
                 key = keys[row].decode("utf-8", "replace")
                 pairs.append(Pair((shard.name, key), sample, kind, distance, train_set, test_set))
-    counts["test"] = sum(index.samples for _, index in test)
+    counts["test"] = start
     counts["test_undecodable"] = bad
     return Leaks(
         tuple(Compared(path, index.digest) for path, index in train),
@@ -371,16 +381,3 @@ def document(
         settings,
         counts,
     )
-
-
-def named(sets: Sequence[tuple[str, Index]], wanted: set[int]) -> Iterator[tuple[int, tuple[int, tuple[str, str]]]]:
-    """Give (number among all samples, (its set's number, (shard, key))) of those that are wanted."""
-    start = 0
-    for set_number, (_, index) in enumerate(sets):
-        for number, shard in enumerate(index.shards):
-            here = [sample for sample in range(start, start + shard.samples) if sample in wanted]
-            if here:
-                keys = index.table(number)["key"]
-                for sample in here:
-                    yield sample, (set_number, (shard.name, keys[sample - start].decode("utf-8", "replace")))
-            start += shard.samples
