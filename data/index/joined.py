@@ -109,24 +109,16 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         return list(sets)
     dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
     for name in names:
-        for set_number, shard_number in numbers_of_shard(name, sets):
+        shards = called(name, sets)
+        if len(shards) != 1:
+            which = ", ".join(list(shards)[:3]) or f"as {sets[0].location(0)} is called"
+            raise DataError(
+                f"data.drop: {len(shards)} shards are called {name}, expected one: {which}; type more of its path"
+            )
+        (numbers,) = shards.values()
+        for set_number, shard_number in numbers:
             dropped[set_number].add(shard_number)
     return list(map(emptied, sets, dropped))
-
-
-def numbers_of_shard(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
-    """Return (number of the set, number in it) of the shard with a name, in every set that has it.
-
-    Raises DataError unless it is exactly one shard.
-    """
-    shards = called(name, sets)
-    if len(shards) != 1:
-        which = ", ".join(list(shards)[:3]) or f"as {sets[0].location(0)} is called"
-        raise DataError(
-            f"data.drop: {len(shards)} shards are called {name}, expected one: {which}; type more of its path"
-        )
-    (numbers,) = shards.values()
-    return numbers
 
 
 def emptied(index: Index, numbers: set[int]) -> Index:

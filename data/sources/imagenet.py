@@ -196,7 +196,10 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
 
 def validation_files(folder: Path) -> list[Path]:
     """Return the images of a folder and of the class folders in it, in the order of their names."""
-    files = [path for path in folder.rglob("[!.]*") if path.suffix.lower()[1:] in IMAGES and path.is_file()]
+    files = []
+    for path in folder.rglob("[!.]*"):
+        if path.suffix.lower()[1:] in IMAGES and path.is_file():
+            files.append(path)
     return sorted(files, key=lambda path: path.name)
 
 
@@ -220,28 +223,25 @@ def check_as_many(path: Path, images: int, source: str | os.PathLike[str], label
 
 
 def validation_wnids(path: Path) -> list[str]:
-    """Return the WordNet id of each validation image, from the devkit's archive or folder, or from a text file."""
-    if path.is_dir():
-        return devkit_wnids(path)
-    with open(path, "rb") as file:
-        start = file.read(len(GZIP_START))
-    if start == GZIP_START:
-        return devkit_wnids(path)
-    return path.read_text().split()
-
-
-def devkit_wnids(path: Path) -> list[str]:
-    """Return the WordNet id of each validation image, from meta.mat and the ground truth of the devkit.
+    """Return the WordNet id of each validation image, from the devkit's archive or folder, or from a text file.
 
     The devkit numbers the synsets from 1 on in an order of its own, the 1,000 without children first; of the 1,860 in
     meta.mat only these are classes. Raises DataError where it holds others.
     """
+    if not path.is_dir():
+        with open(path, "rb") as file:
+            is_archive = file.read(len(GZIP_START)) == GZIP_START
+        if not is_archive:
+            return path.read_text().split()
+
     from scipy.io import loadmat
 
     contents = read_members(path, ["meta.mat", GROUND_TRUTH])
+    wnid_of: dict[int, str] = {}
     try:
-        synsets = loadmat(io.BytesIO(contents["meta.mat"]), squeeze_me=True)["synsets"]
-        wnid_of = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+        for synset in loadmat(io.BytesIO(contents["meta.mat"]), squeeze_me=True)["synsets"]:
+            if int(synset["num_children"]) == 0:
+                wnid_of[int(synset["ILSVRC2012_ID"])] = str(synset["WNID"])
     # scipy raises whatever its parser stumbles over in a file that is torn.
     except (ValueError, TypeError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise DataError(f"{path}: meta.mat has no table of synsets ({error}); download it again from {PAGE}") from None

@@ -213,11 +213,6 @@ FLOWER_NAMES = (
 )
 
 
-def flowers_classes(folder: Path) -> Names:
-    """Return the names on the owners' page, in the order of the ids."""
-    return tuple(FLOWER_NAMES.split("|"))
-
-
 PETS = ListedSet(("images.tar.gz", "images.tar", "images"), PETS_PAGE, pets_lists)
 FLOWERS = ListedSet(("102flowers.tgz", "102flowers.tar", "jpg"), FLOWERS_PAGE, flowers_lists)
 
@@ -227,11 +222,6 @@ FLOWERS = ListedSet(("102flowers.tgz", "102flowers.tar", "jpg"), FLOWERS_PAGE, f
 KRIZHEVSKY = "Krizhevsky 2009; the owner's page"
 PARKHI = "Parkhi et al. 2012; the owners' trainval.txt and test.txt"
 NILSBACK = "Nilsback and Zisserman 2008; the owners' setid.mat"
-
-
-def no_names(path: Path) -> Names:
-    """Return no names: the labels are ids of ImageNet-1k, whose names an ImageNet set knows."""
-    return ()
 
 
 ARCHIVES: dict[str, Archive] = {
@@ -253,7 +243,7 @@ ARCHIVES: dict[str, Archive] = {
     ),
     "flowers102": Archive(
         partial(listed_samples, FLOWERS),
-        flowers_classes,
+        lambda folder: tuple(FLOWER_NAMES.split("|")),  # in the order of their ids
         {
             "train": Published(1_020, 102, NILSBACK),
             "validation": Published(1_020, 102, NILSBACK),
@@ -261,7 +251,8 @@ ARCHIVES: dict[str, Archive] = {
             "test": Published(6_149, 102, NILSBACK),
         },
     ),
-    "objectnet": Archive(objectnet.samples, no_names, objectnet.PUBLISHED, objectnet.objects),
+    # Its labels are ids of ImageNet-1k, whose names an ImageNet set knows.
+    "objectnet": Archive(objectnet.samples, lambda folder: (), objectnet.PUBLISHED, objectnet.objects),
 }
 IMAGENET_21K: dict[str, Published] = {
     "imagenet-21k": imagenet21k.WINTER21,
@@ -275,7 +266,7 @@ def known_archive(source: str, wnids: Path | None = None, real: Path | None = No
     if source == "imagenet-validation" and real is not None:
         # real.json holds ids; names are taken from the numbering of another set.
         samples = partial(imagenet.real, real)
-        return Archive(samples, no_names, dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
+        return Archive(samples, lambda path: (), dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
     if source == "imagenet-validation":
         samples = partial(imagenet.validation, wnids)
         names = partial(imagenet.validation_classes, wnids)
