@@ -26,8 +26,7 @@ from data.index.refusals import Refusals
 from data.index.tar import IMAGES, mapped, members
 from data.sources.folders import folder_classes
 from data.sources.members import GZIP_START, read_members
-from data.sources.published import Published
-from data.sources.samples import Sample, warn_of
+from data.sources.samples import Published, Sample, warn_of
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"

@@ -23,8 +23,7 @@ from data.errors import DataError
 from data.index.names import Names, some
 from data.index.refusals import Refusals
 from data.sources.members import Member, members, tar_members
-from data.sources.published import Published
-from data.sources.samples import Sample, kind_of, warn_of
+from data.sources.samples import Published, Sample, kind_of, warn_of
 
 WNID = re.compile(r"n\d{8}")
 WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")

@@ -26,8 +26,7 @@ from data.index.names import Names, some
 from data.index.refusals import Refusals
 from data.sources import imagenet, imagenet21k, objectnet
 from data.sources.members import file_at, first_present, members, read_members
-from data.sources.published import Archive, Published
-from data.sources.samples import Sample, as_image, encode, warn_of
+from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 
 # ------------------------------------------------------------------------------------------------ CIFAR
 

@@ -23,8 +23,7 @@ from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.sources.members import members, read_members
-from data.sources.published import Published
-from data.sources.samples import Sample, encode, warn_of
+from data.sources.samples import Published, Sample, encode, warn_of
 
 PAGE = "https://objectnet.dev"
 FOLDERS = "folder_to_objectnet_label.json"

@@ -24,8 +24,7 @@ from typing import Any, cast
 from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.sources.published import Archive, Published
-from data.sources.samples import Sample, as_image, encode, warn_of
+from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 from data.vtab.labels import NAMES, label_of
 from data.vtab.records import features, records
 from data.vtab.tasks import TASKS, Split, Task

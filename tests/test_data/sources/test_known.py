@@ -17,7 +17,7 @@ from data.shards.reader import Reader
 from data.sources import objectnet
 from data.sources.known import FLOWERS, known_archive, listed_samples
 from data.sources.members import members
-from data.sources.published import Published, samples_of_archive
+from data.sources.samples import Published, samples_of_archive
 from jobs.__main__ import main
 from tests import archives
 from tests.archives import picture, tar_bytes, write_folder
