@@ -71,7 +71,7 @@ class Bucket:
     def address(self, name: str = "") -> str:
         return redacted(f"{self.url}/{name}".rstrip("/"))
 
-    def ask(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
+    def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
         """Return what `question(client, path)` answers in one of the attempts.
 
         Raises FileNotFoundError, DataError and StorageError, as `Retry.patiently` does.
@@ -95,7 +95,7 @@ class Bucket:
                 raise
             return True
 
-        if self.ask(name, create):
+        if self.request(name, create):
             return True
         # A request whose answer was lost may have created it, and then it was refused to the next one.
         return self.read(name) == content
@@ -112,17 +112,17 @@ class Bucket:
             )
 
     def put(self, name: str, content: bytes) -> None:
-        self.ask(name, lambda client, path: client.pipe_file(path, content))
+        self.request(name, lambda client, path: client.pipe_file(path, content))
 
     def read(self, name: str) -> bytes | None:
         try:
-            return self.ask(name, lambda client, path: client.cat_file(path))
+            return self.request(name, lambda client, path: client.cat_file(path))
         except FileNotFoundError:
             return None
 
     def list(self, folder: str = "") -> dict[str, int]:
         try:
-            entries = self.ask(folder, lambda client, path: client.find(path, detail=True))
+            entries = self.request(folder, lambda client, path: client.find(path, detail=True))
         except FileNotFoundError:
             return {}
         sizes = {}
@@ -135,7 +135,7 @@ class Bucket:
     def delete(self, names: Iterable[str]) -> None:
         def delete_one(name: str) -> None:
             with suppress(FileNotFoundError):
-                self.ask(name, lambda client, path: client.rm_file(path))
+                self.request(name, lambda client, path: client.rm_file(path))
 
         each(names, delete_one)
 
@@ -143,7 +143,7 @@ class Bucket:
 
     def put_file(self, name: str, file: Path) -> None:
         """Put a local file whole; a large one goes up in parts, which the store joins when the last has come."""
-        self.ask(name, lambda client, path: client.put_file(str(file), path))
+        self.request(name, lambda client, path: client.put_file(str(file), path))
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Bring an object of `size` bytes into a local file, piece by piece; the file appears when it is whole.
@@ -164,7 +164,7 @@ class Bucket:
                 raise ConnectionError("empty answer")
             return piece[: stop - start]
 
-        return self.ask(name, read)
+        return self.request(name, read)
 
     def send(self, name: str) -> None:
         if (self.local / name).exists():

@@ -27,7 +27,7 @@ from data.images.preprocess import preprocess
 from data.index.index import Index
 from data.index.labels import read_labels
 from data.remote.cache import CacheConfig
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 # b samples of a batch, L labels of a sample at most, h w sides of a preprocessed image
 
@@ -76,7 +76,7 @@ class EvaluationSet:
         self.batch_size = batch_size
         self.max_labels = max_labels
         self.threads = threads or torch.get_num_threads()
-        self.reader = Reader(index, cache=cache)
+        self.reader = ShardReader(index, cache=cache)
 
         batches_of_set = -(-index.samples // batch_size)
         self.batches = -(-batches_of_set // world)

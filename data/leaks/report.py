@@ -17,7 +17,7 @@ from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Leaks, Pair, Side, in_pairs
 from data.shards.page import thumbnail
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 MOST_EXAMPLES = 5  # pairs that the lines name
 MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
@@ -102,7 +102,7 @@ class Pictures:
 
     def __init__(self, sets: Sequence[Index], cache: CacheConfig | None):
         self.sets = sets
-        self.readers = [Reader(index, cache=cache) for index in sets]
+        self.readers = [ShardReader(index, cache=cache) for index in sets]
 
     def of(self, set_number: int, shard: str, key: str) -> str:
         """Return a JPEG in base64; raises BadImage."""

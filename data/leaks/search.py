@@ -1,8 +1,8 @@
 """Search training shards for images of test sets: what the test sets are recognised by is kept, training streams past.
 
 How the pairs are found, in order (`find_leaks`):
-1. `remember` writes the signatures of all test images into a folder, a file a shard, and maps them as three arrays;
-2. processes take one training shard after the other; `look_through` reads each sample once, and asks of it
+1. `write_signatures` writes the signatures of all test images into a folder, a file a shard, and maps them as arrays;
+2. processes take one training shard after the other; `search_shard` reads each sample once, and asks of it
    a. whether its bytes are those of a test image: exact;
    b. whether it is a candidate, and its picture fits the test image's (data.leaks.matching): perceptual;
    c. of a pair that fits, whether the decoded pixels are the same: exact too. So are pictures asked that are flat;
@@ -36,7 +36,7 @@ from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
 from data.shards.parallel import in_parallel
-from data.shards.reader import Reader, check_sizes
+from data.shards.reader import ShardReader, check_sizes
 
 # T test images of all sets, K crops of each, D coefficients of a crop
 
@@ -115,7 +115,7 @@ def find_leaks(
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
     signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
-    remember([index for _, index in test], signatures, workers, cache, report_test)
+    write_signatures([index for _, index in test], signatures, workers, cache, report_test)
 
     jobs = []
     for _, index in train:
@@ -124,7 +124,7 @@ def find_leaks(
     # Each training shard that an earlier, killed search has not finished, with a line of the journal for each.
     with Journal(output / JOURNAL, setting) as journal:
         missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
-        with in_parallel(look_through, missing, workers, report) as results:
+        with in_parallel(search_shard, missing, workers, report) as results:
             for job, shard_matches in zip(missing, results, strict=True):
                 journal.add(key_of(job.shard.shards[0]), shard_matches)
         # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
@@ -153,7 +153,7 @@ def find_leaks(
 # ---------------------------------------------------------------------------------------------- test images
 
 
-class RememberJob(NamedTuple):
+class SignJob(NamedTuple):
     """One test shard, whose signatures are to be kept."""
 
     shard: Index  # alone
@@ -161,7 +161,7 @@ class RememberJob(NamedTuple):
     cache: CacheConfig
 
 
-def remember(
+def write_signatures(
     sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
 ) -> None:
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept."""
@@ -170,9 +170,9 @@ def remember(
     for index in sets:
         for number, shard in enumerate(index.shards):
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
-            jobs.append(RememberJob(index.alone(number), path, cache))
+            jobs.append(SignJob(index.alone(number), path, cache))
     missing = [job for job in jobs if not job.path.exists()]
-    with in_parallel(remember_shard, missing, workers, report) as results:
+    with in_parallel(sign_shard, missing, workers, report) as results:
         for _ in results:
             pass
 
@@ -199,9 +199,9 @@ def remember(
         array.flush()
 
 
-def remember_shard(job: RememberJob) -> None:
+def sign_shard(job: SignJob) -> None:
     """Write the signatures of a test shard's samples; those of one that cannot be decoded are empty."""
-    reader = Reader(job.shard, cache=job.cache)
+    reader = ShardReader(job.shard, cache=job.cache)
     count = job.shard.samples
     crops = np.zeros((count, BOXES, COEFFICIENTS), np.float16)
     pictures = np.zeros((count, PICTURE, PICTURE), np.uint8)
@@ -227,7 +227,7 @@ def remember_shard(job: RememberJob) -> None:
         np.savez(file, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
 
 
-class Memory(NamedTuple):
+class TestImages(NamedTuple):
     """What is known of the test images, in one process."""
 
     signatures: TestSignatures
@@ -236,7 +236,7 @@ class Memory(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def remembered(folder: Path) -> Memory:
+def open_signatures(folder: Path) -> TestImages:
     """Map the signatures of a folder."""
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in TestSignatures._fields}
     digests = np.load(folder / "digests.npy", mmap_mode="r")
@@ -247,7 +247,7 @@ def remembered(folder: Path) -> Memory:
         by_bytes.setdefault(digests[number, 0].tobytes(), []).append(number)
         if not bad[number]:
             by_pixels.setdefault(digests[number, 1].tobytes(), []).append(number)
-    return Memory(TestSignatures(**arrays), by_bytes, by_pixels)
+    return TestImages(TestSignatures(**arrays), by_bytes, by_pixels)
 
 
 # ------------------------------------------------------------------------------------------ training images
@@ -262,7 +262,7 @@ class SearchJob(NamedTuple):
     cache: CacheConfig
 
 
-class Waiting(NamedTuple):
+class PendingImage(NamedTuple):
     """A training image that waits for its batch."""
 
     row: int
@@ -270,62 +270,62 @@ class Waiting(NamedTuple):
     signature: Signature
 
 
-def look_through(job: SearchJob) -> ShardMatches:
+def search_shard(job: SearchJob) -> ShardMatches:
     """Find the test images that a training shard holds."""
-    memory = remembered(job.signatures)
-    reader = Reader(job.shard, cache=job.cache)
+    test_images = open_signatures(job.signatures)
+    reader = ShardReader(job.shard, cache=job.cache)
     matches: list[Match] = []
     bad = 0
     flat = 0
-    batch: list[Waiting] = []
+    batch: list[PendingImage] = []
     # As many processes as cores: each is to use one.
     with threadpool_limits(1):
         for row in range(job.shard.samples):
             _, image, _ = reader.read(0, row)
-            same = memory.by_bytes.get(sha256(image).digest(), [])
+            same = test_images.by_bytes.get(sha256(image).digest(), [])
             for number in same:
                 matches.append(Match(row, number, "exact", 0.0))
             try:
                 sign = signature(image)
                 if sign.is_flat:
                     flat += 1
-                    for number in memory.by_pixels.get(pixel_digest(image), []):
+                    for number in test_images.by_pixels.get(pixel_digest(image), []):
                         if number not in same:
                             matches.append(Match(row, number, "exact", 0.0))
                 else:
-                    batch.append(Waiting(row, image, sign))
+                    batch.append(PendingImage(row, image, sign))
             except BadImage:
                 bad += 1
             if len(batch) == BATCH:
-                matches.extend(fitting(batch, memory, job.fits, matches))
+                matches.extend(fitting(batch, test_images, job.fits, matches))
                 batch = []
         if batch:
-            matches.extend(fitting(batch, memory, job.fits, matches))
+            matches.extend(fitting(batch, test_images, job.fits, matches))
     return ShardMatches(sorted(matches), job.shard.samples, bad, flat)
 
 
-def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequence[Match]) -> list[Match]:
+def fitting(batch: Sequence[PendingImage], test_images: TestImages, fits: float, known: Sequence[Match]) -> list[Match]:
     """Return the matches of a batch of training images, without those that are known already."""
     is_known = {(match.row, match.test) for match in known}
     best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
-    crops = np.stack([waiting.signature.crops for waiting in batch])
-    for candidate in candidates(crops, memory.signatures):
+    crops = np.stack([pending.signature.crops for pending in batch])
+    for candidate in candidates(crops, test_images.signatures):
         pair = (candidate.train, candidate.test)
-        waiting = batch[candidate.train]
+        pending = batch[candidate.train]
         # A pair may be a candidate in several ways; one that fits is enough.
-        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (waiting.row, candidate.test) in is_known
+        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in is_known
         if not is_settled:
-            value = likeness_of(candidate, waiting.signature, memory.signatures)
+            value = likeness_of(candidate, pending.signature, test_images.signatures)
             best[pair] = max(value, best.get(pair, -1.0))
     matches = []
     for (number, test), value in best.items():
         if value >= fits:
-            waiting = batch[number]
-            is_same = value >= NEARLY_THE_SAME and test in memory.by_pixels.get(pixel_digest(waiting.image), [])
+            pending = batch[number]
+            is_same = value >= NEARLY_THE_SAME and test in test_images.by_pixels.get(pixel_digest(pending.image), [])
             if is_same:
-                matches.append(Match(waiting.row, test, "exact", 0.0))
+                matches.append(Match(pending.row, test, "exact", 0.0))
             else:
-                matches.append(Match(waiting.row, test, "perceptual", round(1 - value, 4)))
+                matches.append(Match(pending.row, test, "perceptual", round(1 - value, 4)))
     return matches
 
 

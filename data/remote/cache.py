@@ -64,7 +64,7 @@ def never() -> bool:
     return False
 
 
-def nobody_to_tell() -> None:
+def no_progress() -> None:
     """The default of `Cache.progress`: progress is not told to anybody."""
 
 
@@ -79,7 +79,7 @@ class Cache:
     def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = never):
         self.cfg = cfg
         self.stopped = stopped
-        self.progress: Callable[[], object] = nobody_to_tell
+        self.progress: Callable[[], object] = no_progress
         self.directory = state_folder() / "shards"
         if cfg.directory:
             self.directory = Path(cfg.directory).expanduser()

@@ -139,7 +139,7 @@ def stored_of(row: np.void, image: bytes, label: bytes) -> Stored:
     return Stored(row["key"].decode("utf-8", "replace"), image, label, int(row["digest"]))
 
 
-class Reader:
+class ShardReader:
     """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped.
 
     With `by_range`, a sample of a remote shard that is not here yet is read alone; otherwise its shard is waited for.
@@ -158,7 +158,7 @@ class Reader:
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
 
     @property
-    def said(self) -> str:
+    def given_up(self) -> str:
         """Why samples are no longer read by range; "" while they are, or never were."""
         return "" if self.ranges is None else self.ranges.given_up
 
@@ -181,7 +181,7 @@ class Reader:
             return
         for shard, sample in places.tolist():
             if self._comes_by_range(shard):
-                self.ranges.ask((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
+                self.ranges.request((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """Return the key, encoded image and label of a sample; empty bytes where the shard has none.
@@ -240,7 +240,7 @@ class Reader:
         """Return a sample whose shard is not here; None where the shard is to be used, or to be waited for."""
         if self.ranges is None:
             return None
-        is_asked_for = (shard, sample) in self.ranges.asked
+        is_asked_for = (shard, sample) in self.ranges.requested
         if not is_asked_for and not self._comes_by_range(shard):
             return None
         row = self._table(shard)[sample]

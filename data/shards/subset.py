@@ -37,7 +37,7 @@ from data.index.shard import Shard, table_name, write_table
 from data.remote.cache import CacheConfig
 from data.shards.listed import listed_rows
 from data.shards.parallel import in_parallel
-from data.shards.reader import Reader, check_sizes
+from data.shards.reader import ShardReader, check_sizes
 
 # N samples of the set
 
@@ -202,7 +202,7 @@ def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
     values: list[int] = []
     counts: list[int] = []
     ids = job.alone.ids
-    for raw in Reader(job.alone, cache=job.cache).labels(0):
+    for raw in ShardReader(job.alone, cache=job.cache).labels(0):
         try:
             labels = parse_labels(raw, ids)
         except ValueError:

@@ -163,7 +163,7 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
     Raises DataError where it is none, is cut short, or where anything but zeros follows its end.
     """
     others = 0
-    with naming_damage(name), tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive:
+    with naming_damage(name), tarfile.open(fileobj=file, mode="r|", tarinfo=TarHeader) as archive:
         while (info := archive.next()) is not None:
             # tarfile keeps a list of all that it has seen, which nobody here looks at.
             archive.members = []  # type: ignore[attr-defined]
@@ -184,7 +184,7 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
         logging.getLogger(__name__).warning("%s: passed over: %d links, devices or sparse files", name, others)
 
 
-class Header(tarfile.TarInfo):
+class TarHeader(tarfile.TarInfo):
     """A header of a tar where the tar goes on: `tarfile` takes one that is damaged or missing for the tar's end."""
 
     @classmethod
