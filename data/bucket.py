@@ -305,19 +305,15 @@ class Bucket:
         for name, files in self.files_of_sets(folder).items():
             is_set = MANIFEST in files and SWEPT not in files
             is_swept = files == {MANIFEST, SWEPT}
-            if attempt_of(name) >= attempt or REFUSED in files or is_set or is_swept:
+            # A set that was copied here from a folder has no attempt in its name.
+            _, _, its_attempt = name.removeprefix("step-").partition("-")
+            if int(its_attempt or 0) >= attempt or REFUSED in files or is_set or is_swept:
                 continue
             # From here on its owner, should it wake up, cannot create it. Where it was faster, this is a set.
             if MANIFEST not in files and not self.create_once(f"{folder}/{name}/{MANIFEST}", reason):
                 continue
             self.put(f"{folder}/{name}/{SWEPT}", reason)
             self.delete(f"{folder}/{name}/{file}" for file in files if file not in (MANIFEST, SWEPT))
-
-
-def attempt_of(name: str) -> int:
-    """Return the attempt in a set's name; 0 for one that was copied here from a folder and has none."""
-    _, _, attempt = name.removeprefix("step-").partition("-")
-    return int(attempt or 0)
 
 
 def each(values: Iterable[Any], act: Callable[[Any], None]) -> None:

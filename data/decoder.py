@@ -272,7 +272,7 @@ def measure_decoding(reader: ShardReader, shard: int, images: int, cfg: AugmentC
 # ----------------------------------------------------------------------------- the process
 
 
-def tell(connection: Connection) -> None:
+def send_sign_of_life(connection: Connection) -> None:
     """Send the loader a sign of life, unless the pipe is full: sending would block, with a lock on a shard held."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
@@ -294,7 +294,7 @@ def main(connection: Connection, memory: mmap) -> None:
         connection.send(error)
         return
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
-    decoder.reader.cache.progress = partial(tell, connection)
+    decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
         serve(decoder, connection, memory)
     finally:

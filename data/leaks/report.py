@@ -85,30 +85,23 @@ def write_page(
     # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
     step = max(1, -(-len(farthest_first) // MOST_SHOWN))
     shown = farthest_first[::step]
-    pictures = {"train": Pictures(train, cache), "test": Pictures(test, cache)}
+    train_readers = [ShardReader(index, cache=cache) for index in train]
+    test_readers = [ShardReader(index, cache=cache) for index in test]
     figures = []  # (training image, test image, caption); images as JPEG in base64
     for pair in shown:
         # Of a pair that was found by its bytes, neither may be an image.
         with suppress(BadImage):
-            left = pictures["train"].of(pair.train_set, *pair.train)
-            right = pictures["test"].of(pair.test_set, *pair.test)
+            left = picture(train_readers[pair.train_set], *pair.train)
+            right = picture(test_readers[pair.test_set], *pair.test)
             figures.append((left, right, caption(pair)))
     summary = "\n".join(lines(leaks, train, test))
     write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
 
 
-class Pictures:
-    """Small pictures of samples, by set, shard and key."""
-
-    def __init__(self, sets: Sequence[Index], cache: CacheConfig | None):
-        self.sets = sets
-        self.readers = [ShardReader(index, cache=cache) for index in sets]
-
-    def of(self, set_number: int, shard: str, key: str) -> str:
-        """Return a JPEG in base64; raises BadImage."""
-        index = self.sets[set_number]
-        names = [indexed.name for indexed in index.shards]
-        number = names.index(shard)
-        row = int(np.flatnonzero(index.keys(number) == key)[0])
-        _, encoded, _ = self.readers[set_number].read(number, row)
-        return thumbnail(encoded)
+def picture(reader: ShardReader, shard: str, key: str) -> str:
+    """Return a small JPEG of a sample, in base64; raises BadImage."""
+    names = [indexed.name for indexed in reader.index.shards]
+    number = names.index(shard)
+    row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
+    _, encoded, _ = reader.read(number, row)
+    return thumbnail(encoded)

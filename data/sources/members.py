@@ -68,7 +68,13 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
     """Give the files of a folder, zip or tar but for hidden ones; raises DataError where it is none, or is damaged."""
     path = Path(path)
     if path.is_dir():
-        yield from folder_members(path)
+        for directory, folders, names in os.walk(path):
+            # os.walk goes down into them in the order in which it finds them here.
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(names):
+                file_path = Path(directory, name)
+                if not name.startswith("."):
+                    yield Member(file_path.relative_to(path).as_posix(), partial(open, file_path, "rb"), str(path))
         return
     if not path.is_file():
         raise DataError(f"there is nothing at {path}")
@@ -130,17 +136,6 @@ def first_present(folder: str | os.PathLike[str], names: Collection[str], page: 
 
 
 # --------------------------------------------------------------------------------------- each kind of archive
-
-
-def folder_members(folder: Path) -> Iterator[Member]:
-    """Give the files of a folder and of those below it, sorted by their paths."""
-    for directory, folders, names in os.walk(folder):
-        # os.walk goes down into them in the order in which it finds them here.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                path = Path(directory, name)
-                yield Member(path.relative_to(folder).as_posix(), partial(open, path, "rb"), str(folder))
 
 
 def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
