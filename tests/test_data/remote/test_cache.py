@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.decoder import tell
+from data.decoder import send_sign_of_life
 from data.errors import ConfigError, DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
@@ -374,7 +374,7 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     fake_storage(monkeypatch, content)
     unread, there = Pipe()
     cache = Cache(CacheConfig(str(tmp_path)))
-    cache.progress = lambda: tell(there)
+    cache.progress = lambda: send_sign_of_life(there)
     fetching = threading.Thread(target=cache.path, args=("s3://b/x.tar", shard_of(content)), daemon=True)
     fetching.start()
     fetching.join(60)
