@@ -159,27 +159,23 @@ class Cache:
         # A digest can be wrong because of the transfer: it is tried once more from the start.
         for _ in range(2):
             self.make_room(shard.bytes)
-            if self.download(url, shard.bytes, part) == shard.sha256:
+            with open(part, "a+b") as file:
+                # What an earlier try left is read once, for its digest; that leaves the position at its end.
+                file.seek(0)
+                digest = file_digest(file, "sha256")
+                while file.tell() < shard.bytes:
+                    piece = self.read(url, file.tell(), min(file.tell() + PIECE, shard.bytes))
+                    file.write(piece)
+                    file.flush()
+                    digest.update(piece)
+                    self.progress()
+                # A power cut might otherwise leave the final name with nothing under it.
+                os.fsync(file.fileno())
+            if digest.hexdigest() == shard.sha256:
                 os.replace(part, path)
                 return
             part.unlink()
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
-
-    def download(self, url: str, size: int, part: Path) -> str:
-        """Append to a file until it has `size` bytes; returns the sha256 of all of them."""
-        with open(part, "a+b") as file:
-            # What an earlier try left is read once, for its digest; that leaves the position at its end.
-            file.seek(0)
-            digest = file_digest(file, "sha256")
-            while file.tell() < size:
-                piece = self.read(url, file.tell(), min(file.tell() + PIECE, size))
-                file.write(piece)
-                file.flush()
-                digest.update(piece)
-                self.progress()
-            # A power cut might otherwise leave the final name with nothing under it.
-            os.fsync(file.fileno())
-        return digest.hexdigest()
 
     @contextmanager
     def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:

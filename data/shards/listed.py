@@ -40,7 +40,13 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
             return leaked_rows(path, index)
         samples: list[Listed] = []
         if path.endswith(".json"):
-            samples = samples_of_json(content)
+            if not isinstance(content, list) or not content:
+                raise ValueError("its JSON is no list with samples in it")
+            for entry in content:
+                shard, key = ("", entry) if isinstance(entry, str) else entry
+                if not isinstance(shard, str) or not isinstance(key, str):
+                    raise ValueError(f"{str(entry)[:80]} is neither a key nor a shard and a key")
+                samples.append((shard, key))
         else:
             for line in text.splitlines():
                 shard, _, key = line.rpartition("\t")
@@ -55,19 +61,6 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: no list of samples: {error}\n  expected one key a line, or shard, tab, key") from None
     return rows_listed(index, samples, path)
-
-
-def samples_of_json(content: object) -> list[Listed]:
-    """Read a JSON list of keys, or of shards and keys; raises ValueError where it is none."""
-    if not isinstance(content, list) or not content:
-        raise ValueError("its JSON is no list with samples in it")
-    samples = []
-    for entry in content:
-        shard, key = ("", entry) if isinstance(entry, str) else entry
-        if not isinstance(shard, str) or not isinstance(key, str):
-            raise ValueError(f"{str(entry)[:80]} is neither a key nor a shard and a key")
-        samples.append((shard, key))
-    return samples
 
 
 def leaked_rows(path: str, index: Index) -> np.ndarray:

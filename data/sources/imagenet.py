@@ -56,10 +56,50 @@ class TrainingImage(NamedTuple):
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
     """Give the training images, mixed by the hash of their names; raises DataError where a tar is damaged."""
-    if path.is_dir():
-        tars = sorted(path.glob("[!.]*.tar"))  # of one class each
-        return from_tars(tars) if tars else from_class_folders(path)
-    return from_whole_tar(path)
+    images: list[TrainingImage] = []
+
+    # A tar of one tar a class.
+    if not path.is_dir():
+        with open(path, "rb") as file, mapped(file) as outer:
+            class_tars = sorted(members(outer, str(path), Refusals()))
+            for label, (class_name, class_offset, class_size) in enumerate(class_tars):
+                class_tar = outer[class_offset : class_offset + class_size]
+                for member, offset, size in members(class_tar, f"{path}: {class_name.decode()}", Refusals()):
+                    images.append(TrainingImage(member.decode(), 0, class_offset + offset, size, label))
+            for image in mixed(images):
+                yield image.sample(bytes(outer[image.offset : image.offset + image.size]))
+        return
+
+    # A folder of one tar a class.
+    tars = sorted(path.glob("[!.]*.tar"))
+    if tars:
+        for label, tar in enumerate(tars):
+            with open(tar, "rb") as file, mapped(file) as content:
+                for member, offset, size in members(content, str(tar), Refusals()):
+                    images.append(TrainingImage(member.decode(), label, offset, size, label))
+        for image in mixed(images):
+            # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
+            with open(tars[image.file], "rb") as file:
+                file.seek(image.offset)
+                yield image.sample(file.read(image.size))
+        return
+
+    # A folder of one folder a class.
+    names = folder_classes(path)
+    passed_over = Refusals()
+    for label, name in enumerate(names):
+        with os.scandir(path / name) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                extension = entry.name.rpartition(".")[2].lower()
+                if extension in IMAGES:
+                    images.append(TrainingImage(entry.name, label, 0, -1, label))
+                else:
+                    passed_over.add_type(extension, f"{name}/{entry.name}")
+    warn_of(path, passed_over)
+    for image in mixed(images):
+        yield image.sample(path / names[image.label] / image.name)
 
 
 def train_classes(path: Path) -> Names:
@@ -70,52 +110,6 @@ def train_classes(path: Path) -> Names:
         return tuple(name.decode().removesuffix(".tar") for name, _, _ in inner)
     tars = sorted(path.glob("[!.]*.tar"))  # of one class each
     return tuple(tar.stem for tar in tars) if tars else folder_classes(path)
-
-
-def from_whole_tar(path: Path) -> Iterator[Sample]:
-    """Give the images of a tar of one tar a class."""
-    with open(path, "rb") as file, mapped(file) as outer:
-        images: list[TrainingImage] = []
-        for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(path), Refusals()))):
-            class_tar = outer[class_offset : class_offset + class_size]
-            for member, offset, size in members(class_tar, f"{path}: {class_name.decode()}", Refusals()):
-                images.append(TrainingImage(member.decode(), 0, class_offset + offset, size, label))
-        for image in mixed(images):
-            yield image.sample(bytes(outer[image.offset : image.offset + image.size]))
-
-
-def from_tars(tars: Sequence[Path]) -> Iterator[Sample]:
-    """Give the images of a folder of one tar a class."""
-    images: list[TrainingImage] = []
-    for label, tar in enumerate(tars):
-        with open(tar, "rb") as file, mapped(file) as content:
-            for member, offset, size in members(content, str(tar), Refusals()):
-                images.append(TrainingImage(member.decode(), label, offset, size, label))
-    for image in mixed(images):
-        # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
-        with open(tars[image.file], "rb") as file:
-            file.seek(image.offset)
-            yield image.sample(file.read(image.size))
-
-
-def from_class_folders(root: Path) -> Iterator[Sample]:
-    """Give the images of a folder of one folder a class."""
-    names = folder_classes(root)
-    images: list[TrainingImage] = []
-    passed_over = Refusals()
-    for label, name in enumerate(names):
-        with os.scandir(root / name) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                extension = entry.name.rpartition(".")[2].lower()
-                if extension in IMAGES:
-                    images.append(TrainingImage(entry.name, label, 0, -1, label))
-                else:
-                    passed_over.add_type(extension, f"{name}/{entry.name}")
-    warn_of(root, passed_over)
-    for image in mixed(images):
-        yield image.sample(root / names[image.label] / image.name)
 
 
 def mixed(images: list[TrainingImage]) -> list[TrainingImage]:
