@@ -83,14 +83,17 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     """Join sets that are trained on together; the digest is of theirs and of the weights, wherever they lie."""
     samples_of_class: Counter[int] = Counter()
     digests = []
+    named_sets = []
+    classes = 0
     for index in sets:
         for label, samples in enumerate(index.class_counts):
             samples_of_class[label] += samples
         digests.append(index.digest)
-    classes = max((index.classes for index in sets), default=0)
+        classes = max(classes, index.classes)
+        named_sets.append((str(index.tables), index.names))
     class_counts = tuple(samples_of_class[label] for label in range(classes))
     digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
-    names = agreed([(str(index.tables), index.names) for index in sets], "data.mixture")
+    names = agreed(named_sets, "data.mixture")
     sets = tuple(sets)
     return JoinedIndex(JoinedShards(sets), classes, class_counts, digest, "", Path(), names=names, sets=sets)
 

@@ -86,7 +86,10 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
         if name in ids:
             repeated.add(name)
         ids[name] = label
-    return {name: label for name, label in ids.items() if name not in repeated and not name.isdigit()}
+    for name in list(ids):
+        if name in repeated or name.isdigit():
+            del ids[name]
+    return ids
 
 
 # ------------------------------------------------------------------------------------- another numbering
@@ -109,8 +112,12 @@ class Numbering:
             )
         if self.ids is None:
             return tuple(labels)
-        # Two classes that are now one give one label, not two.
-        return tuple(dict.fromkeys(self.ids[label] for label in labels if label in self.ids))
+        written: list[int] = []
+        for label in labels:
+            # Two classes that are now one give one label, not two.
+            if label in self.ids and self.ids[label] not in written:
+                written.append(self.ids[label])
+        return tuple(written)
 
 
 def number(
@@ -131,7 +138,10 @@ def number(
     check_known(rename, own, f"{name}: rename")
     if not own:
         kept = kept_ids(wanted, keep, name)
-        return Numbering(wanted, None if kept is None else {label: label for label in kept}, len(wanted) or None)
+        unchanged_ids = None
+        if kept is not None:
+            unchanged_ids = {label: label for label in kept}
+        return Numbering(wanted, unchanged_ids, len(wanted) or None)
 
     renamed = [rename.get(entry, entry) for entry in own]
     kept = kept_ids(renamed, keep, name)
@@ -180,10 +190,13 @@ def kept_ids(
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
     classes = classes or len(names)
-    beyond = [entry for entry in keep if classes and isinstance(entry, int) and not 0 <= entry < classes]
-    if beyond:
-        raise DataError(f"{name}: keep has class {beyond[0]}, and there are {classes} classes (0 … {classes - 1})")
-    ids = {entry for entry in keep if isinstance(entry, int)}
+    ids = set()
+    for entry in keep:
+        if not isinstance(entry, int):
+            continue
+        if classes and not 0 <= entry < classes:
+            raise DataError(f"{name}: keep has class {entry}, and there are {classes} classes (0 … {classes - 1})")
+        ids.add(entry)
     # Of two classes with one name (ImageNet has two cranes) both are meant.
     for label, class_name in enumerate(names):
         if class_name in keep:

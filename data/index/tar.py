@@ -247,7 +247,9 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         if header == bytes(BLOCK):
             check_end(tar, name, position)
             return
-        size = read_number(header[124:136], name, position) if long_size is None else long_size
+        size = long_size
+        if size is None:
+            size = read_number(header[124:136], name, position)
         # The checksum counts its own 8 bytes as spaces.
         checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
         if checksum != read_number(header[148:156], name, position):
@@ -373,7 +375,8 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
     below = []
     for path in sorted(Path(folder).glob("[!.]*")):
         if path.is_dir():
-            below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))]
+            for tar in sorted(path.glob("[!.]*.tar")):
+                below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
             f"{folder}: {some(compressed)} would be left out: compressed tars\n"
@@ -389,4 +392,8 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
 
 def compressed_in(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the compressed tars of a folder, sorted; none where it is no folder."""
-    return [path for path in sorted(Path(folder).glob("[!.]*")) if path.name.endswith(COMPRESSED) and path.is_file()]
+    compressed = []
+    for path in sorted(Path(folder).glob("[!.]*")):
+        if path.name.endswith(COMPRESSED) and path.is_file():
+            compressed.append(path)
+    return compressed

@@ -107,18 +107,20 @@ def find_leaks(
     for path, index in (*train, *test):
         if index.samples == 0:
             raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
-    check_sizes([index for _, index in (*train, *test)])
+    train_sets = [index for _, index in train]
+    test_sets = [index for _, index in test]
+    check_sizes([*train_sets, *test_sets])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
-    setting = [VERSION, fits, [index.digest for _, index in test]]
+    setting = [VERSION, fits, [index.digest for index in test_sets]]
     settings: dict[str, Any] = {"version": VERSION, "alike": ALIKE, "fits": fits}
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
     signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
-    write_signatures([index for _, index in test], signatures, workers, cache, report_test)
+    write_signatures(test_sets, signatures, workers, cache, report_test)
 
     jobs = []
-    for _, index in train:
+    for index in train_sets:
         for number in range(len(index.shards)):
             jobs.append(SearchJob(index.alone(number), signatures, fits, cache))
     # Each training shard that an earlier, killed search has not finished, with a line of the journal for each.
@@ -167,16 +169,20 @@ def write_signatures(
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept."""
     folder.mkdir(exist_ok=True)
     jobs = []
+    missing = []
+    total = 0  # samples of all sets
     for index in sets:
+        total += index.samples
         for number, shard in enumerate(index.shards):
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
-            jobs.append(SignJob(index.alone(number), path, cache))
-    missing = [job for job in jobs if not job.path.exists()]
+            job = SignJob(index.alone(number), path, cache)
+            jobs.append(job)
+            if not path.exists():
+                missing.append(job)
     with in_parallel(sign_shard, missing, workers, report) as results:
         for _ in results:
             pass
 
-    total = sum(index.samples for index in sets)
     shapes = {
         "crops": ((total, BOXES, COEFFICIENTS), np.float16),
         "pictures": ((total, PICTURE, PICTURE), np.uint8),
@@ -342,7 +348,8 @@ def document(
     """Return what was found, with samples by shard and key."""
     wanted: set[int] = set()
     for record in records.values():
-        wanted.update(match.test for match in record.matches)
+        for match in record.matches:
+            wanted.add(match.test)
     test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → its set's number, (shard, key)
     start = 0
     for set_number, (_, index) in enumerate(test):

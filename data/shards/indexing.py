@@ -177,8 +177,9 @@ def index_shard(job: IndexJob) -> Record | str:
             table = result.table(tar)
             class_counts = count_classes(tar, table, job, result.refused)
             # A few samples, evenly spread, are decoded: whether there are images in the tar at all.
-            for number in decoded_numbers(len(table)):
-                row = table[number]
+            decoded = min(len(table), DECODED)
+            for part in range(decoded):
+                row = table[(2 * part + 1) * len(table) // (2 * decoded)]
                 encoded = bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)])
                 try:
                     read_header(encoded)
@@ -228,16 +229,15 @@ def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Re
     return counts
 
 
-def decoded_numbers(samples: int) -> list[int]:
-    """Return the numbers of the samples of a shard that are decoded when it is indexed: a few."""
-    count = min(samples, DECODED)
-    return [(2 * number + 1) * samples // (2 * count) for number in range(count)]
-
-
 def decoded_samples(index: Index) -> tuple[int, int]:
     """Return (samples that were decoded when a set was indexed, those of them that hold no image)."""
-    tried = sum(len(decoded_numbers(shard.samples)) for shard in index.shards)
-    failed = sum(count for reason, count in index.refused.items() if reason.startswith(NOT_DECODED))
+    tried = 0
+    for shard in index.shards:
+        tried += min(shard.samples, DECODED)
+    failed = 0
+    for reason, count in index.refused.items():
+        if reason.startswith(NOT_DECODED):
+            failed += count
     return tried, failed
 
 

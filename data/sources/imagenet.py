@@ -164,7 +164,9 @@ def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample
         is_list = False
     if not is_list:
         raise DataError(f"{labels}: expected real.json, a list of one list of class ids an image; download it again")
-    return (sample for sample in labelled_images(path, truth, labels) if sample.labels)
+    for sample in labelled_images(path, truth, labels):
+        if sample.labels:
+            yield sample
 
 
 def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -238,8 +240,15 @@ def validation_wnids(path: Path) -> list[str]:
     # scipy raises whatever its parser stumbles over in a file that is torn.
     except (ValueError, TypeError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise DataError(f"{path}: meta.mat has no table of synsets ({error}); download it again from {PAGE}") from None
-    numbers = [int(word) for word in contents[GROUND_TRUTH].split()]
-    unknown = sorted({str(number) for number in numbers if number not in wnid_of})
+    wnids = []
+    unknown: set[str] = set()
+    for word in contents[GROUND_TRUTH].split():
+        number = int(word)
+        if number in wnid_of:
+            wnids.append(wnid_of[number])
+        else:
+            unknown.add(str(number))
     if unknown:
-        raise DataError(f"{path}: {GROUND_TRUTH} has {some(unknown)}, no class of its meta.mat; download it again")
-    return [wnid_of[number] for number in numbers]
+        names = some(sorted(unknown))
+        raise DataError(f"{path}: {GROUND_TRUTH} has {names}, no class of its meta.mat; download it again")
+    return wnids

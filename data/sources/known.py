@@ -78,7 +78,10 @@ def cifar_files(cifar: Cifar, path: Path, names: tuple[str, ...]) -> dict[str, b
     """
     if (path / cifar.archive).is_file():
         path = path / cifar.archive
-    contents = {member.base: member.read() for member in members(path) if member.base in names}
+    contents: dict[str, bytes] = {}
+    for member in members(path):
+        if member.base in names:
+            contents[member.base] = member.read()
     lacking = [name for name in names if name not in contents]
     if lacking:
         raise DataError(
