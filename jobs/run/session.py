@@ -27,7 +27,6 @@ from jobs.monitor.trackers import start_trackers
 from jobs.ownership import owned
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.choices import resolve_sweep
-from jobs.recipe.key import recipe_digest
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.ending import status_file, table
@@ -158,10 +157,9 @@ class Session:
             log(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
             if info.dashboard:
                 log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
-            from jobs.monitor import gauges, job_metadata, metadata  # ray takes seconds to import
+            from jobs.monitor.gauges import Gauges  # ray takes seconds to import
 
-            job_metadata.update({"run": str(campaign.run), "recipe": recipe_digest(campaign)})
-            self.pollers.append(StatusPoller("monitoring", [gauges.Gauges().show, metadata.show], log))
+            self.pollers.append(StatusPoller("monitoring", [Gauges().show], log))
         # The fork server of plain processes mostly runs since before our imports (early_start.py).
         nodes_of(cluster).warm_up(has_compiler=need_compiler(campaign, unfinished))
         warn_of_unused_gpus(cluster, log)

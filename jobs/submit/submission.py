@@ -19,7 +19,8 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
-from jobs.cluster.ray import EXCLUDES, ROOT, explain, require_reachable
+from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
 from jobs.cluster_config import complaint
 from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
 
@@ -41,14 +42,16 @@ POLL_S = 0.5
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
 RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
-# The last two have set a level of their own when they were imported.
-RAY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 
-# Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
+# Ray's own stop does nothing to a job whose supervisor has no place yet. The supervisor is an actor, and its name ends
+# with the job's id.
 KILL_PENDING = """
 import ray
+from ray.util.state import list_actors
 ray.init(address="auto", logging_level="error")
-ray.kill(ray.get_actor("_ray_internal_job_actor_{id}", namespace="SUPERVISOR_ACTOR_RAY_NAMESPACE"))
+for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
+    if (actor.name or "").endswith("{id}"):
+        ray.kill(ray.get_actor(actor.name, namespace=actor.ray_namespace))
 """
 
 
@@ -59,7 +62,7 @@ class Job:
     status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
     started_s: float  # since 1970
     exit_code: int | None
-    metadata: Mapping[str, str]  # given when it was submitted, and what its driver has told since (jobs/monitor)
+    last_line: str = ""  # that its driver has printed; only `list_jobs` reads it, and only of a job that runs
 
     @property
     def alive(self) -> bool:
@@ -68,9 +71,8 @@ class Job:
     @property
     def state(self) -> str:
         """Ray's status, but PENDING while the driver waits for its workers' places."""
-        if self.status == "RUNNING":
-            return self.metadata.get("queue") or self.status
-        return self.status
+        is_waiting = self.status == "RUNNING" and self.last_line.startswith(WAITING)
+        return "PENDING" if is_waiting else self.status
 
 
 # ------------------------------------------------------------------------ the four commands
@@ -128,28 +130,29 @@ def list_jobs() -> list[Job]:
 
     The latest stands first.
     """
-    # Jobs that were submitted without Patchline have no run.
-    jobs = [job for job in _submitted_jobs(_connect()) if job.run]
+    client = _connect()
+    jobs = []
+    for job in _submitted_jobs(client):
+        # Jobs that were submitted without Patchline have no run.
+        if job.run:
+            last_line = _last_line(client, job.id) if job.status == "RUNNING" else ""
+            jobs.append(replace(job, last_line=last_line))
     return sorted(jobs, key=_place_in_list)
 
 
 def described(job: Job) -> list[str]:
-    """Return a job's lines in the list: state, start, run, how far it is; and what it waits for.
+    """Return a job's lines in the list: state, start, run; then how far it is, or what it waits for.
 
     >>> described(job)
     ["PENDING    2026-11-22 08:30  /runs/digits  (digits-001-4f1a)",
      "           room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
     """
-    told = job.metadata
     parts = [f"{job.state:10} {_clock(job.started_s)[:-3]}", job.run]
     if job.status == "PENDING":
         parts.append("its driver has not started")
-    # Of one that was preempted it is where it will go on.
-    if told.get("stage"):
-        parts.append(f"{told['stage']} {told.get('step', '')}".rstrip())
     lines = ["  ".join([*parts, f"({job.id})"])]
-    if job.alive and told.get("waits_for"):
-        lines.append(f"{'':10} {told['waits_for']}")
+    if job.last_line:
+        lines.append(f"{'':10} {job.last_line.removeprefix(WAITING)}")
     return lines
 
 
@@ -209,11 +212,12 @@ def _connect() -> "JobSubmissionClient":
     use_token_if_any()
     from ray.job_submission import JobSubmissionClient
 
-    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log.
-    for name in RAY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # It warns at every upload that `.venv` is left out, which EXCLUDES names.
-    logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
+    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log,
+    # and warn at every upload that `.venv` is left out, which EXCLUDES names. Some of its loggers have set a level of
+    # their own when they were imported; those that come later take that of "ray".
+    for name in ("ray", *logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "ray":
+            logging.getLogger(name).setLevel(logging.ERROR)
     # Tried first, because Ray's client takes a minute to fail, and its message says less.
     if address not in ("", "auto"):
         require_reachable(address)
@@ -270,8 +274,17 @@ def _job(details: "JobDetails") -> Job:
         status=str(details.status),
         started_s=milliseconds / 1000,
         exit_code=details.driver_exit_code,
-        metadata=metadata,
     )
+
+
+def _last_line(client: "JobSubmissionClient", job_id: str) -> str:
+    """Return the line that a job's driver has printed last; "" where it has printed none, or its node is away."""
+    # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
+    with suppress(RuntimeError):
+        lines = RAY_LINE.sub("", client.get_job_logs(job_id)).split("\n")
+        # What stands behind the last line break is half a line.
+        return lines[-2] if len(lines) > 1 else ""
+    return ""
 
 
 def _start_time(job: Job) -> float:
