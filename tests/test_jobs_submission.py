@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -187,29 +188,44 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
 
 def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(monkeypatch, capsys) -> None:
     started = time.mktime((2026, 11, 22, 8, 30, 0, 0, 0, 0))
-    last_lines = {
-        "a-001": "[pretrain] step 40/700",
-        "b-001": "waiting for the cluster: room for 0 of 2 workers",
-        "c-001": "waiting for the cluster: room for 0 of 1",
-        "packs-001": "",
-    }
+    waiting = "waiting for the cluster: room for 0 of"
     jobs = [
-        submission.Job("old-001", "/runs/old", "FAILED", started - 60, 70),  # its last line is true no more
-        submission.Job("c-001", "/runs/c", "RUNNING", started, None),
-        submission.Job("b-001", "/runs/b", "RUNNING", started + 60, None),
-        submission.Job("new-001", "/runs/new", "PENDING", started + 120, None),
-        submission.Job("packs-001", "/runs/packs", "RUNNING", started, None),
-        submission.Job("a-001", "/runs/a", "RUNNING", started + 60, None),
-        submission.Job("other", "", "RUNNING", started, None),
+        # id, run, status, seconds, what its driver has printed
+        ("old-001", "/runs/old", "FAILED", -60, "waiting for the cluster: true no more\n"),
+        ("c-001", "/runs/c", "RUNNING", 0, f"[pretrain] step 9/9\n{waiting} 1\n"),
+        ("b-001", "/runs/b", "RUNNING", 60, f"{waiting} 2 workers\n"),
+        ("new-001", "/runs/new", "PENDING", 120, None),
+        ("packs-001", "/runs/packs", "RUNNING", -1, ""),
+        ("away-001", "/runs/away", "RUNNING", -2, None),
+        ("a-001", "/runs/a", "RUNNING", 60, f"{waiting} 1\n[pretrain] step 40/700\nhalf a li"),
+        ("other", "", "RUNNING", 0, None),
+        (None, "/runs/joined", "RUNNING", 0, None),
     ]
-    monkeypatch.setattr(submission, "_connect", lambda: None)
-    monkeypatch.setattr(submission, "_last_line", lambda client, job_id: last_lines[job_id])
-    monkeypatch.setattr(submission, "_submitted_jobs", lambda client: jobs)
+
+    class Client:
+        def list_jobs(self) -> list[SimpleNamespace]:
+            details = []
+            for job_id, run, status, seconds, _ in jobs:
+                milliseconds = int((started + seconds) * 1000)
+                job = SimpleNamespace(submission_id=job_id, status=status, start_time=milliseconds)
+                job.metadata = {"run": run} if run else None
+                job.driver_exit_code = None
+                details.append(job)
+            return details
+
+        def get_job_logs(self, job_id: str) -> str:
+            texts = {job[0]: job[4] for job in jobs}
+            if texts[job_id] is None:
+                raise RuntimeError("its node is away")
+            return texts[job_id]
+
+    monkeypatch.setattr(submission, "_connect", Client)
     assert main(["list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "RUNNING    2026-11-22 08:31  /runs/a  (a-001)",
         "           [pretrain] step 40/700",
-        "RUNNING    2026-11-22 08:30  /runs/packs  (packs-001)",
+        "RUNNING    2026-11-22 08:29  /runs/packs  (packs-001)",
+        "RUNNING    2026-11-22 08:29  /runs/away  (away-001)",
         "PENDING    2026-11-22 08:32  /runs/new  its driver has not started  (new-001)",
         "PENDING    2026-11-22 08:31  /runs/b  (b-001)",
         "           room for 0 of 2 workers",

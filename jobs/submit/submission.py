@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from jobs.cluster_config import complaint
 from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobDetails, JobSubmissionClient
+    from ray.job_submission import JobSubmissionClient
 
 Say = Callable[[str], None]
 
@@ -67,6 +68,10 @@ class Job:
     @property
     def alive(self) -> bool:
         return self.status in ("PENDING", "RUNNING")
+
+    @property
+    def started(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
 
     @property
     def state(self) -> str:
@@ -103,12 +108,14 @@ def submit(
     for job in tries:
         if job.alive:
             raise RunOwned(
-                f"{run} is owned by job {job.id}, {job.status} since {_clock(job.started_s)}\n"
+                f"{run} is owned by job {job.id}, {job.status} since {job.started}\n"
                 f"a run has one owner\n"
                 f"type `python -m jobs stop {run}` first, or follow it with `python -m jobs logs {run}`"
             )
-    # The random end keeps ids apart where Ray's table was lost, and counting starts anew.
-    job_id = f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
+    # Of the run's name only letters that an id may have. The random end keeps ids apart where Ray's table was lost, and
+    # counting starts anew.
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
+    job_id = f"{name}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
     # Ray kills 3 s after SIGTERM unless told otherwise, too soon to commit. Unbuffered, so that `logs` shows a line
     # when it is printed.
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
@@ -128,32 +135,25 @@ def submit(
 def list_jobs() -> list[Job]:
     """Return every job that was submitted here: those that run, those that wait, then those that have ended.
 
-    The latest stands first.
+    The latest of each kind stands first.
     """
     client = _connect()
-    jobs = []
-    for job in _submitted_jobs(client):
-        # Jobs that were submitted without Patchline have no run.
-        if job.run:
-            last_line = _last_line(client, job.id) if job.status == "RUNNING" else ""
-            jobs.append(replace(job, last_line=last_line))
-    return sorted(jobs, key=_place_in_list)
-
-
-def described(job: Job) -> list[str]:
-    """Return a job's lines in the list: state, start, run; then how far it is, or what it waits for.
-
-    >>> described(job)
-    ["PENDING    2026-11-22 08:30  /runs/digits  (digits-001-4f1a)",
-     "           room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
-    """
-    parts = [f"{job.state:10} {_clock(job.started_s)[:-3]}", job.run]
-    if job.status == "PENDING":
-        parts.append("its driver has not started")
-    lines = ["  ".join([*parts, f"({job.id})"])]
-    if job.last_line:
-        lines.append(f"{'':10} {job.last_line.removeprefix(WAITING)}")
-    return lines
+    running: list[Job] = []
+    waiting: list[Job] = []
+    ended: list[Job] = []
+    for job in reversed(_submitted_jobs(client)):
+        if not job.run:
+            continue  # it was submitted without Patchline
+        if not job.alive:
+            ended.append(job)
+            continue
+        if job.status == "RUNNING":
+            job = replace(job, last_line=_last_line(client, job.id))
+        if job.state == "RUNNING":
+            running.append(job)
+        else:
+            waiting.append(job)
+    return [*running, *waiting, *ended]
 
 
 def status(run: str) -> Job:
@@ -165,7 +165,17 @@ def logs(run: str, *, write: Say | None = None) -> Job:
     """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
     client = _connect()
     job = _latest_job(client, run)
-    asyncio.run(_follow(client, job.id, write or _print_text))
+
+    async def follow() -> None:
+        async for text in client.tail_job_logs(job.id):
+            # Without Ray's own line, before the driver's first, that an environment is being set up.
+            driver_text = RAY_LINE.sub("", text)
+            if write is not None:
+                write(driver_text)
+            else:
+                print(driver_text, end="", flush=True)
+
+    asyncio.run(follow())
     # Asked anew, because the job has ended since.
     return status(run)
 
@@ -261,20 +271,20 @@ def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
 
 
 def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
-    """Return the jobs of the cluster, less the drivers that merely joined it, which have no submission id."""
-    return [_job(details) for details in client.list_jobs() if details.submission_id]
-
-
-def _job(details: "JobDetails") -> Job:
-    metadata = details.metadata or {}
-    milliseconds = details.start_time or 0
-    return Job(
-        id=details.submission_id,
-        run=metadata.get("run", ""),
-        status=str(details.status),
-        started_s=milliseconds / 1000,
-        exit_code=details.driver_exit_code,
-    )
+    """Return the jobs of the cluster, oldest first."""
+    jobs = []
+    for details in client.list_jobs():
+        # A driver that merely joined the cluster has no submission id.
+        if details.submission_id:
+            job = Job(
+                id=details.submission_id,
+                run=(details.metadata or {}).get("run", ""),
+                status=str(details.status),
+                started_s=(details.start_time or 0) / 1000,  # Ray has milliseconds
+                exit_code=details.driver_exit_code,
+            )
+            jobs.append(job)
+    return sorted(jobs, key=attrgetter("started_s"))
 
 
 def _last_line(client: "JobSubmissionClient", job_id: str) -> str:
@@ -287,20 +297,9 @@ def _last_line(client: "JobSubmissionClient", job_id: str) -> str:
     return ""
 
 
-def _start_time(job: Job) -> float:
-    return job.started_s
-
-
-def _place_in_list(job: Job) -> tuple[int, float]:
-    if not job.alive:
-        return 2, -job.started_s
-    return (0 if job.state == "RUNNING" else 1), -job.started_s
-
-
 def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:
     """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
-    jobs = [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
-    return sorted(jobs, key=_start_time)
+    return [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
 
 
 def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
@@ -315,16 +314,6 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
     )
 
 
-async def _follow(client: "JobSubmissionClient", job_id: str, write: Say) -> None:
-    async for text in client.tail_job_logs(job_id):
-        # Ray's own word, before the driver's first, that an environment is being set up.
-        write(RAY_LINE.sub("", text))
-
-
-def _print_text(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
     """End a job that waits for its place: a second job kills its supervisor.
 
@@ -336,12 +325,3 @@ def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
         time.sleep(POLL_S)
     # Otherwise the helper would stay in the cluster's list of jobs.
     client.delete_job(helper)
-
-
-def _slug(run: str) -> str:
-    """Return the last part of a run's path as a word that may stand in a job's id."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
