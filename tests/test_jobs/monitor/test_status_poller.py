@@ -18,7 +18,7 @@ from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_
 
 pytestmark = pytest.mark.quick
 
-DEPLOY = Path(__file__).parents[1] / "deploy" / "monitoring"
+DEPLOY = Path(__file__).parents[3] / "deploy" / "monitoring"
 REPORT = {
     "kind": "train",
     "time": 1000.0,
