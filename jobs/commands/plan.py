@@ -28,12 +28,11 @@ from data.index.index import Index
 from data.mixture import shares as shares_of
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.trial import trial_key
-from jobs.context import index_if_made, reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
 from jobs.recipe.choices import resolve_sweep
 from jobs.recipe.render import choice_text
-from jobs.resolved_recipe import Available, Campaign, Stage
+from jobs.resolved_recipe import Available, Campaign, Stage, index_if_made, reference
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
@@ -327,11 +326,12 @@ class TrainedStage:
         if self.stage.model is None:
             self.lines.append("model   not known: the weights that it starts from are missing")
             return
-        whole = models.training_flops(self.stage.model, self.steps * cfg.batch_size)
+        self.model = self.stage.model
+        whole = models.training_flops(self.model, self.steps * cfg.batch_size)
         self.flops = whole
         if cfg.thinning.is_on:
-            in_order = phases(cfg.thinning, self.steps, self.stage.model)
-            self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
+            in_order = phases(cfg.thinning, self.steps, self.model)
+            self.flops = flops_of(in_order, self.model, range(self.steps), cfg.batch_size)
             share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
             self.lines.append(f"compute {self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
             for phase in in_order:
@@ -353,7 +353,7 @@ class TrainedStage:
         self.describe_memory()
         # With the tuning of the user's own DeepSpeed file in it.
         tuned = engine_settings(cfg, micro_batches)["zero_optimization"]
-        summed = reduction_line(tuned, models.parameters_of(self.stage.model), self.world, cfg.exact_parts)
+        summed = reduction_line(tuned, models.parameters_of(self.model), self.world, cfg.exact_parts)
         if summed:
             self.lines.append(f"sums    {summed}")
         self.describe_time()
@@ -401,11 +401,11 @@ class TrainedStage:
         measured = None
         for index in self.indexes:
             if not index.remote:
-                measured = images_per_cpu_s(index, max(self.stage.model.image_size), cfg.data.augment)
+                measured = images_per_cpu_s(index, max(self.model.image_size), cfg.data.augment)
                 break
         rate = measured or CPU_RATE
         source = "measured here on this set" if measured else "assumed; the set is not here to measure"
-        needed = GPU_FLOPS / models.training_flops(self.stage.model, 1)  # images a second that a GPU takes
+        needed = GPU_FLOPS / models.training_flops(self.model, 1)  # images a second that a GPU takes
         cores = math.ceil(needed / rate)
         line = (
             f"feed    a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
@@ -442,8 +442,8 @@ class TrainedStage:
             self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
         self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
         try:
-            self.cfg = cfg = memory.with_blocks(cfg, self.stage.model, is_gpu=has_gpu)
-            need = memory.memory_need(cfg, self.stage.model, self.fewest, is_gpu=has_gpu)
+            self.cfg = cfg = memory.with_blocks(cfg, self.model, is_gpu=has_gpu)
+            need = memory.memory_need(cfg, self.model, self.fewest, is_gpu=has_gpu)
         except TraceFailed as error:
             self.lines.append(f"memory  not known: {error}")
             return

@@ -28,9 +28,8 @@ from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.commands.plan import GPU_FLOPS, workers_text
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
-from jobs.context import index_if_made
 from jobs.recipe.validate import validate_all
-from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage
+from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import warn_of_unused_gpus
 from jobs.run.temporary_run import temporary_run
 from jobs.worlds import allowed_worlds
@@ -147,11 +146,13 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
     """Say what a trained stage will ask of workers, links and the disk."""
     cfg: TrainConfig = stage.config
     cluster = campaign.cluster
+    model = stage.model
+    assert model is not None, "of stages whose model is known"
     allowed = allowed_worlds(cfg, cluster)
     # The largest that the stage allows among so many workers as are measured.
     world = max([size for size in allowed if size <= measured_world], default=allowed[-1])
     arithmetic = batch_arithmetic(cfg, world)
-    parameters = models.parameters_of(stage.model)
+    parameters = models.parameters_of(model)
     # ZeRO 2 and 3 sum after every micro-batch, because no worker keeps a whole gradient; 3 also gathers the weights,
     # half as much again (Rajbhandari et al. 2020, section 7).
     reductions = 1.0
@@ -162,21 +163,21 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
     compute_s = None
     if cluster.gpus_per_worker:
         gpus = world * cluster.gpus_per_worker
-        compute_s = models.training_flops(stage.model, cfg.batch_size) / (gpus * GPU_FLOPS)
+        compute_s = models.training_flops(model, cfg.batch_size) / (gpus * GPU_FLOPS)
     is_gpu = cluster.gpus_per_worker > 0
     memory_bytes = None
     with suppress(TraceFailed):
-        memory_bytes = memory_need(cfg, stage.model, world, is_gpu=is_gpu).device_bytes
-    checkpoint = checkpoint_bytes(cfg, stage.model)
+        memory_bytes = memory_need(cfg, model, world, is_gpu=is_gpu).device_bytes
+    checkpoint = checkpoint_bytes(cfg, model)
     checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
-    disk_bytes, _ = bytes_to_come(cfg, stage.model, checkpoints)
+    disk_bytes, _ = bytes_to_come(cfg, model, checkpoints)
     return StageRequirements(
         name=stage.name,
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,
-        snapshot_bytes=snapshot_bytes(cfg, stage.model, world, is_gpu=is_gpu),
+        snapshot_bytes=snapshot_bytes(cfg, model, world, is_gpu=is_gpu),
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
     )

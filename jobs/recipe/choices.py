@@ -12,9 +12,8 @@ import dataclasses
 from typing import Any
 
 from data.errors import DataError
-from jobs.context import reference
 from jobs.recipe.key import model_of
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.resolved_recipe import Campaign, Stage, reference
 from jobs.stages import sweep
 from pipeline import artifacts, config
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import models
 from data.errors import DataError
 from data.index.names import Names, agreed, some
-from jobs.context import reference
 from jobs.recipe.key import model_at
-from jobs.resolved_recipe import Available, Stage
+from jobs.resolved_recipe import Available, Stage, reference
 from jobs.stages import any_weights
 from models.weights.files import CLASSES, CONFIG
 

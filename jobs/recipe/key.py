@@ -18,8 +18,7 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.context import reference
-from jobs.resolved_recipe import Campaign, Reads, Stage
+from jobs.resolved_recipe import Campaign, Reads, Stage, reference
 from jobs.stages import any_weights
 from jobs.stages.kinds import KINDS
 from models.checks import did_you_mean

@@ -14,10 +14,9 @@ from typing import Any
 from data.checks import check_name
 from data.errors import ConfigError
 from jobs.cluster_config import ClusterConfig
-from jobs.context import reference
 from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe import sweeps
-from jobs.resolved_recipe import Stage, StageKind
+from jobs.resolved_recipe import Stage, StageKind, reference
 from jobs.stages.kinds import KINDS
 from models.checks import did_you_mean
 from pipeline import config

@@ -15,10 +15,9 @@ Data that an earlier stage makes may not be there yet: `run` validates a stage o
 from collections.abc import Iterable, Iterator, Sequence
 
 from data.errors import DataError, ExitCode, PatchlineError
-from jobs.context import reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
-from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
+from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
 from pipeline import artifacts
 
 

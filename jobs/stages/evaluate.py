@@ -31,8 +31,7 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
-from jobs.context import Context
-from jobs.resolved_recipe import Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from pipeline import artifacts
@@ -154,10 +153,10 @@ class LeaksFile:
 
 def run(cfg: Config, context: Context) -> dict[str, Any]:
     """Compute the results that no earlier evaluation of this run has, and write the document."""
-    init = context.resolve(cfg.init) or ""
-    weights_digest = any_weights.digest_of(init, context.say)
+    init = context.campaign.resolve(cfg.init) or ""
+    weights_digest = any_weights.digest_of(init, context.log)
     leaks = None
-    leaks_path = context.resolve(cfg.leaks)
+    leaks_path = context.campaign.resolve(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
     all_named = requests_of(cfg, context, leaks)
@@ -167,7 +166,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     for named in all_named:
         if named.digests in results:
             source = results[named.digests]["from"]
-            context.say(f"{context.name}: {named.name} {named.request.protocol.name} carried over from {source}")
+            context.log(f"{context.name}: {named.name} {named.request.protocol.name} carried over from {source}")
         else:
             unanswered.append(named)
     if unanswered:
@@ -193,7 +192,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
     say_warnings(cfg, context, written["results"])
     for line in document.table(written):
-        context.say(line)
+        context.log(line)
     return {"metrics": document.metrics_of(written)}
 
 
@@ -222,7 +221,7 @@ def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[
     leaks_digest = leaks.digest if leaks else None
     all_named: list[NamedRequest] = []
     for name, evaluated in cfg.sets.items():
-        test = context.resolve(evaluated.test) or ""
+        test = context.campaign.resolve(evaluated.test) or ""
         index = load_index(test)
         leaked = None
         if leaks is not None:
@@ -234,7 +233,7 @@ def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[
             train = None
             train_digest = None
             if not protocol.best:  # the head has learned already
-                train = context.resolve(evaluated.train) or ""
+                train = context.campaign.resolve(evaluated.train) or ""
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
             digests = (index.digest, train_digest, protocol.digest, leaks_digest)
@@ -246,10 +245,10 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
     """Return the results of earlier evaluations of these weights in this run, each with its folder as "from"."""
     results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
-    for path in sorted(context.run.glob(f"*/{document.NAME}")):
+    for path in sorted(context.campaign.run.glob(f"*/{document.NAME}")):
         try:
             # Only of a finished stage, whose record has the digest of the document.
-            if path.parent == context.directory or not artifacts.check_files(path.parent, context.say):
+            if path.parent == context.directory or not artifacts.check_files(path.parent, context.log):
                 continue
             earlier = json.loads(path.read_text())
         except (DataError, OSError, ValueError):
@@ -281,12 +280,12 @@ def say_warnings(cfg: Config, context: Context, results: Iterable[Mapping[str, A
     for name, evaluated in sets.items():
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
-            context.say(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
+            context.log(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
         nameless = [] if context.class_names else ["the weights"]
         if not load_index(evaluated["path"]).names:
             nameless.append(f"the set {name}")
         if nameless and cfg.uses_head():
-            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
+            context.log(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -27,7 +27,7 @@ from data.remote.cache import CacheConfig
 from data.storage import open_storage
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
-from jobs.context import Context
+from jobs.resolved_recipe import Context
 from jobs.stages import any_weights
 from jobs.worlds import allowed_worlds
 from pipeline import config
@@ -68,7 +68,7 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
         worker,
         partial(make_task, cfg, init, requests, context),
         context,
-        worlds=allowed_worlds(cfg, context.cluster),
+        worlds=allowed_worlds(cfg, context.campaign.cluster),
         stall_s=cfg.stall_s,
         can_commit=False,
     )
@@ -78,14 +78,14 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
 
 def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context: Context, attempt: int) -> Task:
     """Return the task of an attempt's workers. Raises DataError where the weights have changed."""
-    any_weights.digest_of(init, context.say)
+    any_weights.digest_of(init, context.log)
     return {
-        "run": str(context.run),
+        "run": str(context.campaign.run),
         "attempt": attempt,
         "claimed": time.time(),
         "code": code_version(),
         "folder": str(attempt_folder(context.directory, attempt)),
-        "remote": context.remote,
+        "remote": context.campaign.remote,
         "config": config.plain(cfg),
         "init": init,
         "requests": [asdict(request) for request in requests],

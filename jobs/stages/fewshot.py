@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 from data.checks import at_least, more_than_0
 from data.files import write_whole
 from data.remote.cache import CacheConfig
-from jobs.context import Context
-from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages import training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from pipeline.config import Tags, require, tags
@@ -53,9 +52,9 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         stall_s=cfg.stall_s,
         cache=cfg.cache,
     )
-    init = context.resolve(cfg.init) or ""
-    test = context.resolve(cfg.probe.test) or ""
-    train = context.resolve(cfg.probe.train)
+    init = context.campaign.resolve(cfg.init) or ""
+    test = context.campaign.resolve(cfg.probe.test) or ""
+    train = context.campaign.resolve(cfg.probe.train)
     request = Request(test, train, cfg.probe.protocol(), first_label=True)
     (result,) = evaluate_on_workers(worker_config, init, [request], context)
     results = {
@@ -68,7 +67,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
 
     # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
     means = [f"{name} {value:.4f}" for name, value in without_single_seeds(results["metrics"]).items()]
-    context.say("  ".join(means))
+    context.log("  ".join(means))
     return results
 
 

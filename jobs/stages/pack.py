@@ -14,9 +14,8 @@ from data.index.shard import table_name
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, problem_of
 from data.shards.subset import make_subset, summary
-from jobs.context import Context
 from jobs.progress import Progress
-from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
@@ -99,16 +98,16 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     samples_seen = 0
     sets = {}
     for name, set_config in cfg.sets.items():
-        sets[name] = replace(set_config, classes_of=context.resolve(set_config.classes_of))
+        sets[name] = replace(set_config, classes_of=context.campaign.resolve(set_config.classes_of))
         if set_config.source == "subset":
-            sets[name] = replace(set_config, path=context.resolve(set_config.path))
-    numberings = numberings_of(sets, context.say)
+            sets[name] = replace(set_config, path=context.campaign.resolve(set_config.path))
+    numberings = numberings_of(sets, context.log)
     for name, set_config in sets.items():
         if set_config.source == "subset":
-            index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.say)
+            index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.log)
             packed[name] = record_of(index)
             continue
-        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
+        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.log, every_s=10.0)
 
         # A default binds the progress of this set now; the name means another one in the next round.
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
@@ -129,7 +128,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         )
         packed[name] = record_of(index)
         samples_seen += index.samples
-        context.say(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
+        context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
     return {"sets": packed, "samples_seen": samples_seen}
 
 

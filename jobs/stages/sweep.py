@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
-from jobs.context import Context
-from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, tags
@@ -121,10 +120,13 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             best = row
     diverged = [result for result in results if result.diverged]
     for result in diverged:
-        context.say(f"{context.name}: {result.stage} has diverged: {result.diverged}")
+        context.log(f"{context.name}: {result.stage} has diverged: {result.diverged}")
     if diverged and best is None:
         names = ", ".join(result.stage for result in diverged)
-        folders = {str(Path(context.resolve(f"@{result.stage}") or "") / artifacts.DONE) for result in diverged}
+        folders = set()
+        for result in diverged:
+            stage = context.campaign.stage(result.stage)
+            folders.add(str(context.campaign.directory(stage) / artifacts.DONE))
         expected = "one that has not, to choose from" if cfg.chooses else "all of them for the table"
         raise Diverged(
             f"{context.name}: {len(diverged)} runs of the sweep have diverged: {names}\n"
@@ -135,7 +137,7 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     means = [] if cfg.chooses else means_of(results, cfg.groups)
     lines = table_lines(f"{context.name}, in %", cfg.best, rows, means, best)
     for line in lines:
-        context.say(line)
+        context.log(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
     record = {
         "sweep": context.name,
@@ -171,7 +173,7 @@ def chosen_values(folder: Path) -> dict[str, Any]:
 
 def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     """Read what a finished run came to. Raises DataError where it has no number for the metric."""
-    folder = Path(context.resolve(cfg.stage) or "")
+    folder = Path(context.campaign.resolve(cfg.stage) or "")
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.

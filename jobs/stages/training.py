@@ -21,8 +21,17 @@ from data.index.joined import exclude
 from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import alone, supervise
 from jobs.cluster.worker import Task
-from jobs.context import Context
-from jobs.resolved_recipe import MEMORY, Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.resolved_recipe import (
+    MEMORY,
+    Available,
+    CheckResult,
+    Context,
+    Reads,
+    SharedClasses,
+    SourceModel,
+    Stage,
+    StageKind,
+)
 from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from pipeline import artifacts, config
@@ -55,7 +64,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
     say_what_is_dropped(cfg, context)
     check_disk_space(cfg, context.model, context.checkpoints)
     make_task = partial(make_training_task, cfg, context)
-    worlds = allowed_worlds(cfg, context.cluster)
+    worlds = allowed_worlds(cfg, context.campaign.cluster)
     evaluations = evaluations_beside(cfg, context)
     outcome = supervise(
         train,
@@ -69,7 +78,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         evaluations.finish()
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
-        artifacts.bring(context.storage, f"{context.directory.name}/{name}", record)
+        artifacts.bring(context.campaign.storage, f"{context.directory.name}/{name}", record)
     return outcome
 
 
@@ -78,8 +87,8 @@ def evaluations_beside(cfg: TrainConfig, context: Context) -> AsyncEvaluation | 
     is_judged = bool(cfg.data.evaluate or cfg.probe.train)
     if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not is_judged:
         return None
-    if not context.storage.is_shared:
-        context.say(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
+    if not context.campaign.storage.is_shared:
+        context.log(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
         return None
     return AsyncEvaluation(cfg, context)
 
@@ -92,14 +101,14 @@ def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
     samples = sum(index.samples for index in whole_sets)
     samples_left = sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
     dropped = f"{samples - samples_left:,} of {samples:,} samples"
-    context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
+    context.log(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 
 
 def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
     """Return the absolute paths of the sets that are trained on, in the order of the sets' names."""
     paths = []
     for value, _weight in cfg.data.sets().values():
-        path = context.resolve(value)
+        path = context.campaign.resolve(value)
         assert path is not None, "sets() names no set without a path"
         paths.append(path)
     return paths
@@ -110,29 +119,29 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
-    init = context.resolve(cfg.init)
+    init = context.campaign.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
     if init is not None and not context.checkpoints.committed():
-        artifacts.check_weights(Path(init), context.say)
+        artifacts.check_weights(Path(init), context.log)
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
-    cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
+    cfg = dataclasses.replace(cfg, deepspeed=context.campaign.resolve(cfg.deepspeed))
     # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
-    cfg = with_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)
+    cfg = with_blocks(cfg, context.model, is_gpu=context.campaign.cluster.gpus_per_worker > 0)
     job = Job(
-        run=str(context.run),
+        run=str(context.campaign.run),
         directory=str(context.directory),
         attempt=attempt,
-        key=context.key,
+        key=context.stage.key,
         code=code_version(),
         model=models.to_dict(context.model),
         train=training_sets(cfg, context),
-        evaluate=context.resolve(cfg.data.evaluate),
+        evaluate=context.campaign.resolve(cfg.data.evaluate),
         init=init,
-        probe_train=context.resolve(cfg.probe.train),
-        probe_test=context.resolve(cfg.probe.test),
+        probe_train=context.campaign.resolve(cfg.probe.train),
+        probe_test=context.campaign.resolve(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
-        remote=context.remote,
+        remote=context.campaign.remote,
         device_bytes=bytes_if_traced(cfg, context),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
@@ -147,8 +156,8 @@ def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
     # What is traced is of whole images: a stage that never sees them needs less.
     if not cfg.thinning.has_whole_images:
         return None
-    is_gpu = context.cluster.gpus_per_worker > 0
-    most_workers = allowed_worlds(cfg, context.cluster)[0]
+    is_gpu = context.campaign.cluster.gpus_per_worker > 0
+    most_workers = allowed_worlds(cfg, context.campaign.cluster)[0]
     need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
     return None if need is None else need.device_bytes
 
@@ -283,13 +292,15 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     and cannot be traced is said, and goes on unchecked.
     """
     cfg: TrainConfig = stage.config
+    model = stage.model
+    assert model is not None, "of stages whose model is known"
     limit = there.campaign.cluster.gpu_memory_gb
     is_gpu = there.campaign.cluster.gpus_per_worker > 0
     # What is traced is of whole images: of fewer patches nobody knows the need.
     has_whole_images = cfg.thinning.has_whole_images
     number_in_its_place = (
         f"type the number in its place: {stage.name}.activation_gb=null {stage.name}.checkpoint_blocks=N, from 0 to "
-        f"{blocks_of(stage.model)}, with which a worker needs the least memory"
+        f"{blocks_of(model)}, with which a worker needs the least memory"
     )
     if cfg.activation_gb is not None:
         if not has_whole_images:
@@ -299,7 +310,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
             )
             yield CheckResult("WARN", MEMORY, text)
         try:
-            with_blocks(cfg, stage.model, is_gpu=is_gpu)
+            with_blocks(cfg, model, is_gpu=is_gpu)
         except BudgetTooSmall as error:
             way_out = f"type a larger {stage.name}.activation_gb"
             for micro_batch in smaller_micro_batches(cfg, fewest):
@@ -320,7 +331,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
         yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
         return
     try:
-        check_fits(cfg, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+        check_fits(cfg, model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
     except TraceFailed as error:
         yield CheckResult("WARN", MEMORY, f"{unknown}: {error}")
 
