@@ -26,8 +26,8 @@ import models
 from data.errors import ExitCode, PatchlineError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
-from jobs.commands.plan import GPU_FLOPS, workers_text
-from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
+from jobs.commands.plan import GPU_FLOPS
+from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import warn_of_unused_gpus
@@ -36,6 +36,7 @@ from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
@@ -51,7 +52,9 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     """Print a line for everything that was looked at; return the exit code."""
     began = time.monotonic()
     cluster = campaign.cluster
-    workers = workers_text(cluster) + (" worker" if cluster.most == 1 else " workers")
+    workers = counted(cluster.most, "worker")
+    if cluster.least < cluster.most:
+        workers = f"{cluster.least} to {workers}"
     say(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     results = validate_all(campaign, campaign.stages)
     try:
@@ -68,8 +71,10 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
         code = ExitCode.UNAVAILABLE if failure.exit_code == ExitCode.INTERNAL else failure.exit_code
         results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
 
-    for line in shown(results):
-        say(line)
+    for result in results:
+        say(f"{result.level:4} {result.subject:11} {result.text}")
+        if result.remedy:
+            say(f"     → {' '.join(result.remedy.split())}")
     counts = Counter(result.level for result in results)
     say(
         f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "

@@ -9,7 +9,6 @@ Nothing here measures, reads or waits: the same reports have the same results.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -399,13 +398,3 @@ class Checks:
             self.add("WARN", "data", text, remedy)
         else:
             self.add("OK", "data", text)
-
-
-def shown(results: Sequence[CheckResult]) -> list[str]:
-    """Return results as a terminal shows them."""
-    lines = []
-    for result in results:
-        lines.append(f"{result.level:4} {result.subject:11} {result.text}")
-        if result.remedy:
-            lines.append(f"     → {' '.join(result.remedy.split())}")
-    return lines
