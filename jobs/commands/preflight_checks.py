@@ -16,7 +16,7 @@ from data.errors import ExitCode
 from data.files import memory_text, size_text
 from jobs.resolved_recipe import CheckResult
 from pipeline.monitoring.telemetry import counted, milliseconds
-from pipeline.preflight.identity import and_more, named, other_code, other_devices, other_packages
+from pipeline.preflight.identity import named, other_code, other_devices, other_packages
 from pipeline.preflight.network import Network, PairTime
 from pipeline.preflight.start import SKEW_S
 from pipeline.preflight.worker import PreflightReport
@@ -120,7 +120,7 @@ class Checks:
         differences = other_devices(identities)
         if differences:
             remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
-            self.add("WARN", "workers", f"{text}; {'; '.join(differences)}", remedy)
+            self.add("WARN", "workers", f"{text}; {'; '.join(map(str, differences))}", remedy)
         else:
             self.add("OK", "workers", text)
 
@@ -135,7 +135,7 @@ class Checks:
         must = other_packages(self.identities, MUST_BE_EQUAL)
         should = other_packages(self.identities, SHOULD_BE_EQUAL)
         if must or should:
-            self.add("FAIL" if must else "WARN", "versions", "; ".join(must or should), remedy)
+            self.add("FAIL" if must else "WARN", "versions", "; ".join(map(str, must or should)), remedy)
         else:
             packages = ", ".join(f"{name} {version}" for name, version in identities[0]["packages"].items())
             self.add("OK", "versions", f"{packages}, in all workers")
@@ -146,7 +146,7 @@ class Checks:
         on_cpu = [identity for identity in identities if identity["device"] == "cpu"]
         if asked and on_cpu:
             remedy = "python -c 'import torch; print(torch.cuda.is_available())' there: driver, torch's CUDA build"
-            self.add("FAIL", "GPUs", f"{text}; {named(on_cpu[0])}{and_more(on_cpu)} computes on the CPU", remedy)
+            self.add("FAIL", "GPUs", f"{text}; {named(on_cpu[0], len(on_cpu) - 1)} computes on the CPU", remedy)
         elif self.requirements.unused_gpus:
             self.add("WARN", "GPUs", f"{text}; {self.requirements.unused_gpus[0]}")
         elif present and not asked:

@@ -123,7 +123,7 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         claimed=task["claimed"],
         device=device,
         is_shared=storage.is_shared,
-        say=partial(print, file=phases.log, flush=True),
+        log=partial(print, file=phases.log, flush=True),
     )
     phases.enter("build", 0)
     fetch_init(storage, task["init"])
