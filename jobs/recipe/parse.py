@@ -9,7 +9,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
 
 from data.checks import check_name
 from data.errors import ConfigError
@@ -20,7 +19,7 @@ from jobs.resolved_recipe import Stage, StageKind, reference
 from jobs.stages.kinds import KINDS
 from models.checks import did_you_mean
 from pipeline import config
-from pipeline.config import Recipe, require
+from pipeline.config import ConfigDataclass, Recipe, require
 
 NOT_STAGES = ("run", "cluster", "trackers")  # keys of a recipe that belong to the whole campaign
 
@@ -41,12 +40,14 @@ def parse(recipe: Recipe) -> Parsed:
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
     require(run not in (None, ""), f"run is empty, expected a folder\n  type run={recipe.default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
-    # What is left of a `~` names somebody who has no home here; the folder of this name would be no home either.
+    # A `~` that is left names a user without a home here; a folder of this name would be no home either.
     require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
 
-    sections = {name: section for name, section in recipe.values.items() if name not in NOT_STAGES}
+    sections = dict(recipe.values)
+    for name in NOT_STAGES:
+        sections.pop(name, None)
     require(bool(sections), f"{recipe.source} names no stage; known kinds: {', '.join(KINDS)}")
     stages = {}
     for name, written in sweeps.expand(sections, read_section).items():
@@ -55,15 +56,17 @@ def parse(recipe: Recipe) -> Parsed:
     return Parsed(run, cluster, trackers, in_order(stages))
 
 
-def read_section(name: str, section: Any) -> tuple[StageKind, Any]:
+def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass]:
     """Return the kind of a stage's section, and its config, an instance of the kind's config."""
     check_name(name, "a stage", "rename it, and what reads it as @stage")
-    hint = "" if name in KINDS else did_you_mean(name, KINDS)
-    require(
-        isinstance(section, Mapping),
-        f"{name} is {section!r}, expected a stage's section{hint}\n"
-        f"  take {name} out of the recipe, or give it keys: {name}.kind=…",
-    )
+    hint = ""
+    if name not in KINDS:
+        hint = did_you_mean(name, KINDS)
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"{name} is {section!r}, expected a stage's section{hint}\n"
+            f"  take {name} out of the recipe, or give it keys: {name}.kind=…"
+        )
     values = dict(section)
     kind_name = values.pop("kind", name)
     kinds = ", ".join(KINDS)
@@ -88,8 +91,10 @@ def in_order(stages: Mapping[str, Stage]) -> dict[str, Stage]:
     reads: dict[str, set[str]] = {}
     for name, stage in stages.items():
         reads[name] = set()
-        values = {field: value for field, (value, _reads) in stage.kind.inputs_of(stage.config).items()}
-        for field, value in {**values, **stage.chosen}.items():
+        values = dict(stage.chosen)
+        for field, (value, _reads) in stage.kind.inputs_of(stage.config).items():
+            values.setdefault(field, value)
+        for field, value in values.items():
             link = reference(value)
             if link is None:
                 continue
