@@ -20,7 +20,7 @@ from pathlib import Path
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe import sweeps
-from jobs.recipe.parse import NOT_STAGES
+from jobs.recipe.campaign import NOT_STAGES
 from jobs.stages.kinds import KINDS
 from pipeline import config
 from pipeline.config import Recipe
