@@ -12,7 +12,7 @@ Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, 
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -88,14 +88,14 @@ def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context
         "remote": context.campaign.remote,
         "config": config.plain(cfg),
         "init": init,
-        "requests": [asdict(request) for request in requests],
+        "requests": list(map(asdict, requests)),
     }
 
 
 # ------------------------------------------------------------------------------------------------ in a worker
 
 
-def worker(task: Mapping[str, Any]) -> dict[str, Any]:
+def worker(task: Task) -> dict[str, list[Entry]]:
     """Do one worker's share; rank 0's value holds the results.
 
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
@@ -127,7 +127,9 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
     )
     phases.enter("build", 0)
     fetch_init(storage, task["init"])
-    dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
+    dtype = torch.float32
+    if cfg.precision == "bf16":
+        dtype = torch.bfloat16
 
     def log(text: str) -> None:
         """Write a line into the stage's log, which the driver shows."""
@@ -146,12 +148,17 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         world=dist.get_world_size(),
         log=log,
     )
-    requests = [Request(**{**request, "protocol": Protocol(**request["protocol"])}) for request in task["requests"]]
+    requests = []
+    for values in task["requests"]:
+        protocol = Protocol(**values["protocol"])
+        requests.append(Request(**{**values, "protocol": protocol}))
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
-        # Where a protocol failed its message says what to change.
-        remedy = "" if error.path is None else "\n  repair the set, then run the same command again"
+        # Where a protocol failed, and no set, its message has the remedy.
+        remedy = ""
+        if error.path is not None:
+            remedy = "\n  repair the set, then run the same command again"
         raise EvaluationFailed(f"{error}{remedy}", error.exit_code, error.path) from error
     except EvaluationStopped:
         raise Preempted("stopped between two batches; run the same command again to begin anew") from None

@@ -22,7 +22,7 @@ class Config:
     RESUME: ClassVar[Tags] = tags(forbid="init image_size")
 
 
-def run(cfg: Config, context: Context) -> dict[str, Any]:
+def run(cfg: Config, context: Context) -> dict[str, object]:
     """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
     folder = context.campaign.resolve(cfg.init)
     assert folder is not None, "init has no default that is None"
@@ -42,10 +42,12 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     }
 
 
-def model_of(cfg: Config, source_model: SourceModel) -> Any:
+def model_of(cfg: Config, source_model: SourceModel) -> models.ModelConfig | None:
     """Return the architecture at the new size; None where the weights are missing."""
     source = source_model(cfg.init)
-    return None if source is None else model_config({"image_size": cfg.image_size}, source)
+    if source is None:
+        return None
+    return model_config({"image_size": cfg.image_size}, source)
 
 
 KIND = StageKind(
