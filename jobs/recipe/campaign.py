@@ -24,13 +24,13 @@ from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
-from jobs.monitor.trackers import TrackersConfig
 from jobs.ownership import check_place
 from jobs.recipe import key, sweeps
 from jobs.recipe.choices import resolve_sweep
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
 from jobs.stages.kinds import KINDS
+from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import ConfigDataclass, Recipe, read_recipe, require
