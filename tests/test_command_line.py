@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits"),
+        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits, folder"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
@@ -64,8 +64,7 @@ import os
 import sys
 from jobs.commands import status
 print("torch" in sys.modules)
-from pipeline.engine.deepspeed import import_deepspeed
-import_deepspeed()
+import jobs.cluster.preload
 print("torch._dynamo" in sys.modules)
 import deepspeed.runtime.zero.muon.muon_optimizer  # whose functions torch.compile would wrap
 print("torch._inductor.codecache" in sys.modules)
@@ -259,7 +258,9 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
-    assert "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits" in capsys.readouterr().err
+    assert (
+        "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits, folder" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])
