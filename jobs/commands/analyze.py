@@ -11,6 +11,7 @@ patchline analyze weights/l16 imagenet-000000.tar --limit 128 --output analysis 
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
 from data.files import write_whole
@@ -27,7 +28,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
 from data.sources.tars import tars
-from jobs.commands.weights import load, refuse_missing, verified
+from jobs.commands.weights import load, refuse_missing, verify
 from models import analysis
 from models.positions import ADDED
 from models.vit import ViTConfig
@@ -38,64 +39,67 @@ COMPONENTS = 28  # filters in figure 7
 POSITION_LABELS = 14  # on an axis of the position maps, at most: more do not fit
 
 
+@dataclass(frozen=True)
+class Attention:
+    """What the model looks at in the images."""
+
+    maps: Tensor  # (images, rows, columns), the largest of each is 1
+    distance: Tensor  # (layers, heads), pixels, mean over the images
+    distance_renormalised: Tensor  # the same, of the patches' share of attention alone
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the weights alone tell; None where the model has no such part."""
+
+    position_similarity: Tensor | None  # (rows, columns, rows, columns), cosine
+    components: Tensor | None  # (COMPONENTS, 3, height, width) of a patch filter
+    explained_variance: Tensor | None  # (COMPONENTS,)
+
+
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
     refuse_missing(weights)
-    verification = verified(weights)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load(weights, {}).to(device)
+    verification: list[str] = []
+    verify(weights, verification.append)
+    model = load(weights, {}).to(device())
     try:
         config: ViTConfig = analysis.vit_of(model).config
         images = dict(islice(read_images(paths, config.image_size), limit))
         if not images:
             raise UsageError(f"no images in {', '.join(paths)}; give image files, folders of them or tar shards")
-        # One image at a time: L/16 at 384 px has half a gigabyte of attention weights each.
-        all_maps = []
-        distances = []
-        renormalised = []
-        for pixels in images.values():
-            batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
-            attention = analysis.attention_weights(model, normalise(batch, torch.float32, device))
-            all_maps.append(analysis.attention_map(attention, config)[0].cpu())
-            distances.append(analysis.attention_distance(attention, config).cpu())
-            # The same, of the patches' share of attention alone.
-            renormalised.append(analysis.attention_distance(attention, config, renormalise=True).cpu())
-        maps = torch.stack(all_maps)  # (images, rows, columns), the largest of each is 1
-        distance = torch.stack(distances).mean(0)  # (layers, heads), pixels
-        # Positions are compared where a table is added to the patches, filters shown where no ResNet makes patches.
-        similarity = None
-        if config.positions in ADDED:
-            similarity = analysis.position_similarity(model).cpu()
-        components = None
-        explained_variance = None
-        if analysis.vit_of(model).stem is None:
-            components, explained_variance = analysis.embedding_components(model, COMPONENTS)
+        attention = look_at(model, config, images)
+        inside = look_inside(model)
     except ValueError as error:
         raise UsageError(f"{weights} cannot be analysed: {error}") from None
 
     # Nothing has been written so far: a refusal leaves no folder behind.
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    draw_attention(images, maps, folder / "attention.png")
-    draw_inside(components, similarity, distance, folder / "inside.png")
+    draw_attention(images, attention.maps, folder / "attention.png")
+    draw_inside(inside, attention.distance, folder / "inside.png")
     numbers = {
         "weights": weights,
         "images": list(images),
-        "attention_maps": rounded(maps),
-        "attention_distance": rounded(distance),
-        "attention_distance_renormalised": rounded(torch.stack(renormalised).mean(0)),
-        "position_similarity": rounded(similarity),
-        "explained_variance": rounded(explained_variance),
+        "attention_maps": rounded(attention.maps),
+        "attention_distance": rounded(attention.distance),
+        "attention_distance_renormalised": rounded(attention.distance_renormalised),
+        "position_similarity": rounded(inside.position_similarity),
+        "explained_variance": rounded(inside.explained_variance),
     }
     write_whole(folder / "analysis.json", json.dumps(numbers))
 
-    reach = distance.mean(1)
+    reach = attention.distance.mean(1)
     return [
         *verification,
         f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers",
         f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last",
         f"written  {folder}/attention.png  inside.png  analysis.json",
     ]
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 # -------------------------------------------------------------------------------------------------- looking
@@ -123,11 +127,42 @@ def encoded_images(paths: list[str]) -> Iterator[tuple[str, bytes]]:
                 yield str(file), file.read_bytes()
 
 
+def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> Attention:
+    """Compute attention maps and distances, one image at a time: L/16 at 384 px has half a gigabyte of weights each."""
+    maps = []
+    distances = []
+    renormalised = []
+    for pixels in images.values():
+        batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
+        weights = analysis.attention_weights(model, normalise(batch, torch.float32, device()))
+        maps.append(analysis.attention_map(weights, config)[0].cpu())
+        distances.append(analysis.attention_distance(weights, config).cpu())
+        renormalised.append(analysis.attention_distance(weights, config, renormalise=True).cpu())
+    return Attention(torch.stack(maps), torch.stack(distances).mean(0), torch.stack(renormalised).mean(0))
+
+
+def look_inside(model: nn.Module) -> Inside:
+    """Compute position similarity where a table is added to the patches, filters where no ResNet makes them."""
+    vit = analysis.vit_of(model)
+    similarity = None
+    if vit.config.positions in ADDED:
+        similarity = analysis.position_similarity(model).cpu()
+    components = None
+    explained_variance = None
+    if vit.stem is None:
+        components, explained_variance = analysis.embedding_components(model, COMPONENTS)
+    return Inside(similarity, components, explained_variance)
+
+
 def rounded(tensor: Tensor | None) -> object:
     """Return a tensor as nested lists of numbers with six digits; None stays None."""
     if tensor is None:
         return None
-    return np.vectorize(lambda value: float(f"{value:.6g}"))(tensor.cpu().numpy()).tolist()
+    return np.vectorize(six_digits)(tensor.cpu().numpy()).tolist()
+
+
+def six_digits(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 # -------------------------------------------------------------------------------------------------- drawing
@@ -145,12 +180,7 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     rows[0][0].set_title("Input")
     rows[0][1].set_title("Attention")
     for (left, right), pixels, attention_map in zip(rows, shown, maps[: len(shown)], strict=True):
-        # The map at the size of its image, with values from 0 to 1. Bicubic interpolation overshoots, here below zero.
-        size = pixels.shape[:2]
-        large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
-        large = large.clamp(min=0)
-        spread = (large.max() - large.min()).clamp(min=1e-12)
-        light = ((large - large.min()) / spread).numpy()
+        light = enlarged(attention_map, pixels.shape[:2])
         left.imshow(pixels)
         right.imshow(pixels / 255 * light[..., None])
         left.set_axis_off()
@@ -158,28 +188,40 @@ def draw_attention(images: dict[str, np.ndarray], maps: Tensor, path: Path) -> N
     figure.savefig(path, dpi=150)
 
 
-def draw_inside(components: Tensor | None, similarity: Tensor | None, distance: Tensor, path: Path) -> None:
-    """Draw figures 7 and 11: filters, positions, and how far every head of every layer looks.
+def enlarged(attention_map: Tensor, size: tuple[int, ...]) -> np.ndarray:
+    """Return a map at the size of its image, interpolated bicubically, with values from 0 to 1."""
+    large = F.interpolate(attention_map[None, None].float(), size=size, mode="bicubic", align_corners=False)[0, 0]
+    # Bicubic interpolation overshoots, here below zero.
+    large = large.clamp(min=0)
+    spread = (large.max() - large.min()).clamp(min=1e-12)
+    return ((large - large.min()) / spread).numpy()
 
-    Filters (COMPONENTS, 3, h, w) and the similarity of positions (rows, columns, rows, columns) are None where the
-    model has no such part; the distance is (layers, heads), in pixels.
-    """
+
+def draw_inside(inside: Inside, distance: Tensor, path: Path) -> None:
+    """Draw figures 7 and 11: filters, positions, and how far every head of every layer looks."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
-    left.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
-    left.set_axis_off()
-    if components is None:
-        left.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
-    else:
-        left.imshow(tiled(components))
-    draw_positions(figure, centre, similarity)
-    # A point for each head of each layer.
-    layers = np.arange(1, len(distance) + 1)
-    right.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
-    right.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
-    right.set_ylim(0, 1.05 * distance.max().item())
-    right.locator_params(axis="x", integer=True)
+    draw_filters(left, inside.components)
+    draw_positions(figure, centre, inside.position_similarity)
+    draw_distances(right, distance)
     figure.savefig(path, dpi=150)
+
+
+def draw_filters(axes: Axes, components: Tensor | None) -> None:
+    axes.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
+    axes.set_axis_off()
+    if components is None:
+        axes.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
+        return
+    axes.imshow(tiled(components))
+
+
+def draw_distances(axes: Axes, distance: Tensor) -> None:
+    layers = np.arange(1, len(distance) + 1)
+    axes.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
+    axes.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
+    axes.set_ylim(0, 1.05 * distance.max().item())
+    axes.locator_params(axis="x", integer=True)
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:

@@ -58,7 +58,7 @@ def evaluate(weights: str, words: Sequence[str], protocols: Sequence[str], outpu
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
-    values = {"run": folder, "cluster": cluster, STAGE: section}
+    values: dict[str, Any] = {"run": folder, "cluster": cluster, STAGE: section}
     # Overrides are of `cluster` and `trackers`, of `train` (of all sets), else of the stage.
     full: list[str] = []
     for override in overrides:

@@ -27,22 +27,23 @@ UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZip
 
 
 def is_ours(path: str) -> bool:
-    """Tell whether a path is a folder that a stage or `import` wrote."""
+    """Return whether a path is a folder that a stage or `import` wrote."""
     return (Path(path) / CONFIG).is_file()
 
 
 def is_foreign(path: str) -> bool:
-    """Tell whether there are weights of another project at a path."""
-    return not is_ours(path) and any(file.is_file() for file in files_of(path)[:1])
+    """Return whether there are weights of another project at a path."""
+    return not is_ours(path) and files_of(path)[0].is_file()
 
 
 def files_of(path: str) -> list[Path]:
     """Return the file of foreign weights, and the config beside it; `file.npz:img` names a part of a file."""
-    file = Path(path)
-    if ".npz" in file.name:
-        if not file.exists() and ":" in path:
-            file = Path(path.rpartition(":")[0])
+    if ".npz" in Path(path).name:
+        file = Path(path)
+        if not file.exists():
+            file = Path(path.rpartition(":")[0] or path)
         return [file]
+    file = Path(path)
     if file.is_dir():
         file = file / THEIR_WEIGHTS
     return [file, file.parent / THEIR_CONFIG]
@@ -54,7 +55,11 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
         return artifacts.check_weights(Path(path), say).sha256
     file, *beside = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
-    described = [artifacts.digest_of(config)["sha256"] for config in beside if config.is_file()]
+    # The config beside the file decides the model, and the part after a colon which tensors are read.
+    described = []
+    for config in beside:
+        if config.is_file():
+            described.append(artifacts.digest_of(config)["sha256"])
     part = ""
     if not Path(path).exists():
         part = path.rpartition(":")[2]
@@ -63,35 +68,44 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
     return hashlib.sha256(" ".join([digest, *described, part]).encode()).hexdigest()
 
 
-def load(path: str, overrides: Mapping[str, Any]) -> models.Model:
-    """Load the model behind a path; `overrides` are what its file cannot tell.
-
-    Raises DataError, which names it, where it cannot be loaded, and where the files beside weights of others say that
-    pixels are not brought to −1 … 1: the values of such weights would be wrong, and nothing would show it.
-    """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    # An official .npz says nothing of pixels, which were brought to −1 … 1.
-    if is_foreign(path) and ".npz" not in Path(path).name:
-        for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
-            try:
-                described = json.loads((folder / name).read_text())
-                values = described.get(section, {}) if section else described
-                means = values.get("mean", values.get("image_mean")) or [0.5]
-                deviations = values.get("std", values.get("image_std")) or [0.5]
-            except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object
-                continue
-            if set(means) | set(deviations) != {0.5}:
-                raise DataError(
-                    f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
-                    "  expected 0.5 and 0.5, pixels from −1 to 1, as everything here makes them: values would be "
-                    "wrong\n"
-                    "  give weights that take such pixels"
-                )
+def load(path: str, overrides: Mapping[str, object]) -> models.Model:
+    """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
+    refuse_other_pixels(path)
     # JSON and YAML have lists where a model's config has tuples.
     options: dict[str, Any] = {}
     for name, value in overrides.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(value)
+        options[name] = value
     try:
         return models.load(path, **options)
     except UNREADABLE as error:
         raise DataError(f"cannot load {path}: {error}") from None
+
+
+def refuse_other_pixels(path: str) -> None:
+    """Raise DataError where the files beside weights of others say that pixels are not brought to −1 … 1.
+
+    The values of such weights would be wrong, and nothing would show it.
+    """
+    if not is_foreign(path) or ".npz" in Path(path).name:
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = folder.parent
+    for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
+        try:
+            described = json.loads((folder / name).read_text())
+            values = described
+            if section:
+                values = described.get(section, {})
+            means = values.get("mean", values.get("image_mean")) or [0.5]
+            deviations = values.get("std", values.get("image_std")) or [0.5]
+        except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object
+            continue
+        if set(means) | set(deviations) != {0.5}:
+            raise DataError(
+                f"{folder / name}: pixels are normalised by mean {means} and deviation {deviations}\n"
+                "  expected 0.5 and 0.5, pixels from −1 to 1, as everything here makes them: values would be wrong\n"
+                "  give weights that take such pixels"
+            )
