@@ -165,14 +165,16 @@ def supervise(
     worlds: Sequence[int],
     stall_s: float,
     can_commit: bool = True,
+    handed_on: Sequence[str] = (),
     accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone,
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
     `make_task(attempt)` returns what the workers of an attempt are told. `worlds` are the numbers of workers on which
     the stage may run, the largest first. A worker that holds up all others for `stall_s` seconds is a failure. Workers
-    that cannot commit are ended at once where somebody wants this process to end. `accompany(task, attempt_folder,
-    cluster)` returns what works beside each attempt.
+    that cannot commit are ended at once where somebody wants this process to end. `handed_on` names the files of the
+    stage's folder by which one attempt tells the next. `accompany(task, attempt_folder, cluster)` returns what works
+    beside each attempt.
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
@@ -199,7 +201,7 @@ def supervise(
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
-        group = WorkerGroup(nodes, cluster, folder, is_shared=context.storage.is_shared)
+        group = WorkerGroup(nodes, cluster, folder, is_shared=context.storage.is_shared, handed_on=handed_on)
         companion = accompany(task, folder, cluster)
         attempt = Attempt(context, number, group, watch, growth, companion, can_commit)
         try:

@@ -33,7 +33,6 @@ from jobs.cluster.nodes import NodeAgent, Nodes
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction, WorkerRecord, worker_file
 from jobs.cluster_config import ClusterConfig
-from pipeline.health import LEFT_OUT
 from pipeline.monitoring.watchdog import Place
 
 TICK_S = 0.5  # between two calls of `on_tick`, at most
@@ -123,14 +122,24 @@ class WorkerGroup:
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
     environment, and initialise torch.distributed themselves. `folder`, of the attempt, exists and is new. All nodes
     share it; where they do not (`is_shared`), each has a folder of its own under the same path, and the caller's comes
-    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py).
+    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py). `handed_on`
+    names the files of the stage's folder by which one attempt tells the next.
     """
 
-    def __init__(self, nodes: Nodes, cluster: ClusterConfig, folder: Path, *, is_shared: bool = True) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        cluster: ClusterConfig,
+        folder: Path,
+        *,
+        is_shared: bool = True,
+        handed_on: Sequence[str] = (),
+    ) -> None:
         self.nodes = nodes
         self.cluster = cluster
         self.folder = folder
         self.is_shared = is_shared
+        self.handed_on = handed_on
         self.links: list[AgentLink] = []
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
         self.node_names: dict[int, str] = {}
@@ -245,7 +254,10 @@ class WorkerGroup:
         begin_as_driver(self.folder, token)
         stage = self.folder.parents[1]
         # What one attempt tells the next; None where there is no such file.
-        told = {LEFT_OUT: (stage / LEFT_OUT).read_bytes() if (stage / LEFT_OUT).exists() else None}
+        told: dict[str, bytes | None] = {}
+        for name in self.handed_on:
+            path = stage / name
+            told[name] = path.read_bytes() if path.exists() else None
         earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
         calls = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
         for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):

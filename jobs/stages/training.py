@@ -30,6 +30,7 @@ from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
+from pipeline.health import LEFT_OUT
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.plan.memory import (
     GIB,
@@ -63,6 +64,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
         context,
         worlds=worlds,
         stall_s=cfg.stall_s,
+        handed_on=(LEFT_OUT,),
         accompany=alone if evaluations is None else evaluations.accompany,
     )
     if evaluations is not None:
