@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.elastic import Growth, Sizes
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import Nodes
-from jobs.cluster.worker_group import DrainEvent, WorkerGroupError
+from jobs.cluster.worker_group import DrainEvent
 from jobs.context import Context
 from pipeline.monitoring.watchdog import Place
 

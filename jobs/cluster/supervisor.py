@@ -41,6 +41,7 @@ from typing import Any, Protocol, Self, cast
 
 from data.errors import ExitCode, Preempted
 from jobs.cluster.elastic import Growth, Sizes
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.recovery import (
     GO_ON,
@@ -57,7 +58,7 @@ from jobs.cluster.recovery import (
     write_incident,
 )
 from jobs.cluster.worker import Task, WorkerFunction
-from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context
 from jobs.ownership import claim_attempt

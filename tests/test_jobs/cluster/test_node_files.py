@@ -204,7 +204,8 @@ import ray
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import disconnect
 from jobs.cluster.worker import records
-from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError, do_nothing
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup, do_nothing
 from jobs.cluster_config import ClusterConfig
 from tests import worker_functions
 

@@ -13,7 +13,7 @@ import torch
 
 from data.errors import UsageError, exit_code
 from jobs import terminal
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.cluster.failure import WorkerGroupError
 from jobs.commands.status import status
 from jobs.run.ending import table, write_status
 from jobs.run.log import RunLog
