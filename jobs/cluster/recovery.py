@@ -51,14 +51,6 @@ class FailuresInARow:
         return is_same_again or self.count > self.max_restarts
 
 
-def add_what_the_driver_knows(failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
-    """Add to a failure what its worker was doing, and what a user can lower where memory ran out."""
-    if failure.rank is not None and failure.rank in places:
-        failure.place = str(places[failure.rank])
-    if any(word in failure.cause for word in OUT_OF_MEMORY):
-        failure.cause += LESS_MEMORY
-
-
 def is_move(
     context: Context, drain_events: Sequence[DrainEvent], growth: Growth, end: WorkerGroupError | Preempted
 ) -> bool:
@@ -100,8 +92,14 @@ def restart_point(context: Context) -> str:
     return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
 
 
-def write_incident(context: Context, failure: WorkerGroupError) -> None:
-    """Append to the log of incidents that a person can read: when, which worker, why, and the traceback."""
+def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+    """Append to the log of incidents that a person can read: when, which worker, in which of `places`, and why."""
+    # These go into the failure itself, because the log and the stage's error say them too.
+    if failure.rank is not None and failure.rank in places:
+        failure.place = str(places[failure.rank])
+    if any(word in failure.cause for word in OUT_OF_MEMORY):
+        failure.cause += LESS_MEMORY
+
     clock = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         with open(context.directory / "incidents.txt", "a") as file:

@@ -47,7 +47,6 @@ from jobs.cluster.recovery import (
     GO_ON,
     FailuresInARow,
     StageFailed,
-    add_what_the_driver_knows,
     fall_back,
     is_move,
     last_step,
@@ -118,7 +117,20 @@ class Attempt:
         nothing to commit. Where that ends the attempt, the companion ends first.
         """
         try:
-            self.end_if_stuck()
+            # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker
+            # that has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
+            if not self.group.have_all_ended():
+                stuck = self.watch.look(self.group.places(), self.group.is_frozen)
+                if stuck is not None:
+                    raise self.group.failure(stuck.rank, stuck.cause)
+                # Slow is not stuck: the run goes on at the pace of its slowest worker, and its user learns which it is.
+                slow = self.watch.slow()
+                if slow is not None:
+                    rank, share = slow
+                    self.context.say(
+                        f"worker {rank} on {self.group.node_names[rank]} is slow: "
+                        f"the others waited for it alone in {share:.0%} of the looks"
+                    )
             if self.growth.wanted is None and self.growth.is_due():
                 room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
                 self.context.say(f"{room}: committing the step, to go on with more")
@@ -138,24 +150,6 @@ class Attempt:
         if not self.can_commit:
             raise Preempted(f"stopped in {self.context.name}; run the same command again to do it from its start")
         self.group.request_stop()
-
-    def end_if_stuck(self) -> None:
-        """Raise WorkerGroupError where one worker has held up all others too long; say which worker is slow."""
-        # A worker that has ended enters no phase any more: now the cluster is clearing up, which is nobody's fault.
-        if self.group.have_all_ended():
-            return
-        # The agents read what the workers have left: no worker has to answer, so a frozen one cannot hold this up.
-        stuck = self.watch.look(self.group.places(), self.group.is_frozen)
-        if stuck is not None:
-            raise self.group.failure(stuck.rank, stuck.cause)
-        # Slow is not stuck: the run goes on, at the pace of its slowest worker, and somebody should know which it is.
-        slow = self.watch.slow()
-        if slow is not None:
-            rank, share = slow
-            node = self.group.node_names[rank]
-            self.context.say(
-                f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks"
-            )
 
 
 def supervise(
@@ -213,8 +207,7 @@ def supervise(
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                add_what_the_driver_knows(error, group.places())
-                write_incident(context, error)
+                write_incident(context, error, group.places())
             # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
             # is raised below. A store that is gone would be asked for a minute.
             is_end_of_stage = context.stopping() and error.exit_code is not None
