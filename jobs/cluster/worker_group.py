@@ -162,7 +162,11 @@ class WorkerGroup:
                 self.poll(max(0.0, min(next_tick, judge_at) - time.monotonic()))
                 # A node that was told to go: the next tick has the workers commit and end.
                 for node_id, why in list(self.draining.items()):
-                    self._take_drain(node_id, why)
+                    for link in self.links:
+                        if link.agent.node_id == node_id:
+                            self._note(link.ranks[0].rank, link.agent.name, node_id, why)
+                    if node_id == self.nodes.own_node():
+                        self._note(None, os.uname().nodename, node_id, why)
                 # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
                 evidence = self.evidence()
                 now = time.monotonic()
@@ -218,8 +222,21 @@ class WorkerGroup:
                 self.addresses[info.rank] = agent.address
             self.links.append(AgentLink(agent, infos))
 
+        # Nodes that share no storage with the driver get the attempt's folder, and what earlier attempts tell this one:
+        # None for a file that is not there.
         if not self.is_shared:
-            self._begin_files(deadline, on_tick)
+            token = secrets.token_hex(16)
+            begin_as_driver(self.folder, token)
+            stage = self.folder.parents[1]
+            told: dict[str, bytes | None] = {}
+            for name in self.handed_on:
+                path = stage / name
+                told[name] = path.read_bytes() if path.exists() else None
+            earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
+            begun = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
+            for link, is_own in zip(self.links, self._answers(begun, deadline, on_tick), strict=True):
+                link.has_own_folder = is_own
+
         # Rank 0 serves the store in which the workers find each other; it is told at which port.
         first = self.links[0]
         (port,) = self._answers([(first, first.agent.call("listen"))], deadline, on_tick)
@@ -235,21 +252,6 @@ class WorkerGroup:
             order = NodeOrder(link.ranks, call, self.folder, variables, not link.has_own_folder)
             calls.append((link, link.agent.call("start", order)))
         self._answers(calls, deadline, on_tick)
-
-    def _begin_files(self, deadline: float, on_tick: Callable[[], None]) -> None:
-        """Prepare the folders of nodes that share no storage with the driver."""
-        token = secrets.token_hex(16)
-        begin_as_driver(self.folder, token)
-        stage = self.folder.parents[1]
-        # What one attempt tells the next; None where there is no such file.
-        told: dict[str, bytes | None] = {}
-        for name in self.handed_on:
-            path = stage / name
-            told[name] = path.read_bytes() if path.exists() else None
-        earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
-        calls = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
-        for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
-            link.has_own_folder = is_own
 
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
@@ -331,13 +333,6 @@ class WorkerGroup:
             with suppress(Exception):
                 for node_id in self.nodes.draining():
                     self.draining[node_id] = "its node is drained"
-
-    def _take_drain(self, node_id: str, why: str) -> None:
-        for link in self.links:
-            if link.agent.node_id == node_id:
-                self._note(link.ranks[0].rank, link.agent.name, node_id, why)
-        if node_id == self.nodes.own_node():
-            self._note(None, os.uname().nodename, node_id, why)
 
     def _note(self, rank: int | None, node: str, node_id: str, why: str) -> None:
         self.drain_events.setdefault(rank, DrainEvent(rank, node, node_id, why))
