@@ -366,18 +366,20 @@ def too_small(text: str, reason: str) -> ClusterError:
     return ClusterError(f"{text}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")
 
 
-_joined: dict[str, RayNodes] = {}  # of this process, by Ray's id of it in the cluster: none or one
+_joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
     """Return what this process has in the cluster that it has joined."""
-    job = ray.get_runtime_context().get_job_id()
-    if job not in _joined:
-        # What was held under another id was held in a connection that has ended, and Ray has taken it back. The nodes
-        # to avoid are kept: it may be the same cluster that was joined again, and no id is given twice.
+    # Every cluster counts its drivers anew, so that the first of each has the same id; no two nodes have the same.
+    context = ray.get_runtime_context()
+    connection = (str(context.get_node_id()), str(context.get_job_id()))
+    if connection not in _joined:
+        # What was held over another connection has gone with it. The nodes to avoid are kept: it may be the same
+        # cluster that was joined again.
         avoided = {node: since for nodes in _joined.values() for node, since in nodes.avoided.items()}
         _joined.clear()
-        _joined[job] = RayNodes(cluster, is_embedded=is_embedded)
-        _joined[job].avoided = avoided
-    _joined[job].cluster = cluster
-    return _joined[job]
+        _joined[connection] = RayNodes(cluster, is_embedded=is_embedded)
+        _joined[connection].avoided = avoided
+    _joined[connection].cluster = cluster
+    return _joined[connection]

@@ -419,6 +419,16 @@ def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -
     assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
 
 
+def test_places_of_an_embedded_cluster_that_has_ended_are_not_taken_for_places_of_the_next(two) -> None:
+    """Each cluster gives its first driver the same id."""
+    before: Any = nodes_of(two["ray"])
+    before.reserve("test", [2], print, do_nothing)
+    disconnect()
+    after: Any = nodes_of(two["ray"])
+    assert after is not before and after.workers_held == 0
+    assert after.reserve("test", [2], print, do_nothing) == 2
+
+
 def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:
     disconnect()
     asked: list[int] = []
