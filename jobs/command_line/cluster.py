@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from data.bucket import check_store_url
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import recipe_path
@@ -91,6 +90,8 @@ def list_jobs(_debug: Debug = False) -> None:
 def job_name(run: str) -> str:
     """The name under which a job is found: a run's absolute path or URL, or a job's id as it is."""
     if "://" in run:
+        from data.bucket import check_store_url  # imports numpy, which `--help` must not wait for
+
         return check_store_url(run)
     if "/" in run or Path(run).exists():
         return str(Path(run).resolve())

@@ -20,6 +20,7 @@ from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
 from pipeline import artifacts
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
@@ -70,9 +71,16 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
     there = Available(campaign)
     names = {stage.name for stage in stages}
     for stage in stages:
-        if campaign.done(stage) is None:
-            links = [reference(value) for value in stage.parents.values()]
-            names |= {link[0] for link in links if link is not None}
+        if campaign.done(stage) is not None:
+            continue
+        # A stage that goes on from a checkpoint of its own does not read the weights that it started from: they may
+        # have gone.
+        checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
+        is_resumed = stage.kind.trains and not fresh and bool(checkpoints.committed())
+        for field, value in stage.parents.items():
+            link = reference(value)
+            if link is not None and not (is_resumed and field == "init"):
+                names.add(link[0])
     finished: list[Stage] = []
     results: list[CheckResult] = []
     for stage in campaign.stages:
