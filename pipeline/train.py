@@ -196,7 +196,7 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
         worker.telemetry.log(f"step {progress.step}: {health.bad_share(progress.bad_samples, samples_seen)}")
     if health.has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
-        # to it would be left out with them.
+        # to it would be excluded with them.
         # After bad samples: the run ends, and a save that nobody waits for would stay behind half written.
         if worker.saver.in_flight:
             finish_save(worker, progress)
