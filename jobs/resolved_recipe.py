@@ -19,7 +19,7 @@ from data.index.index import Index
 from data.storage import Storage, open_storage
 from jobs.cluster_config import ClusterConfig
 from jobs.context import Context, index_if_made, reference
-from jobs.monitor.trackers import TrackersConfig
+from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
 
@@ -132,7 +132,7 @@ class Stage:
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
-    # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/reevaluation.py).
+    # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/stale_evaluations.py).
     judges: str = ""
 
     @property

@@ -48,6 +48,7 @@ from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import features, protocols
 from pipeline.evaluation import worker as evaluation
 from pipeline.health import Health
+from pipeline.monitoring.watchdog import STOP_FILE, node_folder
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
@@ -320,7 +321,7 @@ def stopped_in_an_evaluation() -> None:
         judged[0] += 1
         with open("judged", "a") as file:
             file.write(os.environ["RANK"])
-        while judged[0] == 3 and not on_rank_1() and not list(Path("run").glob("pretrain-*/attempts/*/stop")):
+        while judged[0] == 3 and not on_rank_1() and not (node_folder(Path()) / STOP_FILE).exists():
             time.sleep(0.02)
         return original(*args)
 

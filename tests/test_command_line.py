@@ -5,8 +5,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -104,10 +102,9 @@ def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, mon
 
     monkeypatch.setattr(placement.ThisMachine, "warm_up", ask)
     loaded = campaign.load(recipe, ["cluster.backend=processes", override])
-    displays: Any = SimpleNamespace(follower=Mock(), trackers=[])
-    session.start_what_stages_need(loaded, loaded.stages, displays)
-    monkeypatch.setattr(type(loaded), "done", lambda loaded, stage: {} if stage.name == "pretrain" else None)
-    session.start_what_stages_need(loaded, loaded.stages, displays)
+    command = session.Session(Mock(), fresh=False, also=None)
+    command.start_workers_of(loaded, list(loaded.stages))
+    command.start_workers_of(loaded, [stage for stage in loaded.stages if stage.name != "pretrain"])
     assert asked == [is_needed, False], "a finished stage needs nothing"
 
 

@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from jobs.cluster.ray_nodes import WORKER_GAUGE
-from jobs.monitor import board as board_module
-from jobs.monitor.board import Board
+from jobs.monitor import status_poller
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.metadata import metadata_of
-from jobs.monitor.view import Looker, View, records_since
+from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
 
 pytestmark = pytest.mark.quick
 
@@ -54,7 +53,7 @@ def stage(tmp_path: Path) -> Path:
 
 
 def test_a_look_reads_what_the_stage_folder_says_and_later_only_what_was_added(stage) -> None:
-    look = Looker(stage)
+    look = StageStatus(stage)
     view = look("working")
     assert (view.run, view.stage, view.key) == ("digits", "pre-train", "1a2b3c4d")
     assert (view.attempts, view.incidents, view.report, view.commit) == (2, 1, REPORT, COMMIT)
@@ -82,7 +81,7 @@ def test_records_are_read_in_pieces_and_every_one_once(tmp_path) -> None:
 
 
 def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(stage) -> None:
-    view = Looker(stage)("waiting")
+    view = StageStatus(stage)("waiting")
     values = values_of(View(**{**vars(view), "time": 1060.0}))
     assert values["loss"] == 2.8410 and values["checkpoint_age_s"] == 120.0 and values["report_age_s"] == 60.0
     assert (values["waiting"], values["restarts"], values["incidents"], values["is_finite"]) == (1.0, 1.0, 1.0, 1.0)
@@ -93,18 +92,18 @@ def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(s
 
 
 def test_the_metadata_of_a_job_tell_what_somebody_asks_first(stage) -> None:
-    texts = metadata_of(Looker(stage)("working"))
+    texts = metadata_of(StageStatus(stage)("working"))
     assert (texts["stage"], texts["key"], texts["activity"]) == ("pre-train", "1a2b3c4d", "pre-train is working")
     assert (texts["step"], texts["loss"], texts["images_per_s"]) == ("120/700", "2.8410", "41.2k")
     assert (texts["eta"], texts["workers"], texts["restarts"]) == ("3d04h", "8", "1")
     assert texts["last_checkpoint"].startswith("step 100 at 19")
     # A stage that tells less, as few-shot does, leaves nothing of the one before on the page.
     (stage / "metrics.jsonl").unlink()
-    without = metadata_of(Looker(stage)("waiting"))
+    without = metadata_of(StageStatus(stage)("waiting"))
     assert without.keys() == texts.keys() and without["step"] == without["last_checkpoint"] == ""
 
 
-# ------------------------------------------------------------------------ the board
+# ------------------------------------------------------------------------ the poller
 
 
 def wait_until(claim: Callable[[], bool]) -> None:
@@ -114,22 +113,21 @@ def wait_until(claim: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_board_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:
-    monkeypatch.setattr(board_module, "LOOK_EVERY_S", 0.01)
+def test_the_poller_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:
+    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
     states: list[str] = []
-    board = Board(states.append)
-    board.start([lambda view: states.append(view.state)])
-    board.show_stage(stage)
+    poller = StatusPoller("monitoring", [lambda view: states.append(view.state)], states.append)
+    poller.show_stage(stage)
     wait_until(lambda: "waiting" in states)
-    board.tick(stage / "attempts" / "attempt-000007", 7)
+    poller.poll(stage / "attempts" / "attempt-000007", 7)
     wait_until(lambda: states[-1] == "working")
-    board.close()
+    poller.close()
     assert states[-1] == "ended" and set(states) == {"waiting", "working", "ended"}
 
 
 def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkeypatch) -> None:
-    monkeypatch.setattr(board_module, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(board_module, "CLOSE_S", 0.2)
+    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(status_poller, "CLOSE_S", 0.2)
     said: list[str] = []
     looks: list[str] = []
     is_over = threading.Event()
@@ -140,14 +138,14 @@ def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkey
             raise ConnectionError("the head is away\nand more")
         is_over.wait()
 
-    board = Board(said.append)
-    board.start([fail_then_hang])
-    board.show_stage(stage)
+    poller = StatusPoller("monitoring", [fail_then_hang], said.append)
+    poller.show_stage(stage)
     wait_until(lambda: len(looks) == 5)
     began = time.monotonic()
-    board.close()
+    poller.close()
     assert time.monotonic() - began < 2
-    assert len(said) == 1 and said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
+    assert len(said) == 2 and said[1].startswith("monitoring: no answer within 0.2 s")
+    assert said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
     is_over.set()
 
 

@@ -71,6 +71,24 @@ def test_a_cluster_asks_for_a_token_that_no_file_holds() -> None:
     assert token["valueFrom"] == {"secretKeyRef": {"name": "patchline-token", "key": "auth_token"}}
 
 
+def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_makes_and_starts_suspended() -> None:
+    kustomization = manifest("kustomization.yaml")
+    assert kustomization["resources"] == ["kueue.yaml", "rayjob.yaml"]
+    (entry,) = kustomization["patches"]
+    patch = yaml.safe_load(entry["patch"])
+    job = manifest("rayjob.yaml")
+    for target in (entry["target"], {"kind": patch["kind"], "name": patch["metadata"]["name"]}):
+        assert target == {"kind": job["kind"], "name": job["metadata"]["name"]}
+    made = {}
+    for document in yaml.safe_load_all((DEPLOY / "kuberay" / "kueue.yaml").read_text()):
+        made[document["kind"]] = document["metadata"]["name"]
+    labels = patch["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == made["LocalQueue"]
+    assert labels["kueue.x-k8s.io/priority-class"] == made["WorkloadPriorityClass"]
+    # Kueue wants both: it takes `suspend` away, and a cluster that outlives its job would keep its places.
+    assert patch["spec"] == {"suspend": True} and job["spec"]["shutdownAfterJobFinishes"] is True
+
+
 def test_a_submitted_campaign_is_tried_again_after_a_commit_and_not_after_a_mistake(tmp_path) -> None:
     job = manifest("submit.yaml")["spec"]
     (rule,) = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]

@@ -214,6 +214,10 @@ class Agent:
             for pid in pids - self.ended_pids:
                 kill_group(pid)
             self.changed.wait_for(lambda: self.server is None or pids <= self.ended_pids, END_S)
+            # Of a fork server that has died nobody says how its workers end.
+            deadline = time.monotonic() + END_S
+            while any(is_alive(pid) for pid in pids - self.ended_pids) and time.monotonic() < deadline:
+                time.sleep(0.01)
             self.workers = {}
             self.ended_pids = set()
             self.port = 0
@@ -332,6 +336,13 @@ def describe_exit_code(exit_code: int, oom_killer_struck: bool) -> str:
     if oom_killer_struck and exit_code == -signal.SIGKILL:
         return "killed by the out-of-memory killer"
     return f"killed by {signal.Signals(-exit_code).name}"
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether a process is there and does more than wait to be reaped."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def is_stopped(pid: int) -> bool:

@@ -83,7 +83,7 @@ def plan(
         from jobs.recipe import render
         from jobs.recipe.validate import refuse, validate_all
         from jobs.resolved_recipe import INPUTS, MEMORY
-        from jobs.run.reevaluation import with_new_evaluations
+        from jobs.run.stale_evaluations import with_new_evaluations
         from jobs.run.sync import looked_at
 
         loaded = load_campaign(recipe, overrides)

@@ -90,7 +90,7 @@ def list_jobs(_debug: Debug = False) -> None:
 def job_name(run: str) -> str:
     """The name under which a job is found: a run's absolute path or URL, or a job's id as it is."""
     if "://" in run:
-        from data.bucket import check_store_url  # imports numpy, which `--help` must not wait for
+        from data.bucket import check_store_url  # imports numpy, for which --help does not wait
 
         return check_store_url(run)
     if "/" in run or Path(run).exists():

@@ -12,7 +12,7 @@ import math
 
 from ray.util.metrics import Gauge
 
-from jobs.monitor.view import View
+from jobs.monitor.status_poller import View
 
 # Those of the newest report in metrics.jsonl, under its names.
 OF_REPORT = (

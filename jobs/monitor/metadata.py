@@ -3,7 +3,7 @@
 import time
 
 from jobs.monitor import job_metadata
-from jobs.monitor.view import View
+from jobs.monitor.status_poller import View
 from pipeline.monitoring.telemetry import amount, duration
 
 # What is read from the newest records; "" where there are none yet.

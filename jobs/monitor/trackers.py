@@ -1,138 +1,194 @@
-"""Weights & Biases and MLflow beside a run, where its recipe asks for them: a process each, which nobody waits for.
+"""Weights & Biases and MLflow beside a run, where its recipe asks for them.
 
     trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 
-1. The driver starts `python -m jobs.monitor.tracking wandb ORDER`; the file says which stages there are.
-2. That process reads what is added to their metrics.jsonl, and sends it through the tracker's own client.
-3. Its lines come back and are said; what else its client prints is in `<run>/tracker-wandb.log`.
-4. When the command ends, its standard input closes: it sends the rest, within CLOSE_S, or is killed.
+1. Each tracker has a StatusPoller of its own in the driver: a server that does not answer holds up its thread alone.
+2. The thread sends what was added to the stage's metrics.jsonl since the last time: a record's numbers, at its step.
+3. `tracker-wandb.json` in the stage's folder keeps the id of the stage's run there, and how many bytes were sent: after
+   a restart the same run goes on, and nothing is sent twice.
+4. When a stage ends, the rest is sent, for CLOSE_S at most; the next command on an unfinished stage sends what was not.
 
-A client in the driver's process could hang at its end, or take its signals. Here it costs a line and never the run;
-what was not sent the next command on the run sends, into the same run of the tracker. API keys come from the
-environment, as each client reads it (WANDB_API_KEY, MLFLOW_TRACKING_TOKEN, …).
+A failure costs a line and never the run. API keys come from the environment, as each client reads it (WANDB_API_KEY,
+MLFLOW_TRACKING_TOKEN, …).
 """
 
 import json
-import subprocess
-import sys
-import threading
+import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from data.errors import ConfigError
 from data.files import write_whole
-from jobs.cluster_config import complaint
+from jobs.monitor.status_poller import StatusPoller, View, records_since
+from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
+from pipeline.monitoring.telemetry import Record
 
-ROOT = Path(__file__).parents[2]
 CLOSE_S = 30.0  # for what is still to be sent when a command ends
+NOT_NUMBERS = ("kind", "time", "attempt", "step")
+LONGEST_TEXT = 500  # characters of a parameter in MLflow
+
+Facts = Mapping[str, Any]  # what is known of a stage besides its numbers (jobs/run/stage_metadata.py)
+Log = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class WandbConfig:
-    """Weights & Biases, through `pip install wandb`; WANDB_MODE=offline keeps everything in the stage's folder."""
+class Wandb:
+    """One run of W&B a stage, grouped by the campaign's run; the client has a process of its own that sends."""
 
-    project: str = ""  # where its runs go; "": W&B is not used
-    entity: str = ""  # the user or team that owns the project; "": that of the API key
+    def __init__(self, config: WandbConfig) -> None:
+        import wandb
 
-    RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["project", "entity"], "free")
+        self.wandb = wandb
+        self.config = config
+        self.run: Any = None
+
+    def open(self, view: View, facts: Facts, run_id: str) -> tuple[str, str]:
+        """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
+        self.run = self.wandb.init(
+            project=self.config.project,
+            entity=self.config.entity or None,
+            # Chosen here, so that it is known before the server has answered, and offline.
+            id=run_id or secrets.token_hex(6),
+            resume="allow",
+            name=f"{view.run}/{view.stage}",
+            group=view.run,
+            config=dict(facts),
+            allow_val_change=True,
+            dir=view.directory,
+            # What the driver prints and uses is not the run's.
+            settings=self.wandb.Settings(
+                silent=True,
+                console="off",
+                x_disable_stats=True,
+                disable_code=True,
+                git_commit=facts.get("commit") or None,
+            ),
+        )
+        # An attempt that went back to a checkpoint reports steps again: W&B's own counter would drop them.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        return self.run.id, f"at {self.run.url or f'offline in {self.run.dir}; later: wandb sync'}"
+
+    def send(self, records: list[Record]) -> None:
+        for record in records:
+            self.run.log({**numbers_of(record), "step": record["step"]})
+
+    def close(self) -> None:
+        self.run.finish()
 
 
-@dataclass(frozen=True)
-class MlflowConfig:
-    """MLflow, through `pip install mlflow-skinny` or `mlflow`."""
+class Mlflow:
+    """One run of MLflow a stage, named by the campaign's run."""
 
-    uri: str = ""  # of a tracking server, a database, or an absolute folder; "": MLflow is not used
-    experiment: str = "patchline"  # where its runs go
+    def __init__(self, config: MlflowConfig) -> None:
+        import mlflow
 
-    RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["uri", "experiment"], "free")
+        self.mlflow = mlflow
+        self.config = config
+        self.client = mlflow.MlflowClient(tracking_uri=config.uri)
+        self.run_id = ""
 
-    def __post_init__(self) -> None:
-        text = complaint({"uri": self.uri})
-        if text:
-            raise ConfigError(f"mlflow.{text}")
-        is_relative = self.uri and "://" not in self.uri and not self.uri.startswith("/")
-        if is_relative:
-            raise ConfigError(
-                f"mlflow.uri is {self.uri}, expected https://…, or an absolute folder\n  type the path: /…"
-            )
+    def open(self, view: View, facts: Facts, run_id: str) -> tuple[str, str]:
+        """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
+        if not run_id:
+            experiment = self.client.get_experiment_by_name(self.config.experiment)
+            experiment_id = experiment.experiment_id if experiment else ""
+            if experiment is None:
+                experiment_id = self.client.create_experiment(self.config.experiment)
+            run_id = self.client.create_run(experiment_id, run_name=f"{view.run}/{view.stage}").info.run_id
+        self.run_id = run_id
+        self.client.update_run(run_id, status="RUNNING")
+        # MLflow refuses a parameter that changes; a field that may change on resume stays what it was at first. Tags,
+        # which may change, tell of this start.
+        known = self.client.get_run(run_id).data.params
+        parameters = []
+        for name, text in flat(facts).items():
+            if name not in known and text:
+                parameters.append(self.mlflow.entities.Param(name, text[:LONGEST_TEXT]))
+        for begin in range(0, len(parameters), 100):  # the server takes so many at once
+            self.client.log_batch(run_id, params=parameters[begin : begin + 100])
+        self.client.set_tag(run_id, "patchline.code", facts["code"])
+        self.client.set_tag(run_id, "patchline.commit", facts["commit"])
+        self.client.set_tag(run_id, "mlflow.source.git.commit", facts["commit"])
+        return run_id, f"run {run_id} of experiment {self.config.experiment}"
 
+    def send(self, records: list[Record]) -> None:
+        metrics = []
+        for record in records:
+            milliseconds = int(record["time"] * 1000)
+            for name, number in numbers_of(record).items():
+                metrics.append(self.mlflow.entities.Metric(name, number, milliseconds, record["step"]))
+        for begin in range(0, len(metrics), 1000):  # the server takes so many at once
+            self.client.log_batch(self.run_id, metrics=metrics[begin : begin + 1000])
 
-@dataclass(frozen=True)
-class TrackersConfig:
-    """What gets a copy of every stage's metrics; none of it changes what is computed."""
-
-    wandb: WandbConfig = field(default_factory=WandbConfig)  # Weights & Biases: used where it has a project
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)  # MLflow: used where it has a uri
-
-    RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["wandb", "mlflow"], "free")
-
-    def used(self) -> list[str]:
-        """Return the names of the trackers that are asked for."""
-        names = []
-        if self.wandb.project:
-            names.append("wandb")
-        if self.mlflow.uri:
-            names.append("mlflow")
-        return names
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id)
 
 
 class Tracker:
-    """One tracker's process, seen from the driver."""
+    """Sends a stage's new records through a tracker's client; `show` is given to a StatusPoller."""
 
-    def __init__(self, name: str, order: Path, log: Path, say: Callable[[str], None]) -> None:
-        """Start it; `order` holds what `tracking.main` is told, `log` takes what the client prints."""
+    def __init__(self, name: str, client: Wandb | Mlflow, facts: Mapping[Path, Facts], log: Log) -> None:
         self.name = name
-        self.say = say
-        with log.open("ab") as errors:
-            # A session of its own: Ctrl-C is for the driver, which then has this process send the rest.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "jobs.monitor.tracking", name, str(order)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-        self.thread = threading.Thread(target=self.say_lines, name=name, daemon=True)
-        self.thread.start()
+        self.client = client
+        self.facts = facts  # by the stage's folder
+        self.log = log
+        self.open_stage: Path | None = None
 
-    def say_lines(self) -> None:
-        """Say the process's lines until it ends."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.say(f"{self.name}: {line.decode(errors='replace').rstrip()}")
-
-    def close(self) -> None:
-        """Let the process send the rest and end; kill it where that takes too long."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            self.say(f"{self.name}: not everything was sent within {CLOSE_S:g} s; the next command on this run goes on")
-        # Its last lines.
-        self.thread.join(1.0)
-        if self.process.returncode > 0:
-            self.say(
-                f"{self.name}: its process ended with exit code {self.process.returncode}; see tracker-{self.name}.log"
-            )
+    def show(self, view: View) -> None:
+        """Send what the stage has reported since the last call; close its run where it has ended."""
+        path = view.directory / f"tracker-{self.name}.json"
+        memory: dict[str, Any] = {"id": "", "bytes": 0}
+        if path.exists():
+            memory = json.loads(path.read_text())
+        while True:
+            records, end = records_since(view.directory / "metrics.jsonl", memory["bytes"])
+            if end == memory["bytes"]:
+                break
+            if self.open_stage != view.directory:
+                memory["id"], place = self.client.open(view, self.facts[view.directory], memory["id"])
+                # At once: a run whose id is lost would be begun again.
+                write_whole(path, json.dumps(memory))
+                self.open_stage = view.directory
+                self.log(f"{self.name}: {view.stage} is {place}")
+            self.client.send([record for record in records if "step" in record])
+            memory["bytes"] = end
+            write_whole(path, json.dumps(memory))
+        if view.state == "ended" and self.open_stage is not None:
+            self.open_stage = None
+            self.client.close()
 
 
-def start_trackers(
-    config: TrackersConfig, order: Mapping[str, Any], run: Path, say: Callable[[str], None]
-) -> list[Tracker]:
-    """Start the process of every tracker that is asked for; one that cannot be started costs a line."""
-    trackers = []
+def start_trackers(config: TrackersConfig, facts: Mapping[Path, Facts], log: Log) -> list[StatusPoller]:
+    """Start a poller for every tracker that is asked for; a client that cannot be imported costs a line."""
+    pollers = []
     for name in config.used():
-        settings = asdict(getattr(config, name))
-        path = run / f"tracker-{name}.order.json"
         try:
-            write_whole(path, json.dumps({**order, "config": settings}, indent=1))
-            trackers.append(Tracker(name, path, run / f"tracker-{name}.log", say))
-        except OSError as error:
-            say(f"{name}: {error}; the run goes on without it")
-    return trackers
+            client = Wandb(config.wandb) if name == "wandb" else Mlflow(config.mlflow)
+        except Exception as error:
+            log(f"{name}: {error}; the run goes on without it")
+            if isinstance(error, ImportError):
+                log("  type pip install 'patchline[trackers]', on the driver's machine")
+            continue
+        pollers.append(StatusPoller(name, [Tracker(name, client, facts, log).show], log, CLOSE_S))
+    return pollers
+
+
+def numbers_of(record: Record) -> dict[str, float]:
+    """Return a record's numbers under the names that TensorBoard has them: {"train/loss": 2.841, …}."""
+    numbers = {}
+    for name, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name not in NOT_NUMBERS:
+            numbers[f"{record['kind']}/{name}"] = float(value)
+    return numbers
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested values as texts by dotted name."""
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            texts |= flat(value, f"{prefix}{name}.")
+        else:
+            texts[prefix + name] = str(value)
+    return texts

@@ -24,10 +24,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from jobs.cluster_config import ClusterConfig
-from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.resolved_recipe import StageKind
 from jobs.stages.kinds import ALL
+from jobs.trackers_config import TrackersConfig
 from models import resnet, vit
 from models.catalog import FAMILIES
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind

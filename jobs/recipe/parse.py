@@ -15,10 +15,10 @@ from data.checks import check_name
 from data.errors import ConfigError
 from jobs.cluster_config import ClusterConfig
 from jobs.context import reference
-from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe import sweeps
 from jobs.resolved_recipe import Stage, StageKind
 from jobs.stages.kinds import KINDS
+from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import Recipe, require

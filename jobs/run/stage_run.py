@@ -23,7 +23,7 @@ from jobs.recipe import class_names
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Reads, Stage
-from jobs.run.stage_files import first_started, provenance_of, stage_record
+from jobs.run.stage_metadata import first_started, provenance_of, stage_record
 from jobs.stages import sweep
 from pipeline import artifacts
 
@@ -44,17 +44,39 @@ def run_stage(
     config.
     """
     began = time.time()
-    # 1 and 2. Nothing is written before both have passed: a start that is refused leaves the run as it was.
-    check_parents(campaign, stage)
+    directory = campaign.directory(stage)
+    # 1. Nothing is written before this and 2 have passed: a start that is refused leaves the run as it was.
+    for field, value in stage.parents.items():
+        link = reference(value)
+        if link is None:
+            continue
+        parent = link[0]
+        parent_outcome = campaign.done(campaign.stage(parent))
+        if parent_outcome is None:
+            raise ConfigError(
+                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
+            )
+        if sweep.DIVERGED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
+            reason = parent_outcome[sweep.DIVERGED]
+            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {reason}")
+    # 2. Once more: data that stages before it made is there only now.
     there = Available(campaign)
-    refuse(validate(stage, there, fresh=fresh))  # once more: data that stages before it made is there only now
+    refuse(validate(stage, there, fresh=fresh))
 
-    # 3 and 4.
-    begin(campaign, stage, began, say)
+    # 3. Compare first: the new stage.json takes the place of the record of what the last start was given.
+    directory.mkdir(parents=True, exist_ok=True)
+    warnings = changed_warnings(directory, stage)
+    if warnings:
+        say(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
+    record = {**stage_record(stage), "started": first_started(directory, began)}
+    artifacts.write_record(directory / "stage.json", record)
+    say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
+
+    # 4.
     context = Context(
         name=stage.name,
         run=campaign.run,
-        directory=campaign.directory(stage),
+        directory=directory,
         key=stage.key,
         cluster=campaign.cluster,
         resolve=campaign.resolve,
@@ -70,37 +92,17 @@ def run_stage(
         outcome = dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
         outcome = divergence_of_run(stage, error, say)
-    # 5 and 6.
-    return finish(campaign, stage, context, outcome, began)
 
-
-def begin(campaign: Campaign, stage: Stage, now: float, say: Callable[[str], None]) -> None:
-    """Make the stage's folder, and write stage.json; `now` is in seconds since 1970."""
-    directory = campaign.directory(stage)
-    directory.mkdir(parents=True, exist_ok=True)
-    # Compare first: the new stage.json takes the place of the one that tells what the last start was given.
-    warnings = changed_warnings(directory, stage)
-    if warnings:
-        say(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
-    artifacts.write_record(directory / "stage.json", {**stage_record(stage), "started": first_started(directory, now)})
-    say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
-
-
-def finish(campaign: Campaign, stage: Stage, context: Context, outcome: dict[str, Any], began: float) -> dict[str, Any]:
-    """Write provenance.json and done.json, and return the content of the latter.
-
-    `outcome` is what the work came to, `began` when it began, in seconds since 1970.
-    """
-    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
+    # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
     files = outcome.pop("files", {})
-    # Each is written whole, and done.json last: it promises that all the rest is there.
     inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
     provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
-    artifacts.write_record(context.directory / artifacts.PROVENANCE, provenance)
+    artifacts.write_record(directory / artifacts.PROVENANCE, provenance)
+    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     other_files = [name for name in artifacts.HANDED_ON if name not in files]
-    files = {**files, **artifacts.digests(context.directory, other_files)}
+    files = {**files, **artifacts.digests(directory, other_files)}
     done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
-    artifacts.write_record(context.directory / artifacts.DONE, done)
+    artifacts.write_record(directory / artifacts.DONE, done)
     return done
 
 
@@ -112,19 +114,3 @@ def divergence_of_run(stage: Stage, failure: StageFailed, say: Callable[[str], N
     message = str(failure).splitlines()[0].removeprefix(f"{stage.name}: ")
     say(f"{stage.name}: {message}\n  the sweep goes on without this run")
     return {sweep.DIVERGED: message}
-
-
-def check_parents(campaign: Campaign, stage: Stage) -> None:
-    """Raise ConfigError where the stage reads another that has not finished."""
-    for field, value in stage.parents.items():
-        link = reference(value)
-        if link is None:
-            continue
-        parent, _ = link
-        outcome = campaign.done(campaign.stage(parent))
-        if outcome is None:
-            raise ConfigError(
-                f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
-            )
-        if sweep.DIVERGED in outcome and Reads.OUTCOME not in stage.kind.inputs.values():
-            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[sweep.DIVERGED]}")

@@ -10,20 +10,20 @@ from data.errors import Preempted
 class Stopper:
     """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, log: Callable[[str], None]) -> None:
         self.asked = False
         self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
-        self.say = say
+        self.log = log
         signal.signal(signal.SIGTERM, self.handle)
         signal.signal(signal.SIGINT, self.handle)
         # A closed terminal or a dropped ssh; under nohup it is ignored, and stays so.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self.handle)
-        # Whoever started this process may have held them back: a fork server of workers does.
+        # The parent process may have held them back: a fork server of workers does.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember that somebody asked; raise Preempted where the driver itself works.
+        """Remember the request; raise Preempted where the driver itself works.
 
         Raises KeyboardInterrupt at a second SIGINT.
         """
@@ -36,8 +36,8 @@ class Stopper:
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
-        self.say(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
+        self.log(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
 
     def is_asked(self) -> bool:
-        """Tell whether somebody wants this command to end."""
+        """Tell whether this command is to end."""
         return self.asked

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 import pytest
 
 from jobs.cluster_config import ClusterConfig
-from jobs.monitor.trackers import TrackersConfig
 from jobs.recipe.configuration_page import all_keys, configuration_page
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
+from jobs.trackers_config import TrackersConfig
 from models.catalog import FAMILIES
 
 pytestmark = pytest.mark.quick

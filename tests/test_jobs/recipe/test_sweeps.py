@@ -24,7 +24,7 @@ from jobs.recipe import campaign, changes, choices, render
 from jobs.recipe.portable_recipe import portable
 from jobs.recipe.sweeps import Written, expand
 from jobs.resolved_recipe import Campaign
-from jobs.run import ending, stage_files, stage_run
+from jobs.run import ending, stage_metadata, stage_run
 from jobs.stages import sweep
 from pipeline import artifacts
 from pipeline.config import read_recipe
@@ -231,7 +231,7 @@ def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True)
-    artifacts.write_record(folder / "stage.json", stage_files.stage_record(stage))
+    artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
     metrics = {} if outcome else {"accuracy": accuracy}
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
     return folder
@@ -243,7 +243,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
-    artifacts.write_record(folder / "stage.json", stage_files.stage_record(stage))
+    artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
     context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
@@ -256,7 +256,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in render.resolved(before)
-    facts = stage_files.facts_of(before, before.stage("finetune.seed-0"))
+    facts = stage_metadata.facts_of(before, before.stage("finetune.seed-0"))
     assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
 
     finish(before, "finetune.lr-0.01", 0.25)

@@ -22,8 +22,8 @@ from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
-from jobs.run.reevaluation import with_new_evaluations
 from jobs.run.session import names_of_stages
+from jobs.run.stale_evaluations import with_new_evaluations
 from jobs.stages import any_weights, evaluation_worker
 from pipeline import artifacts
 from pipeline.config import Recipe
@@ -348,7 +348,7 @@ def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     stage = loaded.stage("pretrain")
     folder = loaded.directory(stage)
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
-    from jobs.run.stage_files import stage_record
+    from jobs.run.stage_metadata import stage_record
 
     artifacts.write_record(folder / "stage.json", stage_record(stage))
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": artifacts.digests(folder)})

@@ -16,7 +16,7 @@ from jobs import terminal
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.commands.status import status
 from jobs.run.ending import table, write_status
-from jobs.run.follow import Follower
+from jobs.run.log import RunLog
 from pipeline.monitoring.telemetry import (
     Telemetry,
     Window,
@@ -163,11 +163,11 @@ def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000001"
     attempt.mkdir(parents=True)
     log = tmp_path / "pretrain-1" / "log.txt"
-    follower = Follower()
+    run_log = RunLog()
     log.write_text("one\ntwo\nthr")
-    follower.tick(attempt, 1)
+    run_log.poll(attempt, 1)
     log.write_text("one\ntwo\nthree\n")
-    follower.tick(attempt, 1)
+    run_log.poll(attempt, 1)
     assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
 
 
@@ -175,12 +175,12 @@ def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_pa
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
     log = tmp_path / "pretrain-1" / "log.txt"
-    follower = Follower()
-    follower.say("pretrain: skipped")
-    follower.log = log
+    run_log = RunLog()
+    run_log("pretrain: skipped")
+    run_log.stage_file = log
     Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).log("bad sample 1 replaced")
-    follower.say("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
-    follower.tick(attempt, 3)
+    run_log("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
+    run_log.poll(attempt, 3)
     assert log.read_text() == (
         "[worker 1] bad sample 1 replaced\n[driver] SIGTERM: finishing the step\n[driver]   Ctrl-C again ends at once\n"
     )
@@ -216,13 +216,13 @@ def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
 def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):
     attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
     attempt.mkdir(parents=True)
-    follower = Follower(start_timeout_s=300.0)
-    follower.log = tmp_path / "pretrain-1" / "log.txt"
+    run_log = RunLog(start_timeout_s=300.0)
+    run_log.stage_file = tmp_path / "pretrain-1" / "log.txt"
 
     def looks(count: int) -> list[str]:
         for _ in range(count):
-            follower.spoke -= 11.0  # as if nothing had been said for so many seconds
-            follower.tick(attempt, 3)
+            run_log.spoke -= 11.0  # as if nothing had been said for so many seconds
+            run_log.poll(attempt, 3)
         return capsys.readouterr().out.splitlines()
 
     waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
@@ -231,7 +231,7 @@ def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_lo
     assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
     assert len(looks(3)) == 3, "signs of life"
-    assert follower.log.read_text().splitlines() == [
+    assert run_log.stage_file.read_text().splitlines() == [
         f"[driver] {waiting}",
         "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
     ]

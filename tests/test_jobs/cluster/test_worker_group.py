@@ -50,7 +50,7 @@ from tests.families import family_of
 if TYPE_CHECKING:
     from jobs.cluster.ray import ClusterInfo
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 BACKENDS = ["processes", "ray"]
 # Processes of Ray's head that this has no use for.
 OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent"}  # Ray's own

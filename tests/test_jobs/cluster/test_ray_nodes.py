@@ -34,7 +34,7 @@ from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 NODES = 3  # with one CPU each, beside a head without any
 
 

@@ -1,0 +1,118 @@
+"""What the driver shows while workers work, and keeps in the run's log: their lines, its own, and what it waits for."""
+
+import sys
+import time
+from pathlib import Path
+
+from data.checks import printable_lines
+from jobs.terminal import CLOSE_S, Terminal, write_last
+from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
+
+QUIET_S = 10.0  # silence after which a wait says what it waits for
+DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
+
+
+class RunLog:
+    """Prints what workers write into a stage's log.txt, writes there what the driver prints, keeps both in the run's.
+
+    There is one a campaign.
+    """
+
+    def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
+        self.file = file  # the run's log.txt, with every line that is printed, of all stages and commands
+        self.start_timeout_s = start_timeout_s
+        self.stage_file: Path | None = None  # log.txt of the stage that runs; None between stages
+        self.last_wait: tuple[str, Path] | None = None  # the wait that was reported last, and in which attempt
+        self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
+        self.spoke = time.monotonic()
+        self.terminal = None if quiet else Terminal(sys.stdout)
+
+    def __call__(self, text: str) -> None:
+        """Print the driver's line to the terminal, and keep it in the logs of the run and of the stage that runs."""
+        if self.stage_file is not None:
+            lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
+            # A full disk costs the line in the log; the terminal has it.
+            append_whole(self.stage_file, lines.encode())
+        self.keep(text)
+        self.show(text)
+
+    def keep(self, text: str) -> None:
+        """Append a line to the run's log."""
+        if self.file is not None:
+            append_whole(self.file, f"{printable_lines(text)}\n".encode())
+
+    def show(self, text: str) -> None:
+        """Print a line to the terminal, above the bar where there is one."""
+        self.spoke = time.monotonic()
+        # It returns at once: a terminal that takes no line must not hold up the watchdog, nor a stop.
+        if self.terminal is not None:
+            self.terminal.write(printable_lines(text))
+
+    def skip(self, directory: Path) -> None:
+        """Count what a stage's log holds now as shown: earlier commands have shown it."""
+        log = directory / "log.txt"
+        self.shown_bytes.setdefault(log, size_of(log))
+
+    def poll(self, attempt_folder: Path, number: int) -> None:
+        """Show what the worker group has logged since the last call; after a long silence, report what it waits for."""
+        # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
+        directory = attempt_folder.parents[1]
+        stage = directory.name
+        last = last_metrics(directory)
+        worker_lines = self.new_lines(directory / "log.txt")
+        if worker_lines is not None:
+            for line in worker_lines:
+                # The driver's own lines were shown when they were logged.
+                if not line.startswith(DRIVER_MARK):
+                    self.keep(f"[{stage}] {line}")
+                    self.show(f"[{stage}] {line}")
+            if last is not None and self.terminal is not None and self.terminal.has_bar:
+                self.terminal.move_bar(last["step"], last["steps"], f"{stage}  loss {last['loss']:.4f}")
+            return
+        if time.monotonic() - self.spoke <= QUIET_S:
+            return
+
+        # Of a group that works: a sign of life for a person who watches; a log would fill with them. The newest report
+        # may be of the attempt before, which says nothing about these workers.
+        if last is not None and last["attempt"] == int(attempt_folder.name.rpartition("-")[2]):
+            # The time is that of rank 0's clock, which may be ahead of this one.
+            age = duration(max(0.0, time.time() - last["time"]))
+            self.show(f"[{stage}] working: step {last['step']}/{last['steps']} was {age} ago")
+            return
+        # Of a group without a step: each wait once.
+        started = len(list(attempt_folder.glob("rank-*.json")))
+        wait = f"[{stage}] {started} workers are up, waiting for the first step"
+        if not started:
+            limit = duration(self.start_timeout_s)
+            wait = f"[{stage}] waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
+        if (wait, attempt_folder) != self.last_wait:
+            self(wait)
+        self.last_wait = (wait, attempt_folder)
+
+    def new_lines(self, log: Path) -> list[str] | None:
+        """Return the whole lines that were added since the last call; None where nothing was added."""
+        shown = self.shown_bytes.get(log, 0)
+        if size_of(log) <= shown:
+            return None
+        with open(log, "rb") as file:
+            file.seek(shown)
+            added = file.read()
+        # The last line may be half written; the next call shows it.
+        whole = added[: added.rfind(b"\n") + 1]
+        self.shown_bytes[log] = shown + len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+    def close(self) -> None:
+        """Take the bar away, and give the terminal a few seconds for the lines that it has not taken yet."""
+        if self.terminal is None:
+            return
+        lost = self.terminal.close()
+        if lost:
+            line = f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.file} has all"
+            self.keep(line)
+            write_last(line)
+
+
+def size_of(log: Path) -> int:
+    """Return the bytes of a file; 0 where it is not there yet."""
+    return log.stat().st_size if log.exists() else 0
