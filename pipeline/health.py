@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.checks import printable
-from data.errors import DataError, Diverged, WentBack
+from data.errors import Diverged, WentBack
 from data.loader import Batch
 from pipeline.artifacts import read_record, write_record
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -33,7 +33,6 @@ EXCLUDED_STEPS = "excluded-steps.json"
 RECENT = 64  # steps kept in mind, for the record of a spike
 SPIKE = 10.0  # a spike is so many times the median norm of the recent steps
 SPIKE_AFTER = 16  # finite norms that the median needs to mean something
-BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
 @dataclass(frozen=True)
@@ -154,24 +153,6 @@ class Health:
             if number == 1 or number % 1000 == 0:
                 self.telemetry.log(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
         return len(batch.bad)
-
-    def are_too_many(self, bad: int, seen: int) -> bool:
-        """Return whether more of the samples seen were bad than a healthy set can have."""
-        # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
-        return bad > self.cfg.data.max_bad_fraction * max(seen, BAD_GRACE)
-
-    def bad_share(self, bad: int, seen: int) -> str:
-        """Return, in words, how many of the samples seen were bad, and that they are too many."""
-        allowed = self.cfg.data.max_bad_fraction
-        return f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows"
-
-    def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:
-        """Raise DataError when more of the samples seen were bad than a healthy set can have."""
-        if self.are_too_many(bad, seen):
-            raise DataError(
-                f"{self.bad_share(bad, seen)}\n"
-                f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"
-            )
 
 
 def read_excluded(directory: Path) -> list[range]:

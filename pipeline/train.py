@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import models
-from data.errors import Preempted
+from data.errors import DataError, Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
@@ -44,6 +44,8 @@ from pipeline.reports import report_training
 from pipeline.start import set_up
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Worker
+
+BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
 class StageResult(TypedDict):
@@ -201,10 +203,15 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     worker.window.norms.append(norm)
     health.count_step(progress.step, mean_loss, norm, progress.ledger.hex, ids)
     samples_seen = health.samples_seen(progress.step)
-    are_too_many_bad = health.are_too_many(progress.bad_samples, samples_seen)
+    # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
+    allowed = worker.cfg.data.max_bad_fraction
+    are_too_many_bad = progress.bad_samples > allowed * max(samples_seen, BAD_GRACE)
+    bad_share = (
+        f"{progress.bad_samples} bad samples among {samples_seen} seen, more than max_bad_fraction {allowed} allows"
+    )
     if are_too_many_bad and worker.saver.in_flight and worker.rank == 0:
         # Where that save fails, its error takes the place of the one below, and nobody would hear of the bad samples.
-        worker.telemetry.log(f"step {progress.step}: {health.bad_share(progress.bad_samples, samples_seen)}")
+        worker.telemetry.log(f"step {progress.step}: {bad_share}")
     if health.has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be excluded with them.
@@ -214,7 +221,11 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
         end_saving(worker, progress)
     if health.has_given_up:
         health.go_back_or_end(progress.step)
-    health.check_bad(progress.bad_samples, samples_seen, worker.job.train)
+    if are_too_many_bad:
+        raise DataError(
+            f"{bad_share}\n"
+            f"  see log.txt for names; python -m jobs data check {' or '.join(worker.job.train)} counts them by reason"
+        )
 
 
 def due_after(worker: Worker, step: int, first_step: int, *, stopping: bool) -> Due:
