@@ -81,7 +81,6 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/reader.py": GOES_BACK,
     "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
     "pipeline/checkpoints/saver.py": CHECKPOINTS,
-    "pipeline/checkpoints/snapshot.py": CHECKPOINTS,
     "pipeline/checkpoints/disk_space.py": ("tests/test_pipeline/checkpoints/test_disk_space.py",),
     "pipeline/evaluate.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/evaluation/group.py": (*STOPS, *SHORT, *CAMPAIGN),

@@ -1,7 +1,7 @@
 """One owner a run: a lock that dies with its process, and attempts numbered so that a late commit can be refused.
 
 `owned` keeps two commands from working in one run directory. `claim_attempt` fences what a frozen or cut-off owner may
-still try: its attempt has a number, whoever commits reads the newest number first, and refuses when it is not its own.
+still try: its attempt has a number, a commit reads the newest number first, and refuses when it is not its own.
 """
 
 import json
@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -38,8 +38,18 @@ def owned(run: Path) -> Iterator[None]:
     # Opened to append: "w" would wipe out the owner's name before we know whether the lock is free.
     with open(path, "a+") as file:
         if not take_lock(file.fileno(), path, wait=False):
+            named = "another process that has not said its name yet"
+            for _ in range(NAME_TRIES):
+                # An error means that the name is not there or half written: the next look has it.
+                with suppress(OSError, ValueError, KeyError):
+                    owner = json.loads(path.read_text())
+                    # Until the new owner has written its name, a former one's stands here, which may live no more.
+                    if owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]):
+                        named = f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
+                        break
+                time.sleep(0.1)
             raise RunOwned(
-                f"{run} is owned by {owner_name(path)}\n"
+                f"{run} is owned by {named}\n"
                 f"  watch it: python -m jobs status {run}\n"
                 "  or give this run another name: run=…"
             )
@@ -74,20 +84,6 @@ def check_place(run: Path) -> None:
                 f"{path} is a file\n  expected the folder that a run writes into, or a new name\n"
                 "  give the run another name: run=…"
             )
-
-
-def owner_name(path: Path) -> str:
-    """Name the owner of a run in words: process, host, since when, and its command."""
-    for _ in range(NAME_TRIES):
-        try:
-            owner = json.loads(path.read_text())
-            # Until the new owner has written its name, a former one's stands here: one that lives no more is not it.
-            if owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]):
-                return f"process {owner['pid']} on {owner['host']} since {owner['since']} ({owner['command']})"
-        except (OSError, ValueError, KeyError):
-            pass  # empty, or half written: the next look has it
-        time.sleep(0.1)
-    return "another process that has not said its name yet"
 
 
 def claim_attempt(storage: Storage, stage: str = "") -> int:

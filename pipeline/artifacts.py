@@ -4,7 +4,7 @@
    (`write_record`).
 2. A stage's done.json, or the provenance.json of imported or exported weights, holds bytes and sha256 of every file
    that is handed on: `digests`.
-3. Whoever reads such a file compares it first: `check_files` for all files of a finished stage, `check_weights` for
+3. A reader of such a file compares it first: `check_files` for all files of a finished stage, `check_weights` for
    weights that something starts from. A difference is a DataError that names the file, who wrote it, and the way out.
 
 In:  {"key": "1a2b…", "seconds": 3.2}
@@ -51,7 +51,7 @@ def write_record(path: Path, values: Mapping[str, object]) -> None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read a record, and compare it with its digest. Raises DataError where it is torn or altered, OSError.
 
-    The values are JSON: whoever wrote the record knows what it is.
+    The values are JSON, of the types that the writer of the record gave them.
     """
     try:
         values = unseal(path.read_bytes())
@@ -131,7 +131,7 @@ def check_files(folder: Path, say: Callable[[str], None]) -> bool:
 
 
 def say_where_slow(began: float, checked_bytes: int, folder: Path, say: Callable[[str], None]) -> None:
-    """Say how long a check took, where somebody may wonder what the command is waiting for."""
+    """Say how long a check took, where a user may wonder why the command waits."""
     seconds = time.monotonic() - began
     if seconds > SAY_AFTER_S:
         say(f"checked {checked_bytes / 1e9:.1f} GB in {folder} in {seconds:.0f} s")

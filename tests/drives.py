@@ -751,9 +751,10 @@ def load_known(task: dict[str, Any]) -> dict[str, Any]:
             for f in made.fragments():
                 for view in f.tensors.values():
                     view.detach().fill_(torch.nan)
-            chosen = restore.choose_together(checkpoints_in(folder), 2, print)
+            checkpoints = checkpoints_in(folder)
+            chosen = restore.choose_together(checkpoints, 2, print)
             assert chosen is not None
-            assert restore.load(made.load, chosen) == ""
+            assert restore.load_together(made.load, checkpoints, chosen, 2, print) == chosen, "none was refused"
             assert made.updates == chosen.manifest.updates == 7
             count = 0
             for f in made.fragments():

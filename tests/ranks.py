@@ -255,9 +255,10 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         )
         saver.finish()
     else:
-        found = restore.choose_together(checkpoints_in(folder), 2, print)
+        checkpoints = checkpoints_in(folder)
+        found = restore.choose_together(checkpoints, 2, print)
         assert found is not None
-        assert restore.load(engine.load, found) == ""
+        assert restore.load_together(engine.load, checkpoints, found, 2, print) == found
     steps(engine, 3, 6)
     average = {name: kinds["average"].tolist() for name, kinds in whole_state(engine).items()}
     engine.close()

@@ -42,7 +42,7 @@ from data.loader import Batch, Wait, copied, moved_ahead
 from models import layers, vit
 from models.catalog import FAMILIES
 from pipeline import config
-from pipeline.checkpoints.snapshot import host_memory
+from pipeline.checkpoints.saver import host_memory
 from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.memory_traces import Kind

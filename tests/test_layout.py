@@ -280,8 +280,11 @@ def names_in(module: str) -> frozenset[str]:
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("from pipeline.checkpoints.saver import host_memory", "pipeline.checkpoints.saver.host_memory"),
-        ("from pipeline.checkpoints import saver\nsaver.host_memory(1)", "pipeline.checkpoints.saver.host_memory"),
+        ("from pipeline.checkpoints.restore import host_memory", "pipeline.checkpoints.restore.host_memory"),
+        (
+            "from pipeline.checkpoints import restore\nrestore.host_memory(1)",
+            "pipeline.checkpoints.restore.host_memory",
+        ),
         ("def test():\n    from data.shards import nothing", "data.shards.nothing"),
         ("import tests.nothing", "tests.nothing"),
         ("import models\nmodels.nothing", "models.nothing"),
@@ -292,8 +295,8 @@ def test_a_name_that_was_moved_is_missed(source: str, name: str) -> None:
 
 
 def test_a_name_that_is_there_is_not_missed() -> None:
-    there = "from pipeline.checkpoints import snapshot\nimport models as m\nimport torch\n"
-    assert missing_names(f"{there}snapshot.host_memory\nm.ViT\nm.__file__\ntorch.nothing") == []
+    there = "from pipeline.checkpoints import saver\nimport models as m\nimport torch\n"
+    assert missing_names(f"{there}saver.host_memory\nm.ViT\nm.__file__\ntorch.nothing") == []
     shadowed = "from data import files\ndef test(files):\n    files.values()"
     assert missing_names(shadowed) == []
 

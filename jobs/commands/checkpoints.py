@@ -24,7 +24,7 @@ from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation import async_evaluation
-from pipeline.monitoring.telemetry import Record, read_metrics
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.versions import code_version
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
@@ -40,11 +40,6 @@ class Saved(NamedTuple):
     def title(self) -> str:
         """Return "pretrain-1/step-0000000050": two stages may have a checkpoint of the same step."""
         return f"{self.checkpoints.stage}/{self.name}"
-
-    @property
-    def step(self) -> int:
-        """Return the step in the checkpoint's name."""
-        return step_of(Path(self.name))
 
 
 def selected(run: OpenedRun, step: int | None) -> list[Saved]:
@@ -62,10 +57,15 @@ def selected(run: OpenedRun, step: int | None) -> list[Saved]:
     if step is None:
         return saved
     # A step can be there several times: of several stages, or of attempts of which a later one took it again.
-    of_step = [checkpoint for checkpoint in saved if checkpoint.step == step]
+    of_step: list[Saved] = []
+    known_steps: list[str] = []
+    for checkpoint in saved:
+        known_step = step_of(Path(checkpoint.name))
+        known_steps.append(str(known_step))
+        if known_step == step:
+            of_step.append(checkpoint)
     if not of_step:
-        known_steps = ", ".join(str(checkpoint.step) for checkpoint in saved)
-        raise UsageError(f"no checkpoint of step {step} in {run.name}; there are {known_steps}")
+        raise UsageError(f"no checkpoint of step {step} in {run.name}; there are {', '.join(known_steps)}")
     return of_step
 
 
@@ -94,8 +94,21 @@ def list_all(path: str) -> Iterator[str]:
             records = read_metrics(run.storage.local / checkpoints.stage, "evaluate")
             evaluations = {record["step"]: record for record in records}
             for name in checkpoints.committed():
-                line = list_line(checkpoints, name, evaluations.get(step_of(Path(name)), {}))
-                yield f"  {run.in_words(line)}"
+                try:
+                    manifest = checkpoints.manifest(name)
+                except (CheckpointError, OSError) as error:
+                    yield f"  {name}  BAD: {run.in_words(str(error))}"
+                    continue
+                attempt = attempt_of_stage(checkpoints.storage.local / checkpoints.stage, manifest.attempt)
+                line = (
+                    f"  {name}  {manifest.total_bytes / 1e6:9.1f} MB in {len(manifest.files)} files  "
+                    f"world {manifest.world}  ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
+                )
+                for score, value in evaluations.get(manifest.step, {}).items():
+                    is_score = isinstance(value, float) and score not in ("time", "seconds")
+                    if is_score and not async_evaluation.is_of_one_seed(score):
+                        line += f"  {score} {value:.4f}"
+                yield line
             for name in run.storage.unpublished(checkpoints.folder):
                 if name.startswith("bad-"):
                     yield f"  {name}  refused by a start, kept for you to look at; delete it when you have"
@@ -103,25 +116,6 @@ def list_all(path: str) -> Iterator[str]:
                     yield f"  {name}  an old checkpoint on its way out; the next start sweeps what is left of it"
                 else:
                     yield f"  {name}  a save in flight, or one that died; the next start sweeps it"
-
-
-def list_line(checkpoints: StageCheckpoints, name: str, evaluation: Record) -> str:
-    """Return a checkpoint's size, world, attempt and scores, from its manifest and its step's evaluation."""
-    try:
-        manifest = checkpoints.manifest(name)
-    except (CheckpointError, OSError) as error:
-        return f"{name}  BAD: {error}"
-    size = sum(file["bytes"] for file in manifest.files.values())
-    attempt = attempt_of_stage(checkpoints.storage.local / checkpoints.stage, manifest.attempt)
-    line = (
-        f"{name}  {size / 1e6:9.1f} MB in {len(manifest.files)} files  world {manifest.world}  "
-        f"ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
-    )
-    for score, value in evaluation.items():
-        is_score = isinstance(value, float) and score not in ("time", "seconds")
-        if is_score and not async_evaluation.is_of_one_seed(score):
-            line += f"  {score} {value:.4f}"
-    return line
 
 
 def verify_all(path: str, step: int | None) -> Iterator[str]:
@@ -227,7 +221,7 @@ def export_weights(path: str, step: int | None, target: Path) -> Iterator[str]:
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder, which is made where there is none")
     with opened(path) as run:
-        # The manifest stays behind: whoever reads the exported file cannot check it against these digests.
+        # The manifest stays behind: the exported file cannot be checked against these digests.
         folder = newest_verified(run, step)
         stage_folder = folder.parents[1]
         model = models.from_dict(artifacts.read_record(stage_folder / "stage.json")["model"])

@@ -60,7 +60,11 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
 def stages_of(storage: Storage) -> list[str]:
     """Return the names of the stages' folders that hold checkpoints. Raises UsageError where there are none."""
-    stages = {name.split("/")[0] for name in storage.list() if name.split("/")[1:2] == ["checkpoints"]}
+    stages: set[str] = set()
+    for name in storage.list():
+        stage, _, below = name.partition("/")
+        if below.split("/")[0] == "checkpoints":
+            stages.add(stage)
     if not stages:
         raise UsageError(
             f"{storage.address()} holds no checkpoints\n"

@@ -97,25 +97,25 @@ def looked_at(storage: Storage) -> Iterator[Path]:
     That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
     temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
     """
-    if not isinstance(storage, Bucket) or is_newest_here(storage):
+    if not isinstance(storage, Bucket):
+        yield storage.local
+        return
+    has_all_here = False
+    if storage.local.is_dir():
+        with locked(storage.local / OWNER_FILE, wait=False) as is_free:
+            # A command works here; or its last owner did so.
+            has_all_here = not is_free
+            if is_free:
+                sync = Sync(storage, print)
+                owner = sync.owner()
+                has_all_here = owner is not None and owner["token"] == sync.last_token
+    if has_all_here:
         yield storage.local
         return
     with TemporaryDirectory(prefix="patchline-plan-") as temporary:
         folder = Path(temporary).resolve()
         Sync(Bucket(storage.url, folder), print).pull(is_ours=False)
         yield folder
-
-
-def is_newest_here(storage: Bucket) -> bool:
-    """Tell whether the local folder of a run has all its small files: its owner works there, or did so last."""
-    if not storage.local.is_dir():
-        return False
-    with locked(storage.local / OWNER_FILE, wait=False) as is_free:
-        if not is_free:
-            return True
-        sync = Sync(storage, print)
-        owner = sync.owner()
-        return owner is not None and owner["token"] == sync.last_token
 
 
 class Sync:
@@ -147,30 +147,30 @@ class Sync:
 
         Raises RunOwned where the owner is alive, StorageError where the store cannot keep two owners apart.
         """
+        # 1. A store without conditional writes could not keep a late commit out.
         self.store.check_creates_once(f"{ATTEMPTS}/{0:06d}.json")
+
+        # 2. An owner that has worked in this folder is dead, because we hold the lock of it. Another one that has not
+        #    said that it has ended is waited for. Only what changes is looked at, never a time: clocks of machines
+        #    differ.
         owner = self.owner()
-        # We hold the lock of this folder: whoever worked in it is dead.
         is_ours = owner is not None and owner["token"] == self.last_token
         if owner is not None and not is_ours and not owner["is_released"]:
-            self.wait_for_sign_of_life(owner)
+            wait_s = WATCH_BEATS * BEAT_S
+            self.log(f"{self.store.url} was left by {name_of(owner)}; waiting {wait_s:.0f} s for a sign of life")
+            deadline = time.monotonic() + wait_s
+            while time.monotonic() < deadline:
+                time.sleep(BEAT_S / 5)
+                now = self.owner()
+                if now is not None and now != owner and not now["is_released"]:
+                    raise self.owned_by(now)
+            self.log(f"no sign of life: taking the run over; should {name_of(owner)} wake up, it cannot commit")
+
+        # 3. Of two that come at once, the later one has put its name over the other's.
         self.renew(0)
-        # Of two that came at once, the later one has put its name over the other's.
         time.sleep(min(1.0, BEAT_S / 10))
         self.check_owned()
         return is_ours
-
-    def wait_for_sign_of_life(self, owner: Owner) -> None:
-        """Return when the owner has given none for long enough. Raises RunOwned when it does."""
-        # Only what changes is looked at, never a time: clocks of machines differ.
-        wait_s = WATCH_BEATS * BEAT_S
-        self.log(f"{self.store.url} was left by {name_of(owner)}; waiting {wait_s:.0f} s for a sign of life")
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline:
-            time.sleep(BEAT_S / 5)
-            now = self.owner()
-            if now is not None and now != owner and not now["is_released"]:
-                raise self.owned_by(now)
-        self.log(f"no sign of life: taking the run over; should {name_of(owner)} wake up, it cannot commit")
 
     def owned_by(self, owner: Owner) -> RunOwned:
         """Return the error that names the owner."""
@@ -280,7 +280,10 @@ class Sync:
         """
         with self.lock:
             self.check_owned()
-            paths = [path for path in self.run.rglob("*") if is_synced(path.relative_to(self.run))]
+            paths: list[Path] = []
+            for path in self.run.rglob("*"):
+                if is_synced(path.relative_to(self.run)):
+                    paths.append(path)
             # The records that a stage is done come behind all other files.
             for path in sorted(paths, key=lambda path: path.name == DONE):
                 # A file may go while we look, as temporary ones do.
@@ -305,7 +308,13 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> list[s
     How often a stage was tried is counted by its folders of attempts: those are made too. Raises StorageError.
     """
     sizes = store.list()
-    missing = [name for name in sizes if is_wanted(name) and not (store.local / name).exists()]
+    missing: list[str] = []
+    claims: list[str] = []  # of attempts
+    for name in sizes:
+        if name.startswith(f"{ATTEMPTS}/"):
+            claims.append(name)
+        if is_wanted(name) and not (store.local / name).exists():
+            missing.append(name)
 
     def fetch(name: str) -> None:
         path = store.local / name
@@ -318,7 +327,7 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> list[s
             attempt_folder(store.local / claim["stage"], int(Path(name).stem)).mkdir(parents=True, exist_ok=True)
 
     each(missing, fetch)
-    each([name for name in sizes if name.startswith(f"{ATTEMPTS}/")], make_attempt_folder)
+    each(claims, make_attempt_folder)
     return missing
 
 

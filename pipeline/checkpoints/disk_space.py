@@ -62,7 +62,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     swept = 0
     for leftover in checkpoints.local.glob(".tmp-*"):
         for path in [leftover, *leftover.rglob("*")]:
-            # Whoever plans beside a run that goes on may see it disappear.
+            # A run that goes on meanwhile may delete it.
             with suppress(FileNotFoundError):
                 if path.is_file():
                     swept += path.stat().st_size
@@ -71,15 +71,15 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     return max(to_come * one_checkpoint + weights - swept, 0), parts
 
 
-def shortage(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> str:
-    """Return what is missing for a save that will write so many bytes; "" where it fits.
+def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> None:
+    """Raise CheckpointError where the disk has no room for a save of so many bytes, OSError where it does not tell.
 
-    What the workers have written already counts as room: they do not wait for each other. Raises OSError where the disk
-    does not tell.
+    What the workers have written already counts as room: they do not wait for each other.
     """
     storage = checkpoints.storage
     staged = checkpoints.staged_name(manifest)
     free = storage.free_bytes(staged)
-    if free >= needed_bytes or free + sum(storage.list(staged).values()) >= needed_bytes:
-        return ""
-    return f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"
+    if free < needed_bytes and free + sum(storage.list(staged).values()) < needed_bytes:
+        raise CheckpointError(
+            f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"
+        )

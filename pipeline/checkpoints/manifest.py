@@ -2,7 +2,7 @@
 
     MANIFEST.json   {"step": 1200, …, "files": {"rank-00000.safetensors": {"bytes": 4096, …}}, "sha256": "9f3c…"}
 
-Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that whoever reads a part can
+Of a worker's file it holds the sha256 of the whole and a short digest of every chunk, so that a reader of a part can
 check that part alone.
 
 `status` reads manifests, and a record of a stage (pipeline/artifacts.py) promises files in the same way: neither needs
@@ -66,6 +66,16 @@ class Manifest:
     files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
 
+    @property
+    def name(self) -> str:
+        """Return the name of the checkpoint that the save becomes."""
+        return f"step-{self.step:010d}"
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(file["bytes"] for file in self.files.values())
+
 
 class Damaged(CheckpointError):
     """A file of a checkpoint is not what was committed: another checkpoint may be whole."""
@@ -94,14 +104,14 @@ def attempt_folder(directory: Path, attempt: int) -> Path:
 
 
 def attempt_of_stage(directory: Path, attempt: int) -> int:
-    """Return how many attempts a stage had when this one began, itself counted: what people are told.
+    """Return how many attempts a stage had when this one began, itself counted: the number that people see.
 
     `attempt` counts over the whole run, because it fences late commits.
     """
     earlier = 0
     for folder in (directory / "attempts").glob("attempt-*"):
         number = folder.name.removeprefix("attempt-")
-        # A folder of any other name is a copy that somebody made.
+        # A folder of any other name is a copy made by hand.
         if number.isdigit() and int(number) < attempt:
             earlier += 1
     return earlier + 1
@@ -223,23 +233,6 @@ def digest_chunks(chunks: Iterable[memoryview], chunk_bytes: int) -> ChunkedReco
         digests.append(xxh3_64_hexdigest(chunk))
         size += len(chunk)
     return {"bytes": size, "sha256": whole.hexdigest(), "chunk_bytes": chunk_bytes, "chunks": "".join(digests)}
-
-
-def verify_file(path: Path, expected: ChunkedRecord) -> None:
-    """Read a whole file of a checkpoint.
-
-    Raises Damaged unless it has the size and digests that the manifest gives it, OSError where the storage fails.
-    """
-    # The size first: a truncated file is found without reading gigabytes of it.
-    check_size(path, expected)
-    try:
-        actual = digest_chunks(chunks_of(path, expected["chunk_bytes"]), expected["chunk_bytes"])
-    except OSError as error:
-        raise unreadable(path, error) from None
-    if actual["sha256"] != expected["sha256"]:
-        raise Damaged(f"{path}: its sha256 is not the manifest's; the file has changed")
-    if actual["chunks"] != expected["chunks"]:
-        raise Damaged(f"{path}: its sha256 is the manifest's, and the digests of its chunks are not")
 
 
 def check_size(path: Path, expected: FileRecord) -> None:

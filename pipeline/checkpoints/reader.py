@@ -36,10 +36,11 @@ from pipeline.checkpoints.manifest import (
     Damaged,
     Manifest,
     check_size,
+    chunks_of,
+    digest_chunks,
     look_at,
     read_manifest,
     unreadable,
-    verify_file,
 )
 
 MOST_OPEN = 256  # files of a Reader at a time; a process may open 1,024 of all kinds on most systems
@@ -54,9 +55,19 @@ def verify(checkpoint: Path) -> Manifest:
     """
     manifest = look_at(Folder(checkpoint.parent), checkpoint.name)
     for name, record in manifest.files.items():
-        verify_file(checkpoint / name, record)
+        path = checkpoint / name
+        # The size first: a truncated file is found without reading gigabytes of it.
+        check_size(path, record)
+        try:
+            actual = digest_chunks(chunks_of(path, record["chunk_bytes"]), record["chunk_bytes"])
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if actual["sha256"] != record["sha256"]:
+            raise Damaged(f"{path}: its sha256 is not the manifest's; the file has changed")
+        if actual["chunks"] != record["chunks"]:
+            raise Damaged(f"{path}: its sha256 is the manifest's, and the digests of its chunks are not")
         # The head too: a digest may be right for a file that never was a checkpoint, such as a pickle.
-        FragmentFile(checkpoint / name, record).close()
+        FragmentFile(path, record).close()
     return manifest
 
 
@@ -78,29 +89,26 @@ class FragmentFile:
         self.kept_number = -1  # of the chunk that was read last for a part of it
         self.kept = bytearray()
         self.places: dict[str, tuple[int, int]] = {}  # first byte in the file and number of elements, by key
+        # The head says where the fragments lie. A file that never was one of fragments may fail at any of these steps.
         try:
-            self.read_head()
+            length_field = bytearray(LENGTH_BYTES)
+            self.fill(memoryview(length_field)[: self.size], 0)
+            data_begins = LENGTH_BYTES + int.from_bytes(length_field, "little")
+            if data_begins > self.size:
+                raise ValueError(f"its head would end at byte {data_begins} of {self.size}")
+            text = bytearray(data_begins - LENGTH_BYTES)
+            self.fill(memoryview(text), LENGTH_BYTES)
+            for key, described in json.loads(text).items():
+                if key == "__metadata__":
+                    continue
+                first_byte, end_byte = described["data_offsets"]
+                (count,) = described["shape"]
+                is_flat_fp32 = described["dtype"] == "F32" and end_byte - first_byte == FLOAT_BYTES * count
+                if not is_flat_fp32 or not 0 <= first_byte <= end_byte <= self.size - data_begins:
+                    raise ValueError(f"{key} is {described}")
+                self.places[key] = (data_begins + first_byte, count)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{path} holds no fragments: {error}") from None
-
-    def read_head(self) -> None:
-        """Note where the fragments lie. Raises ValueError and its like where this is no file of fragments."""
-        length_field = bytearray(LENGTH_BYTES)
-        self.fill(memoryview(length_field)[: self.size], 0)
-        data_begins = LENGTH_BYTES + int.from_bytes(length_field, "little")
-        if data_begins > self.size:
-            raise ValueError(f"its head would end at byte {data_begins} of {self.size}")
-        text = bytearray(data_begins - LENGTH_BYTES)
-        self.fill(memoryview(text), LENGTH_BYTES)
-        for key, described in json.loads(text).items():
-            if key == "__metadata__":
-                continue
-            first_byte, end_byte = described["data_offsets"]
-            (count,) = described["shape"]
-            is_flat_fp32 = described["dtype"] == "F32" and end_byte - first_byte == FLOAT_BYTES * count
-            if not is_flat_fp32 or not 0 <= first_byte <= end_byte <= self.size - data_begins:
-                raise ValueError(f"{key} is {described}")
-            self.places[key] = (data_begins + first_byte, count)
 
     def read(self, key: str, first: int, wanted: Tensor) -> None:
         """Fill a flat fp32 tensor in host memory with a fragment's elements from its element `first` on.
@@ -125,18 +133,14 @@ class FragmentFile:
             if position == chunk_begins and stop == chunk_ends:
                 self.read_chunk(number, part)
             else:
-                kept = self.keep_chunk(number, chunk_ends - chunk_begins)
-                part[:] = kept[position - chunk_begins : stop - chunk_begins]
+                # A chunk of which a part is wanted is kept, because the next range begins where this one ends.
+                if number != self.kept_number:
+                    self.kept_number = -1
+                    self.kept = bytearray(chunk_ends - chunk_begins)
+                    self.read_chunk(number, memoryview(self.kept))
+                    self.kept_number = number
+                part[:] = memoryview(self.kept)[position - chunk_begins : stop - chunk_begins]
             position = stop
-
-    def keep_chunk(self, number: int, length: int) -> memoryview:
-        """Return a chunk of which a part is wanted; it is kept, because the next range begins where this one ends."""
-        if number != self.kept_number:
-            self.kept_number = -1
-            self.kept = bytearray(length)
-            self.read_chunk(number, memoryview(self.kept))
-            self.kept_number = number
-        return memoryview(self.kept)
 
     def read_chunk(self, number: int, target: memoryview) -> None:
         """Read one chunk and compare it with its digest. Raises Damaged where it differs."""
@@ -267,16 +271,18 @@ class Reader:
 
         Raises CheckpointError as a call does; all files must be open.
         """
-        flats = {name: torch.empty(shape.numel()) for name, shape in shapes.items()}
-        wanted: dict[str, list[tuple[str, Piece]]] = {file: [] for file in self.opened}
-        for name, flat in flats.items():
-            pieces = self.pieces.get((name, kind), [])
-            check_complete(sum(piece.length for piece in pieces), flat.numel(), name, kind)
-            for piece in pieces:
-                wanted[piece.file].append((name, piece))
+        flats: dict[str, Tensor] = {}
+        wanted: dict[str, list[tuple[str, Piece]]] = {}  # by file: the pieces in it, each with its parameter
+        for name, shape in shapes.items():
+            flats[name] = torch.empty(shape.numel())
+            length = 0
+            for piece in self.pieces.get((name, kind), []):
+                length += piece.length
+                wanted.setdefault(piece.file, []).append((name, piece))
+            check_complete(length, shape.numel(), name, kind)
         # File by file: by parameter, the files of a thousand workers would be opened again for each.
-        for of_file in wanted.values():
-            for name, piece in of_file:
+        for file in self.opened:
+            for name, piece in wanted.get(file, []):
                 self.read(piece, piece.start, flats[name][piece.start : piece.start + piece.length])
         return {name: flats[name].view(shape) for name, shape in shapes.items()}
 

@@ -1,12 +1,7 @@
 """Filling the engines of all workers with one checkpoint: one decision of all, and each reads what it needs alone.
 
-1. Rank 0 sweeps what died, takes the newest checkpoint whose manifest is whole and whose files are all there in their
-   sizes. On every node one worker makes its files readable there, which copies them where nodes share no folder. All
-   hear which checkpoint it is (`choose_together`).
-2. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read.
-3. All hear whether somebody has read bytes that were not committed, or could not read (`load`).
-4. Where bytes were bad, rank 0 reads the whole checkpoint anew. What is bad for rank 0 too is refused, and all workers
-   begin again with the one before it (`load_together`); what is whole for rank 0 is the fault of the other's node.
+`choose_together` agrees on the newest checkpoint that is there, and makes its files readable on every node;
+`load_together` fills the engines with it, or with an older one where bytes were bad. Both are steps of all workers.
 
 In:  step-0000001200 of two workers, with a flipped bit in rank-00001.safetensors; step-0000001100
 Out: bad-0000001200-000007, and engines that hold step 1100, on whatever number of workers
@@ -38,94 +33,100 @@ def choose_together(checkpoints: StageCheckpoints, attempt: int, log: Log) -> Ch
     Where its files had to be copied to the nodes, every byte was compared. Raises CheckpointError on every worker
     alike, for the reasons of `StageCheckpoints.choose`, where the storage fails, and where one node alone cannot read.
     """
-    # One decision before anything is built on it: no worker may start anew while the others resume.
     while True:
+        # 1. Rank 0 sweeps what died, and takes the newest whose manifest is whole and whose files are all there in
+        #    their sizes. One decision before anything is built on it: no worker may start anew while the others resume.
         candidate = on_rank_0(lambda: checkpoints.choose(attempt, log))
         if candidate is None:
             return None
         name, manifest = candidate
-        problem = fetch_together(checkpoints, name)
+
+        # 2. On every node one worker makes the files readable there, which copies them where nodes share no folder.
+        outcome: str | CheckpointError | None = None  # of a worker that does not fetch; "" where it is whole
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            try:
+                checkpoints.fetch(name)
+                outcome = ""
+            except NewerSchema as error:
+                outcome = error
+            except CheckpointError as error:
+                outcome = str(error)
+            except (StorageError, DataError, OSError) as error:
+                outcome = cannot_read(error)
+
+        # 3. All hear how it went on every node. A storage that fails ends the start and condemns no checkpoint.
+        outcomes = [(outcome, socket.gethostname())] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcomes[0])
+        problem = ""  # of the first node that has one
+        node_with_problem = ""
+        is_whole_somewhere = False
+        for of_worker, node in outcomes:
+            if isinstance(of_worker, CheckpointError):
+                raise of_worker
+            if of_worker == "":
+                is_whole_somewhere = True
+            elif of_worker is not None and not problem:
+                problem = of_worker
+                node_with_problem = node
         if not problem:
             return Chosen(name, checkpoints.local / name, manifest)
+
+        # 4. What is bad on every node is refused, and the checkpoint before it is looked at. One node with a bad disk
+        #    must not condemn checkpoint after checkpoint for all.
+        if is_whole_somewhere:
+            raise CheckpointError(
+                f"{node_with_problem} cannot keep a good copy of {name}, and another node can: {problem}\n"
+                "  take the node out, or look at its disk; then run the same command again"
+            )
         on_rank_0(lambda: checkpoints.refuse(name, attempt, problem, log))  # noqa: B023 (called in this round)
-
-
-def fetch_together(checkpoints: StageCheckpoints, name: str) -> str:
-    """Collective: make a checkpoint readable on every node; returns why it is bad on all of them, "" where it is whole.
-
-    Raises CheckpointError, on every worker alike, where a node could not fetch it, or it is bad on some alone.
-    """
-    outcome: str | CheckpointError | None = None  # of a worker that does not fetch; "" where it is whole
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        try:
-            checkpoints.fetch(name)
-            outcome = ""
-        except NewerSchema as error:
-            outcome = error
-        except CheckpointError as error:
-            outcome = str(error)
-        except (StorageError, DataError, OSError) as error:
-            outcome = cannot_read(error)
-    outcomes = [(outcome, socket.gethostname())] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcomes[0])
-    problem = ""  # of the first node that has one
-    node_with_problem = ""
-    is_whole_somewhere = False
-    for of_worker, node in outcomes:
-        if isinstance(of_worker, CheckpointError):
-            raise of_worker
-        if of_worker == "":
-            is_whole_somewhere = True
-        elif of_worker is not None and not problem:
-            problem = of_worker
-            node_with_problem = node
-    # One node with a bad disk must not condemn checkpoint after checkpoint for all.
-    if problem and is_whole_somewhere:
-        raise CheckpointError(
-            f"{node_with_problem} cannot keep a good copy of {name}, and another node can: {problem}\n"
-            "  take the node out, or look at its disk; then run the same command again"
-        )
-    return problem
 
 
 def load_together(fill: Fill, checkpoints: StageCheckpoints, chosen: Chosen, attempt: int, log: Log) -> Chosen:
     """Collective: fill the engine with the checkpoint, or with the newest before it that is whole; returns which.
 
-    Raises CheckpointError on every worker alike: for the reasons of `choose_together`, where a worker reads other bytes
-    than rank 0 does, and where the checkpoint is of another model.
+    Raises CheckpointError on every worker alike: for the reasons of `choose_together`, where one cannot read or reads
+    other bytes than rank 0 does, and where the checkpoint is of another model.
     """
     while True:
-        problem = load(fill, chosen)
+        # 1. Every worker opens the files that hold its fragments and reads them; each chunk is compared as it is read.
+        #    Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
+        reading = Reading(chosen)
+        fill(reading, chosen.manifest.updates)
+
+        # 2. All hear who has read bytes that were not committed, and who could not read.
+        outcomes: list[tuple[CheckpointError | None, str]] = [(None, "")] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (reading.failure, socket.gethostname()))
+        problem = ""  # the first
+        for rank, (failure, node) in enumerate(outcomes):
+            if failure is None:
+                continue
+            if not isinstance(failure, Damaged):
+                raise failure
+            if not problem:
+                problem = f"{failure} (read by worker {rank} on {node})"
         if not problem:
             return chosen
-        condemn(checkpoints, chosen, problem, attempt, log)
+
+        # 3. Rank 0 reads every byte anew, and refuses what is bad for it too. What is whole for rank 0 is the fault of
+        #    the other's node, which must not condemn checkpoint after checkpoint for all.
+        def refuse_or_raise(bad: Chosen = chosen, problem: str = problem) -> None:
+            try:
+                checkpoints.verify(bad.name)
+            except CheckpointError:
+                checkpoints.refuse(bad.name, attempt, problem, log)
+                return
+            raise CheckpointError(
+                f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
+                "  nothing was changed; look at the disk, the mount and the memory of that node, or take it\n"
+                "  out, then run the same command again"
+            )
+
+        on_rank_0(refuse_or_raise, f"{problem}; ")
+
+        # 4. The engine is of no use until it is filled from the checkpoint before it.
         next_chosen = choose_together(checkpoints, attempt, log)
         assert next_chosen is not None, "choose raises where the last one was refused"
         chosen = next_chosen
-
-
-def load(fill: Fill, chosen: Chosen) -> str:
-    """Collective: fill the engine with what every worker reads of the checkpoint.
-
-    Returns in which file somebody has read other bytes than were committed, and who; "" where nobody has. After a
-    problem the engine is of no use until it is filled from another checkpoint. Raises CheckpointError, on every worker
-    alike, where one cannot read.
-    """
-    reading = Reading(chosen)
-    # Adam's bias correction counts updates, not steps: steps that were skipped are not among them.
-    fill(reading, chosen.manifest.updates)
-
-    outcomes: list[tuple[CheckpointError | None, str]] = [(None, "")] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (reading.failure, socket.gethostname()))
-    problem = ""  # the first
-    for rank, (failure, node) in enumerate(outcomes):
-        if failure is None:
-            continue
-        if not isinstance(failure, Damaged):
-            raise failure
-        if not problem:
-            problem = f"{failure} (read by worker {rank} on {node})"
-    return problem
 
 
 class Reading:
@@ -152,28 +153,6 @@ class Reading:
             except OSError as error:
                 self.failure = cannot_read(error)
         return torch.zeros(count)
-
-
-def condemn(checkpoints: StageCheckpoints, chosen: Chosen, problem: str, attempt: int, log: Log) -> None:
-    """Collective: rank 0 reads every byte of a checkpoint that a worker has found bad, and refuses it.
-
-    Raises CheckpointError on every worker alike where it is whole for rank 0: one node with a bad disk or mount must
-    not condemn checkpoint after checkpoint for all. The same where the storage fails rank 0 while it reads or renames.
-    """
-
-    def read_all_and_refuse() -> None:
-        try:
-            checkpoints.verify(chosen.name)
-        except CheckpointError:
-            checkpoints.refuse(chosen.name, attempt, problem, log)
-            return
-        raise CheckpointError(
-            f"{problem}; rank 0 on {socket.gethostname()} has read all of it, and finds it whole\n"
-            "  nothing was changed; look at the disk, the mount and the memory of that node, or take it\n"
-            "  out, then run the same command again"
-        )
-
-    on_rank_0(read_all_and_refuse, f"{problem}; ")
 
 
 def on_rank_0(work: Callable[[], Value], what_happened: str = "") -> Value:

@@ -17,10 +17,11 @@ Out: checkpoints/step-0000001200/rank-00000.safetensors … MANIFEST.json     (r
 
 A save that fails costs that checkpoint, not the run; `max_failed_saves` in a row end the run.
 
-Step 1 is in snapshot.py, step 4 in stage_checkpoints.py. Where the nodes share no folder, the thread of step 2 puts the
+Step 4 itself is in stage_checkpoints.py. Where the nodes share no folder, the thread of step 2 puts the
 file into an object store, and rank 0 commits there: all of that is in data/storage.py.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -31,15 +32,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.errors import CheckpointError, StorageError
-from data.files import refusal
-from pipeline.checkpoints.disk_space import shortage
-from pipeline.checkpoints.manifest import ChunkedRecord, Manifest, digest
+from data.files import DISK_BLOCK, make_folder, refusal
+from pipeline.checkpoints.disk_space import check_room
+from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt
 from pipeline.checkpoints.shared_storage_check import WrittenFile
-from pipeline.checkpoints.snapshot import copied
 from pipeline.checkpoints.stage_checkpoints import Chosen, Decision, StageCheckpoints
 from pipeline.monitoring.telemetry import Telemetry
 
-DELETING_S = 60.0  # that anybody waits for a deletion: a storage that hangs in one must not hold up the run
+METRICS = "metrics.jsonl"
+DELETING_S = 60.0  # the longest wait for a deletion: a storage that hangs in one must not hold up the run
 
 
 class Saver:
@@ -78,7 +79,7 @@ class Saver:
         self.snapshot = torch.empty(0, dtype=torch.uint8)  # kept for the next save, which has the same size
         self.snapshot_s = 0.0  # that the loop waited for the snapshot in flight
         self.began = 0.0  # of the save in flight, on the monotonic clock
-        checkpoints.make_folder()
+        make_folder(checkpoints.local, checkpoints.storage.local)
 
     @property
     def in_flight(self) -> bool:
@@ -99,7 +100,7 @@ class Saver:
         self.began = time.monotonic()
         self.manifest = manifest
         file = f"rank-{dist.get_rank():05d}.safetensors"
-        self.snapshot = copied(fragments, self.snapshot)
+        self.snapshot = copy_to_host(fragments, self.snapshot)
         # `write` puts its own result in place of this one. Where its thread dies of what it does not catch, this one
         # stays, and the save counts as failed.
         self.result = WrittenFile(file, error=f"{file}: the thread that writes it has died, see stderr")
@@ -112,39 +113,38 @@ class Saver:
 
     def write(self, file: str, content: memoryview) -> None:
         """Do the thread's work: leave the record of the written file in `result`, or why there is none."""
+        is_rank_0 = dist.get_rank() == 0
+        storage = self.checkpoints.storage
         try:
-            if dist.get_rank() == 0:
-                self.telemetry.sync()  # a commit implies its metrics: the loop wrote them before this save began
-            missing = self.missing_space()
-            if missing:
-                self.wait_for_deleting()  # what is on its way out is no room yet
-                missing = self.missing_space()
-            if missing:
-                self.result = WrittenFile(file, error=f"{file}: {missing}")
-                return
-            record = self.write_and_digest(file, content)
-            if dist.get_rank() == 0:
-                self.checkpoints.send_metrics(self.manifest.attempt)
+            # 1. Rank 0 prepares for all. A commit implies its metrics, which the loop wrote before this save began. And
+            #    one worker that fails is enough to fail the save, so that one alone looks whether there is room.
+            if is_rank_0:
+                self.telemetry.sync()
+                try:
+                    check_room(self.checkpoints, self.manifest, self.expected_bytes)
+                except CheckpointError:
+                    # What is on its way out is no room yet.
+                    self.wait_for_deleting()
+                    check_room(self.checkpoints, self.manifest, self.expected_bytes)
+
+            # 2. Write and digest at once. Both read the same memory, which does not change until the next save, and do
+            #    without Python's lock.
+            with ThreadPoolExecutor(1, "digest") as beside:
+                digesting = beside.submit(digest, content)
+                storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
+            record = digesting.result()
+
+            # 3. Where other nodes do not see this disk, the metrics go where they see them. Not those of a former owner
+            #    that was frozen, whose lines would take the place of newer ones.
+            if is_rank_0 and self.checkpoints.sends_metrics and newest_attempt(storage) <= self.manifest.attempt:
+                storage.send(f"{self.checkpoints.stage}/{METRICS}")
             self.result = WrittenFile(file, record)
+        except CheckpointError as error:
+            self.result = WrittenFile(file, error=f"{file}: {error}")
         except OSError as error:
             self.result = WrittenFile(file, error=f"{file}: {refusal(error)}")
         except StorageError as error:
             self.result = WrittenFile(file, error=str(error))  # which names the object
-
-    def missing_space(self) -> str:
-        """Return what the disk lacks for this save; "" where it fits. Raises OSError where the disk does not tell."""
-        # Rank 0 looks for all: one worker that fails is enough to fail the save.
-        if dist.get_rank() != 0:
-            return ""
-        return shortage(self.checkpoints, self.manifest, self.expected_bytes)
-
-    def write_and_digest(self, file: str, content: memoryview) -> ChunkedRecord:
-        """Write this worker's file, and take its digests meanwhile. Raises OSError or StorageError."""
-        # Both read the same memory, which nobody changes until the next save, and do without Python's lock.
-        with ThreadPoolExecutor(1, "digest") as beside:
-            digesting = beside.submit(digest, content)
-            self.checkpoints.storage.write(f"{self.checkpoints.staged_name(self.manifest)}/{file}", content)
-        return digesting.result()
 
     def finish(self) -> Manifest | None:
         """Collective: wait for every worker's file, commit, report and prune.
@@ -152,86 +152,81 @@ class Saver:
         Returns the manifest, or None on every worker where the save failed. Raises CheckpointError, on all workers
         alike, where a newer attempt owns the run and after `max_failed_saves` failures in a row.
         """
+        # 1. Every worker's file is written. What is said of them is gathered in the loop's thread: a thread of its own
+        #    inside a collective would wait for ever for a dead worker.
         assert self.thread is not None
         finish_began = time.monotonic()
         self.thread.join()
         self.thread = None
         results = [self.result] * dist.get_world_size()
-        # Gathered in the loop's thread: a thread of its own inside a collective would wait for ever for a dead worker.
         dist.all_gather_object(results, self.result)
-        decision = [Decision(None)]
+
+        # 2. Rank 0 alone commits.
+        decision = Decision(None)
         if dist.get_rank() == 0:
-            decision = [self.checkpoints.commit(self.manifest, results, self.telemetry.log)]
+            decision = self.checkpoints.commit(self.manifest, results, self.telemetry.log)
         now = time.monotonic()
         took_s = now - self.began
         stalled_s = self.snapshot_s + now - finish_began
-        if dist.get_rank() == 0 and decision[0].manifest is not None:
-            self.report(decision[0].manifest, stalled_s, took_s)
-            self.begin_to_delete(bytes_of(decision[0].manifest))
-        dist.broadcast_object_list(decision, src=0)
-        # Every worker heard the same decision, so what is raised below is raised on all of them.
-        self.failure = decision[0].failure
-        if decision[0].has_newer_owner:
+
+        # 3. Rank 0 acknowledges the checkpoint: from here on the run may rely on it. Then the old ones may go.
+        if dist.get_rank() == 0 and decision.manifest is not None:
+            saved = decision.manifest
+            self.telemetry.report(
+                "checkpoint",
+                {
+                    "step": saved.step,
+                    "stalled_s": stalled_s,
+                    "took_s": took_s,
+                    "bytes": saved.total_bytes,
+                    "ledger": saved.ledger,
+                },
+                f"checkpoint step {saved.step} committed: {len(saved.files)} files, {saved.total_bytes / 1e6:.1f} MB, "
+                f"loop stalled {stalled_s:.2f}s of {took_s:.2f}s, ledger {saved.ledger[:12]}",
+            )
+            # Deleting may take a third of the time that it took to write them, so a thread does it. A daemon: a storage
+            # that hangs in a deletion must not keep a worker from ending.
+            before = (self.deleting,)
+            self.deleting = threading.Thread(target=self.delete_old, args=before, name="old checkpoints", daemon=True)
+            self.deleting.start()
+            # The others begin the next save as soon as they hear of this one, and do not look for room: where it has
+            # none beside the old checkpoints, or the disk does not tell, they hear later.
+            try:
+                check_room(self.checkpoints, saved, saved.total_bytes)
+            except (CheckpointError, OSError):
+                self.wait_for_deleting()
+
+        # 4. Every worker hears the same decision, so what is raised below is raised on all of them.
+        decisions = [decision]
+        dist.broadcast_object_list(decisions, src=0)
+        committed = decisions[0].manifest
+        self.failure = decisions[0].failure
+        if decisions[0].has_newer_owner:
             raise CheckpointError(self.failure)
-        if decision[0].manifest is None:
-            self.count_failure(stalled_s, took_s)
+
+        # 5. A save that failed is counted. It is no reason to stop: the weights are in memory, and the storage may have
+        #    room again. Too many in a row are one.
+        if committed is None:
+            self.failures_in_a_row += 1
+            step = self.manifest.step
+            self.telemetry.report(
+                "checkpoint_failed",
+                {"step": step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
+                f"checkpoint step {step} FAILED ({self.failure}); the weights are still in memory, the one "
+                f"before it stays; {self.failures_in_a_row} of {self.max_failed_saves} failures in a row",
+            )
+            if self.failures_in_a_row >= self.max_failed_saves:
+                raise CheckpointError(
+                    f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
+                    f"  expected: a disk that can be written, with room for keep={self.keep} checkpoints and one more\n"
+                    f"  make room under {self.checkpoints.address}, or lower keep, then run the same command again"
+                )
         else:
             self.failures_in_a_row = 0
-            self.last_committed = decision[0].manifest.step
-            self.expected_bytes = bytes_of(decision[0].manifest)
+            self.last_committed = committed.step
+            self.expected_bytes = committed.total_bytes
         self.stalled_s += time.monotonic() - finish_began
-        return decision[0].manifest
-
-    def report(self, manifest: Manifest, stalled_s: float, took_s: float) -> None:
-        """Acknowledge a checkpoint: from here on the run may rely on it."""
-        size = bytes_of(manifest)
-        self.telemetry.report(
-            "checkpoint",
-            {
-                "step": manifest.step,
-                "stalled_s": stalled_s,
-                "took_s": took_s,
-                "bytes": size,
-                "ledger": manifest.ledger,
-            },
-            f"checkpoint step {manifest.step} committed: {len(manifest.files)} files, {size / 1e6:.1f} MB, "
-            f"loop stalled {stalled_s:.2f}s of {took_s:.2f}s, ledger {manifest.ledger[:12]}",
-        )
-
-    def count_failure(self, stalled_s: float, took_s: float) -> None:
-        """Report a failed save; raise CheckpointError when too many have failed in a row."""
-        # One failed save is no reason to stop: the weights are in memory, and the storage may have room again.
-        step = self.manifest.step
-        self.failures_in_a_row += 1
-        self.telemetry.report(
-            "checkpoint_failed",
-            {"step": step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
-            f"checkpoint step {step} FAILED ({self.failure}); the weights are still in memory, the one "
-            f"before it stays; {self.failures_in_a_row} of {self.max_failed_saves} failures in a row",
-        )
-        if self.failures_in_a_row >= self.max_failed_saves:
-            raise CheckpointError(
-                f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
-                f"  expected: a disk that can be written, with room for keep={self.keep} checkpoints and one more\n"
-                f"  make room under {self.checkpoints.address}, or lower keep, then run the same command again"
-            )
-
-    def begin_to_delete(self, next_bytes: int) -> None:
-        """Have a thread delete old checkpoints, and wait for it where a save of `next_bytes` needs their room.
-
-        Deleting may take a third of the time that it took to write them.
-        """
-        # A daemon: a storage that hangs in a deletion must not keep a worker from ending.
-        arguments = (self.deleting,)
-        self.deleting = threading.Thread(target=self.delete_old, args=arguments, name="old checkpoints", daemon=True)
-        self.deleting.start()
-        # The others begin the next save as soon as they hear of this one, and do not look for room: so they hear later.
-        try:
-            has_room = not shortage(self.checkpoints, self.manifest, next_bytes)
-        except OSError:  # the disk does not tell
-            has_room = False
-        if not has_room:
-            self.wait_for_deleting()
+        return committed
 
     def wait_for_deleting(self) -> None:
         """Wait until the old checkpoints are gone that a commit has made superfluous, or say that they are not yet."""
@@ -252,7 +247,7 @@ class Saver:
             self.checkpoints.prune(self.keep, self.keep_every, self.needed())
         except (OSError, StorageError) as error:
             self.telemetry.log(f"old checkpoints stay: {error}")
-        except Exception as error:  # of a thread nobody else would hear it
+        except Exception as error:  # a thread has no caller that would hear of it
             self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
     def newest(self) -> Chosen:
@@ -261,6 +256,45 @@ class Saver:
         return Chosen(name, self.checkpoints.fetch(name), self.checkpoints.manifest(name))
 
 
-def bytes_of(manifest: Manifest) -> int:
-    """Return the size of a checkpoint's files."""
-    return sum(file["bytes"] for file in manifest.files.values())
+def copy_to_host(fragments: Iterable[tuple[str, int, Mapping[str, Tensor]]], memory: Tensor) -> Tensor:
+    """Copy this worker's fragments into host memory that is kept from save to save, and return it: bytes (n,), uint8.
+
+    The bytes are those of a safetensors file with an entry "name|kind|first element" for each view. A fragment is as in
+    `Saver.begin`. Where the memory has another size than the file will have, new memory is returned.
+    """
+    # 1. The header: 8 bytes of length, little endian, and so much JSON (https://huggingface.co/docs/safetensors). It is
+    #    made here, because safetensors' own writer would copy all of the state a second time.
+    views: dict[str, Tensor] = {}
+    described: dict[str, dict[str, object]] = {}
+    data_bytes = 0
+    for name, start, tensors in fragments:
+        for kind, view in tensors.items():
+            key = f"{name}|{kind}|{start}"
+            assert view.dtype == torch.float32 and view.dim() == 1, (key, view.dtype, view.shape)
+            end_byte = data_bytes + view.nbytes
+            described[key] = {"dtype": "F32", "shape": [view.numel()], "data_offsets": [data_bytes, end_byte]}
+            views[key] = view
+            data_bytes = end_byte
+    text = json.dumps(described).encode()
+    # Padded to 8 bytes, so that the data behind it can be viewed as fp32 in place.
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+
+    # 2. The data: all views, one behind the other.
+    if memory.numel() != len(header) + data_bytes:
+        memory = host_memory(len(header) + data_bytes)
+    memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    data = memory[len(header) :].view(torch.float32)
+    filled = 0
+    for view in views.values():
+        data[filled : filled + view.numel()].copy_(view.detach())
+        filled += view.numel()
+    return memory
+
+
+def host_memory(size: int) -> Tensor:
+    """Return so many bytes of host memory, pinned where there is a GPU, from which a disk can be written directly."""
+    # The copy from a GPU would be staged once more in memory that is not pinned.
+    memory = torch.empty(size + DISK_BLOCK, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    first = -memory.data_ptr() % DISK_BLOCK
+    return memory[first : first + size]

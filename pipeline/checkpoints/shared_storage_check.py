@@ -1,7 +1,8 @@
 """Whether rank 0 sees what the others have written: files in a folder that all nodes share, or should.
 
 In:  what every worker says it has written: name, bytes, node
-Out: "" or, in words, the first that rank 0 does not see, after a wait: a network file system may be some seconds late
+Out: nothing, or an error that names the first that rank 0 does not see, after a wait: a network file system may be some
+     seconds late
 
 On a folder that is not shared every worker writes happily onto the disk of its own node. Only a look tells.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.errors import CheckpointError
 from data.files import size_text
 from data.storage import Storage
 from pipeline.checkpoints.manifest import ChunkedRecord
@@ -38,10 +40,10 @@ class WrittenFile:
         return self.record["bytes"] if self.record else 0
 
 
-def unseen_files(storage: Storage, staged: str, written: Sequence[WrittenFile], log: Callable[[str], None]) -> str:
-    """Name the workers, by rank, whose files rank 0 does not see in a staged set; "" where it sees all, whole.
+def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], log: Callable[[str], None]) -> None:
+    """Raise CheckpointError unless rank 0 sees the files of all workers in a staged set, whole.
 
-    Raises StorageError, OSError where the storage fails.
+    It names the workers whose files are not seen, by rank. Raises StorageError, OSError where the storage fails.
     """
 
     def sizes() -> dict[str, int]:
@@ -55,7 +57,7 @@ def unseen_files(storage: Storage, staged: str, written: Sequence[WrittenFile], 
     if not unseen:
         if waited_s > SOON_S:
             log(f"rank 0 saw the files of all workers in {address} only after {waited_s:.1f} s")
-        return ""
+        return
 
     ranks = [rank for rank, file in enumerate(written) if file.name in unseen]
     first = written[ranks[0]]
@@ -64,7 +66,7 @@ def unseen_files(storage: Storage, staged: str, written: Sequence[WrittenFile], 
     others = ""
     if len(ranks) > 1:
         others = f", nor the files of {len(ranks) - 1} more workers ({', '.join(map(str, ranks[1:9]))} …)"
-    return (
+    raise CheckpointError(
         f"worker {ranks[0]} on {first.node} has written {address}/{first.name} ({size_text(first.bytes)}), rank 0 on "
         f"{socket.gethostname()} sees {seen} there after {waited_s:.0f} s{others}; "
         f"{address.rpartition('/')[0]} must be the same storage on all nodes"

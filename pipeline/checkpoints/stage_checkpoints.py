@@ -6,9 +6,7 @@ without a valid manifest is no checkpoint. On a disk:
     .tmp-0000001250-000007/    a save in flight, or one that died; swept by the next attempt
     bad-0000001100-000007/     quarantined: a digest did not match; never loaded, never deleted by us
 
-A commit, by rank 0 alone when all workers have written their files (`commit`):
-1. every worker has written its file, the attempt still owns the run, and rank 0 sees all files in their sizes;
-2. the manifest, which names them with their digests, makes the checkpoint exist (`Storage.publish`).
+A commit is made by rank 0 alone, when all workers have written their files (`commit`, in numbered steps).
 
 In:  .tmp-0000001200-000007/ with rank-00000.safetensors …, and what every worker says of its file
 Out: step-0000001200/ with MANIFEST.json too; or nothing, and the reason in the decision that all workers are told
@@ -22,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, StorageError
-from data.files import make_folder, refusal
+from data.files import refusal
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
+    ChunkedRecord,
     Manifest,
     NewerSchema,
     look_at,
@@ -34,9 +33,8 @@ from pipeline.checkpoints.manifest import (
     step_of,
 )
 from pipeline.checkpoints.reader import verify
-from pipeline.checkpoints.shared_storage_check import WrittenFile, unseen_files
+from pipeline.checkpoints.shared_storage_check import WrittenFile, check_seen
 
-METRICS = "metrics.jsonl"
 LEAST_KEPT = 2  # the newest may turn out to be damaged when it is read
 
 Log = Callable[[str], None]
@@ -80,10 +78,6 @@ class StageCheckpoints:
         """Return where the checkpoints are, for people."""
         return self.storage.address(self.folder)
 
-    def make_folder(self) -> None:
-        """Create the folder on this node, durably."""
-        make_folder(self.local, self.storage.local)
-
     # ------------------------------------------------------------------------ which there are
 
     def committed(self) -> Sequence[str]:
@@ -113,56 +107,58 @@ class StageCheckpoints:
 
     def staged_name(self, manifest: Manifest) -> str:
         """Return where the files of a save are written, by its name in the storage."""
-        return self.storage.staged(self.folder, name_of(manifest), manifest.attempt)
-
-    def send_metrics(self, attempt: int) -> None:
-        """Send the metrics, which a commit implies, where other nodes see them. Raises StorageError, OSError."""
-        # Not those of a former owner that was frozen, whose lines would take the place of newer ones.
-        if self.sends_metrics and newest_attempt(self.storage) <= attempt:
-            self.storage.send(f"{self.stage}/{METRICS}")
+        return self.storage.staged(self.folder, manifest.name, manifest.attempt)
 
     def commit(self, manifest: Manifest, results: Sequence[WrittenFile], log: Log) -> Decision:
         """Make a checkpoint of a save, if every file was written and the run is still ours. Runs on rank 0 alone.
 
         Where something fails the staged files are deleted: what is reported as failed is not there.
         """
-        name = name_of(manifest)
+        newer_owner = ""
         try:
-            # First of all: a store that has not taken a file in all its attempts is asked nothing else with such
-            # patience, for which a run that was told to stop would wait. One worker's full disk makes the whole save
-            # fail: a checkpoint that lacks a file could not be loaded anywhere.
-            errors = [result.error for result in results if result.error]
+            # 1. Every worker has written its file. One full disk makes the whole save fail: a checkpoint that lacks a
+            #    file could not be loaded anywhere. And a store that has not taken a file in all its attempts is asked
+            #    nothing else with such patience, for which a run that was told to stop would wait.
+            errors: list[str] = []
+            files: dict[str, ChunkedRecord] = {}
+            for result in results:
+                if result.record is not None:
+                    files[result.name] = result.record
+                else:
+                    errors.append(result.error)
             if errors:
-                return self.give_up(manifest, "; ".join(errors))
-            # A driver that was frozen may wake up after another has taken the run over: it must not write any more.
+                raise CheckpointError("; ".join(errors))
+
+            # 2. The run is ours. A driver that was frozen may wake up after another has taken the run over: it must not
+            #    write any more.
             newest = newest_attempt(self.storage)
             if newest > manifest.attempt:
-                return self.give_up(manifest, f"attempt {newest} owns {self.storage.address()} now", is_owned=True)
-            # Whoever resumes reads all files in this one place: what is not seen here would be missing then.
-            unseen = unseen_files(self.storage, self.staged_name(manifest), results, log)
-            if unseen:
-                return self.give_up(manifest, unseen)
+                newer_owner = f"attempt {newest} owns {self.storage.address()} now"
+            else:
+                # 3. Rank 0 sees all files, whole: a start reads them all in this place, and would miss them then.
+                check_seen(self.storage, self.staged_name(manifest), results, log)
 
-            manifest = replace(manifest, files={result.name: result.record for result in results if result.record})
-            if not self.storage.publish(self.folder, name, manifest.attempt, sealed(manifest)):
-                return self.give_up(manifest, "a newer attempt has taken its place", is_owned=True)
-        except OSError as error:
-            # Put into words before the disk space is free again that the save has taken.
-            return self.give_up(manifest, refusal(error))
+                # 4. The manifest names them with their digests, and makes the checkpoint exist.
+                manifest = replace(manifest, files=files)
+                if self.storage.publish(self.folder, manifest.name, manifest.attempt, sealed(manifest)):
+                    return Decision(manifest)
+                newer_owner = "a newer attempt has taken its place"
+            failure = (
+                f"step {manifest.step} is not committed: {newer_owner}, this is attempt {manifest.attempt}\n"
+                "  nothing of the newer attempt was touched; this process should end"
+            )
         except StorageError as error:
             # Nothing is deleted: the checkpoint may be there, and only the answer was lost.
             return Decision(None, str(error))
-        return Decision(manifest)
+        except OSError as error:
+            # Put into words before the disk space is free again that the save has taken.
+            failure = refusal(error)
+        except CheckpointError as error:
+            failure = str(error)
 
-    def give_up(self, manifest: Manifest, reason: str, *, is_owned: bool = False) -> Decision:
-        """Delete what a save has staged; returns the decision, `is_owned` where the run is another attempt's."""
-        self.storage.discard(self.folder, name_of(manifest), manifest.attempt)
-        if is_owned:
-            reason = (
-                f"step {manifest.step} is not committed: {reason}, this is attempt {manifest.attempt}\n"
-                "  nothing of the newer attempt was touched; this process should end"
-            )
-        return Decision(None, reason, is_owned)
+        # What was staged goes, and nothing else.
+        self.storage.discard(self.folder, manifest.name, manifest.attempt)
+        return Decision(None, failure, has_newer_owner=newer_owner != "")
 
     def prune(self, keep: int, keep_every: int, needed: Collection[int] = ()) -> list[str]:
         """Delete old checkpoints: the newest `keep` (2 at least), multiples of `keep_every` and steps `needed` stay.
@@ -227,8 +223,3 @@ class StageCheckpoints:
 def checkpoints_in(folder: Path) -> StageCheckpoints:
     """Return the checkpoints that lie in a folder of a disk, <run>/<stage>/checkpoints or a copy of it."""
     return StageCheckpoints(Folder(folder.parents[1]), folder.parent.name, folder.name)
-
-
-def name_of(manifest: Manifest) -> str:
-    """Return the name of the checkpoint that a save becomes."""
-    return f"step-{manifest.step:010d}"

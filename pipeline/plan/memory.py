@@ -96,7 +96,7 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
 
 def snapshot_bytes(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> int:
     """Return the host memory of the copy of its state that each of `world` workers makes for a save."""
-    # As `pipeline.checkpoints.snapshot.host_memory` asks for it.
+    # As `pipeline.checkpoints.saver.host_memory` asks for it.
     size = checkpoint_bytes(cfg, model) // world + DISK_BLOCK
     if is_gpu:
         return pinned_bytes(size)

@@ -35,7 +35,7 @@ from jobs.run.sync import synced
 from pipeline import artifacts
 from pipeline.checkpoints import restore, saver, stage_checkpoints
 from pipeline.checkpoints.reader import Reader
-from pipeline.checkpoints.restore import choose_together, fetch_together
+from pipeline.checkpoints.restore import choose_together
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from tests import drives
 from tests.stores import Proxy, store
@@ -408,17 +408,16 @@ def test_a_node_with_a_bad_disk_is_named_and_nothing_is_refused(group, run, buck
     assert key(20, REFUSED) not in objects(bucket, run)
 
 
-def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(restore, "dist", ALONE)
+def test_nodes_that_share_their_scratch_fetch_one_after_the_other(group, run, tmp_path) -> None:
     folder = tmp_path / "shared" / STAGE
     (folder / "checkpoints" / "step-0000000010-000001").mkdir(parents=True)
     (folder / "checkpoints" / ".tmp-step-0000000010-000001-rank-00000.safetensors").write_text("of a save")
 
-    def fetch(_: int) -> str:
-        return fetch_together(StageCheckpoints(Bucket(run, folder.parent), STAGE), "step-0000000020-000001")
+    def fetch(_: int) -> Path:
+        return StageCheckpoints(Bucket(run, folder.parent), STAGE).fetch("step-0000000020-000001")
 
     with ThreadPoolExecutor(8) as nodes:
-        assert list(nodes.map(fetch, range(8))) == [""] * 8
+        assert list(nodes.map(fetch, range(8))) == [folder / "checkpoints" / "step-0000000020-000001"] * 8
 
 
 @pytest.mark.slow
@@ -477,7 +476,7 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
         stops.append("SIGTERM")
         raise WorkerGroupError(0, "n1", "Preempted: stopped at step 30", exit_code=75, kind="Preempted")
 
-    monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: end_as_asked)
+    monkeypatch.setattr(supervisor.WorkerGroup, "run", end_as_asked)
     with pytest.raises(Preempted, match=r"^stopped at step 30$"):
         supervise(run, tmp_path / "run", stops)
     assert asked == []
@@ -510,7 +509,7 @@ def test_how_a_worker_failed_is_written_down_also_where_the_store_is_gone(
         proxy.fault_of_any = lambda method, path: 503
         raise WorkerGroupError(0, "n1", "OSError: no more", "Traceback of worker 0", kind="OSError")
 
-    monkeypatch.setattr(supervisor, "worker_group_runner", lambda cluster: fail)
+    monkeypatch.setattr(supervisor.WorkerGroup, "run", fail)
     with pytest.raises(StorageError):
         supervise(run, tmp_path / "run", [])
     incidents = (tmp_path / "run" / STAGE / "incidents.txt").read_text()

@@ -680,10 +680,11 @@ def test_the_loop_goes_on_and_saves_again_while_an_old_checkpoint_is_deleted(del
 
 
 def test_a_save_that_does_not_fit_beside_what_is_deleted_waits_for_its_room(deleting, slow_disk, monkeypatch) -> None:
-    def shortage(checkpoints: object, manifest: Manifest, needed_bytes: int) -> str:
-        return "full" if (deleting.folder / OLD).exists() else ""
+    def check_room(checkpoints: object, manifest: Manifest, needed_bytes: int) -> None:
+        if (deleting.folder / OLD).exists():
+            raise CheckpointError("full")
 
-    monkeypatch.setattr(saver, "shortage", shortage)
+    monkeypatch.setattr(saver, "check_room", check_room)
     first = begin_alone(deleting, 40)
     time.sleep(0.2)
     assert not first.written
@@ -698,7 +699,11 @@ def test_a_deletion_that_hangs_is_said_and_holds_up_no_save_that_fits(deleting, 
     said = heard(deleting)
     deleting.begin(40)
     assert deleting.finish_only() is not None and not said
-    monkeypatch.setattr(saver, "shortage", lambda checkpoints, manifest, needed_bytes: "full")
+
+    def check_room(checkpoints: object, manifest: Manifest, needed_bytes: int) -> None:
+        raise CheckpointError("full")
+
+    monkeypatch.setattr(saver, "check_room", check_room)
     first = begin_alone(deleting, 50)
     assert first.thread is not None
     first.thread.join(5)
@@ -834,5 +839,6 @@ def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
     monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: 40_000)
     manifest = drives.manifest(10, 1, 2)
-    assert disk_space.shortage(group.checkpoints, manifest, 100_000) == ""
-    assert "(100.1 kB needed, 40.0 kB free)" in disk_space.shortage(group.checkpoints, manifest, 100_100)
+    disk_space.check_room(group.checkpoints, manifest, 100_000)
+    with pytest.raises(CheckpointError, match=r"\(100.1 kB needed, 40.0 kB free\)"):
+        disk_space.check_room(group.checkpoints, manifest, 100_100)
