@@ -6,17 +6,25 @@ models.transfer(weights, source, target)              the same weights for anoth
 """
 
 from models import analysis, masked
-from models.catalog import blocks, build, compile_blocks, config_of, decayed, from_config, from_dict, to_dict
+from models.catalog import (
+    Model,
+    ModelConfig,
+    blocks,
+    build,
+    compile_blocks,
+    config_of,
+    decayed,
+    from_config,
+    from_dict,
+    to_dict,
+)
 from models.cost import (
     Size,
-    forward_macs,
     macs_of,
-    parameter_count,
     parameters_of,
     size_of,
     training_flops,
 )
-from models.families import Model, ModelConfig
 from models.initial import initialize
 from models.positions import resize_positions
 from models.transfer import TransferReport, keeps_head, transfer
@@ -36,7 +44,6 @@ __all__ = [
     "compile_blocks",
     "config_of",
     "decayed",
-    "forward_macs",
     "from_config",
     "from_dict",
     "initialize",
@@ -46,7 +53,6 @@ __all__ = [
     "load_weights",
     "macs_of",
     "masked",
-    "parameter_count",
     "parameters_of",
     "resize_positions",
     "save",

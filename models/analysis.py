@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models import positions
 from models.layers import Attention, unpack_heads
-from models.vit import Block, ViT, ViTConfig
+from models.vit import Block, ViT, ViTConfig, position_table
 
 # B images, H heads, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, C channels
 
@@ -123,7 +123,7 @@ def position_similarity(model: nn.Module) -> Tensor:
     config = vit.config
     if config.positions not in positions.ADDED:
         raise ValueError(f"expected a table that is added to the patches, found positions {config.positions}")
-    table = positions.whole_table(vit.state_dict(), config)[0, config.position_slots :].double()
+    table = position_table(vit.state_dict(), config)[0, config.position_slots :].double()
     unit = F.normalize(table, dim=-1)
     return (unit @ unit.T).reshape(*config.grid, *config.grid)
 

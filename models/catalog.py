@@ -20,10 +20,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Generator, nn
 
-from models import axial, initial, masked, resnet, vit
+from models import initial, masked, resnet, vit
 from models.checks import did_you_mean
-from models.families import FAMILIES, Model, ModelConfig
 from models.layers import PatchEmbedding
+
+# Another architecture is a file with its config and its module, and one entry in each of these three. A module has
+# `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
+# `family`, `image_size`, `classes`, `head_bias` and `feature_width`.
+ModelConfig = vit.ViTConfig | resnet.BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
+Model = vit.ViT | masked.MaskedViT | resnet.BiT  # AxialViT is a ViT
+# The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
+FAMILIES: dict[str, tuple[type[ModelConfig], type[Model]]] = {  # family: (config, module)
+    "vit": (vit.ViTConfig, vit.ViT),
+    "bit": (resnet.BiTConfig, resnet.BiT),
+    "axial": (vit.AxialConfig, vit.AxialViT),
+    "masked": (masked.MaskedConfig, masked.MaskedViT),
+}
 
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
@@ -36,7 +48,7 @@ NAME = re.compile(
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
 )
 VIT_KINDS: dict[str | None, type[vit.ViTConfig]] = {  # what stands before the size in a name
-    "Axial": axial.AxialConfig,
+    "Axial": vit.AxialConfig,
     "Masked": masked.MaskedConfig,
     None: vit.ViTConfig,
 }
@@ -51,7 +63,13 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     # The caller's fields come last in each merge, so that they win over what the name stands for.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
-        return checked(resnet.BiTConfig, {**bit_fields(parts), **caller_fields})
+        # "BiT-R50x2" is a ResNet of 50 layers, all channels times 2.
+        layers = int(parts["resnet"])
+        if layers not in resnet.UNITS:
+            known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
+            raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
+        named = {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
+        return checked(resnet.BiTConfig, {**named, **caller_fields})
     return checked(VIT_KINDS[parts["kind"]], {**vit_fields(parts), **caller_fields})
 
 
@@ -70,15 +88,6 @@ def vit_fields(parts: re.Match[str]) -> ConfigFields:
             raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
         named["stem"], named["patch"] = resnet.STEMS[stem]
     return named
-
-
-def bit_fields(parts: re.Match[str]) -> ConfigFields:
-    """Return the fields that "BiT-R50x2" stands for: 50 layers, all channels times 2."""
-    layers = int(parts["resnet"])
-    if layers not in resnet.UNITS:
-        known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
-        raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
-    return {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
 
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:

@@ -18,18 +18,15 @@ def pair(name: str, value: object) -> tuple[int, int]:
     values: tuple[Any, ...] = (value, value)
     if isinstance(value, list | tuple):
         values = tuple(value)
-    if len(values) != 2 or not all(is_positive_integer(number) for number in values):
+    if len(values) != 2 or not all(map(is_integer, values)):
         raise ValueError(f"{name} must be one positive whole number or two, found {value!r}")
     return int(values[0]), int(values[1])
 
 
-def is_positive_integer(value: Any) -> bool:
-    return is_integer(value) and int(value) > 0
-
-
-def is_integer(value: Any) -> TypeGuard[int]:
+def is_integer(value: Any, least: int = 1) -> TypeGuard[int]:
+    """Tell whether a value is a whole number of at least `least`, one of NumPy's too."""
     # True and False count as integers in Python; as a size or a number of layers they are a slip.
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def choices(config: object, table: dict[str, tuple[str, ...]]) -> None:
@@ -44,16 +41,8 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
     """Raise ValueError where one of these fields is no whole number, or a smaller one."""
     for name in names:
         value = getattr(config, name)
-        if not is_integer(value) or value < least:
+        if not is_integer(value, least):
             raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
-
-
-def rates(config: object, names: tuple[str, ...]) -> None:
-    """Raise ValueError where one of these fields is no rate of dropping: 1 would drop everything."""
-    for name in names:
-        rate = getattr(config, name)
-        if not 0.0 <= rate < 1.0:
-            raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
 
 
 def not_negative(config: object, names: tuple[str, ...]) -> None:
@@ -79,16 +68,6 @@ def multiple(name: str, value: int, step: int, unit: str) -> None:
     if value % step:
         nearest = nearest_multiples(value, step)
         raise ValueError(f"{name} {value} is not a multiple of {step} {unit}; nearest: {nearest}")
-
-
-def image_size(size: tuple[int, int], stride: tuple[int, int]) -> None:
-    """Raise ValueError where the patches do not cover the image exactly; both are (height, width) in pixels."""
-    for side, pixels, step in zip(("height", "width"), size, stride, strict=True):
-        if pixels % step:
-            raise ValueError(
-                f"image {side} {pixels} is not a multiple of the patch stride {step}; "
-                f"nearest image_size: {nearest_multiples(pixels, step)}"
-            )
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -9,21 +9,15 @@ training_flops(config, images=1)    105.4e9, by the rule of the paper's table 6
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import catalog
-from models.catalog import ImageSize
-from models.families import ModelConfig
+from models.catalog import ModelConfig
 from models.vit import ViT
 
-COMPILER = "torch._dynamo"
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
 
 
@@ -46,23 +40,14 @@ def parameters_of(config: ModelConfig) -> int:
     return size_of(config).elements
 
 
-def parameter_count(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
-    """Return `parameters_of` by name."""
-    return parameters_of(catalog.config_of(name, image_size, classes, **config))
-
-
+# A call with the default and one that spells it out are two to the cache: the model is then counted twice.
+@functools.lru_cache(maxsize=64)
 def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
     """Return the multiply-accumulates of one image's forward pass: every matrix product and convolution.
 
     Counted as the paper counts: with the last block's work on tokens that pooling does not read. With `kept_patches`
     only so many of the patches go through the blocks, as `ViT.encode` does it.
     """
-    # A call with the default and one that spells it out are two to the cache: it stands behind this one.
-    return _macs_of(config, kept_patches)
-
-
-@functools.lru_cache(maxsize=64)
-def _macs_of(config: ModelConfig, kept_patches: int | None) -> int:
     model = catalog.empty(config).eval()
     # The counter hooks onto a MAP probe that requires a gradient. None are recorded here, so that the hook would fail
     # with "Expected gradient function to be set".
@@ -75,42 +60,10 @@ def _macs_of(config: ModelConfig, kept_patches: int | None) -> int:
     inputs = [images]
     if kept_patches is not None:
         inputs.append(torch.empty(1, kept_patches, dtype=torch.int64, device="meta"))
-    with without_compiler(), FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*inputs)
     # The counter takes a multiplication and an addition as two operations.
     return counter.get_total_flops() // 2
-
-
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Have what the block calls do without importing torch._dynamo, which takes 1.3 CPU-seconds.
-
-    Torch hides functions from its compiler, those that work out shapes on the meta device among them. Such a function
-    imports the compiler at its first call, only to be told how to be called without it. Here it is told at once.
-    Nothing may be compiled meanwhile, in no thread.
-    """
-    if COMPILER in sys.modules:
-        yield
-        return
-    stand_in = ModuleType(COMPILER)
-    stand_in.disable = _same  # type: ignore[attr-defined]
-    sys.modules[COMPILER] = stand_in
-    torch._dynamo = stand_in  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[COMPILER]
-        del torch._dynamo
-
-
-def _same(function: Callable[..., object], *_: object, **__: object) -> Callable[..., object]:
-    """Take the place of what hides a function from the compiler, however a later torch asks for it."""
-    return function
-
-
-def forward_macs(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> int:
-    """Return `macs_of` by name."""
-    return macs_of(catalog.config_of(name, image_size, classes, **config))
 
 
 def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:

@@ -61,13 +61,6 @@ class MaskedConfig(ViTConfig):
         shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
         return ViTConfig(**shared)
 
-    @property
-    def outputs(self) -> int:
-        """Numbers predicted for one patch."""
-        if self.target == "pixels":
-            return 3 * math.prod(self.stride)
-        return CELLS[self.target] ** 2 * COLORS
-
 
 class Corruption(nn.Module):
     """Replaces a random, equally large share of every image's patch embeddings."""
@@ -112,7 +105,10 @@ class MaskedViT(nn.Module):
         self.config = config
         self.vit = ViT(config.vit)
         self.corruption = Corruption(config)
-        self.prediction = nn.Linear(config.width, config.outputs)
+        outputs = 3 * math.prod(config.stride)  # numbers predicted for one patch: its pixels, or logits of colours
+        if config.target != "pixels":
+            outputs = CELLS[config.target] ** 2 * COLORS
+        self.prediction = nn.Linear(config.width, outputs)
 
     @property
     def recomputed_blocks(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +17,6 @@ from models import checks
 # B batch, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, H heads, d = D/H
 # S = slots + N entries of a table; slots counts the prefix tokens that have one
 Grid = tuple[int, int]  # (rows, columns)
-
-
-class TableConfig(Protocol):
-    """The fields of a config that tell a position table's kind and size; models.vit.ViTConfig has it all."""
-
-    @property
-    def positions(self) -> str: ...
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def position_slots(self) -> int: ...
 
 
 class Added(nn.Module):
@@ -151,19 +134,6 @@ ADDED: dict[str, type[Added]] = {"learned": Learned, "learned2d": Learned2d, "si
 KINDS: dict[str, type[nn.Module]] = {**ADDED, "relative": Relative}
 
 
-def whole_table(state: dict[str, Tensor], config: TableConfig) -> Tensor:
-    """Return the first added table of a state dict as one tensor (1, S, D), whatever parameters its kind has."""
-    # Built from the config and not taken from a model: weights in a file can be looked at without making one.
-    module = ADDED[config.positions](config.grid, config.width, config.position_slots)
-    parameters = {}
-    for name, tensor in state.items():
-        # "in", because the ViT inside a masked model has "vit." before all its names.
-        if "positions.0." in name:
-            parameters[name.rpartition(".")[2]] = tensor
-    module.load_state_dict(parameters)
-    return module.entries(torch.empty(0)).detach()
-
-
 def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_tokens: int) -> Tensor:
     """Resize a (P + N, D) or (1, P + N, D) table to another grid (rows, columns); the P prefix entries stay.
 
@@ -231,9 +201,9 @@ def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, n
     offsets = torch.arange(-new_reach, new_reach + 1, dtype=torch.float64)
     dy = (offsets / new_grid[1]).round()
     dx = offsets - dy * new_grid[1]
-    # 2. ... and as the step on the old grid that reaches as far.
-    dy = dy * aligned_scale(old_grid[0], new_grid[0])
-    dx = dx * aligned_scale(old_grid[1], new_grid[1])
+    # 2. ... and as the step on the old grid that reaches as far, the first and the last position aligned.
+    dy = dy * ((old_grid[0] - 1) / max(new_grid[0] - 1, 1))
+    dx = dx * ((old_grid[1] - 1) / max(new_grid[1] - 1, 1))
     # 3. The value there, bilinear between the four whole steps around it.
     result = torch.zeros(offsets.numel(), table.shape[-1], dtype=torch.float64)
     for y in (dy.floor(), dy.floor() + 1):
@@ -242,20 +212,3 @@ def resize_relative(table: Tensor, old_grid: Grid, new_grid: Grid, slots: int, n
             old_offset = (y * old_grid[1] + x).clamp(-old_reach, old_reach).long()
             result += share[:, None] * table[0, old_offset + old_reach].double()
     return result.to(table.dtype)[None]
-
-
-def aligned_scale(old: int, new: int) -> float:
-    """Steps of an old axis that one step of the new one spans, with the first and the last position aligned."""
-    return (old - 1) / max(new - 1, 1)
-
-
-def neighbour_similarity(table: Tensor, grid: Grid) -> float:
-    """Mean cosine similarity of adjacent entries of an (N, D) table, across and down; 1.0 for one entry."""
-    image = F.normalize(table.double().reshape(*grid, -1), dim=-1)  # (rows, columns, D)
-    down = (image[1:] * image[:-1]).sum(-1)
-    across = (image[:, 1:] * image[:, :-1]).sum(-1)
-    pairs = torch.cat([down.flatten(), across.flatten()])
-    # A grid of a single patch has no neighbours, and the mean over nothing is not a number.
-    if pairs.numel() == 0:
-        return 1.0
-    return pairs.mean().item()

@@ -58,7 +58,7 @@ class BiTConfig:
         checks.at_least(self, 0, ("classes",))
         checks.at_least(self, 1, ("width",))
         checks.multiple("width", self.width, GROUPS, "groups")
-        if not self.units or not all(map(checks.is_positive_integer, self.units)):
+        if not self.units or not all(map(checks.is_integer, self.units)):
             raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
 
     @property
@@ -69,61 +69,43 @@ class BiTConfig:
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     """TF's SAME: just enough for ceil(size / stride) outputs, the odd pixel below and to the right."""
-    above, below = padded_pixels(x.shape[2], kernel, stride)
-    left, right = padded_pixels(x.shape[3], kernel, stride)
-    return F.pad(x, (left, right, above, below), value=value)
-
-
-def padded_pixels(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """How many pixels SAME adds before and after one axis of this size."""
     # Torch's padding is the same on both sides; that alone changes a hybrid's logits by 0.2 to 1.7 (SPEC 1.1).
-    outputs = -(-size // stride)  # rounded up
-    # A stride longer than the kernel would leave a negative number, which F.pad would take as an order to crop.
-    missing = max((outputs - 1) * stride + kernel - size, 0)
-    return missing // 2, missing - missing // 2
+    borders: list[int] = []  # F.pad takes the last axis first: left, right, above, below
+    for size in (x.shape[3], x.shape[2]):
+        outputs = -(-size // stride)  # rounded up
+        # A stride longer than the kernel would leave a negative number, which F.pad would take as an order to crop.
+        missing = max((outputs - 1) * stride + kernel - size, 0)
+        borders += [missing // 2, missing - missing // 2]
+    return F.pad(x, borders, value=value)
 
 
 class StdConv(nn.Conv2d):
-    """Convolution whose filters are standardised, over (in, kh, kw), at every use."""
+    """Convolution whose filters are standardised, over (in, kh, kw), at every use: mean 0 and deviation 1 each."""
 
     def __init__(self, inside: int, outside: int, kernel: int, stride: int = 1) -> None:
         super().__init__(inside, outside, kernel, stride, bias=False)
-
-    def standardized(self) -> Tensor:
-        """The filters with mean 0 and deviation 1 each, in float32."""
-        raise NotImplementedError
-
-    def padded(self, x: Tensor) -> Tensor:
-        """The input with the border this convolution reads."""
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.weight.dtype)
-        return F.conv2d(self.padded(x), self.standardized().to(x.dtype), stride=self.stride)
 
 
 class StemConv(StdConv):
     """The stem's convolution: its epsilon is added to the deviation, and it pads as TF does."""
 
-    def standardized(self) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        padded = same_padding(x.to(self.weight.dtype), self.kernel_size[0], self.stride[0])
         # correction=0: JAX divides by the number of entries, torch by one less unless told.
         deviation, mean = torch.std_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
-        return (self.weight - mean) / (deviation + 1e-5)
-
-    def padded(self, x: Tensor) -> Tensor:
-        return same_padding(x, self.kernel_size[0], self.stride[0])
+        filters = (self.weight - mean) / (deviation + 1e-5)  # in float32
+        return F.conv2d(padded, filters.to(padded.dtype), stride=self.stride)
 
 
 class BiTConv(StdConv):
     """BiT's convolution: its epsilon is added to the variance, and it pads all sides alike."""
 
-    def standardized(self) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        padded = F.pad(x.to(self.weight.dtype), [self.kernel_size[0] // 2] * 4)
         # correction=0, as in the stem.
         variance, mean = torch.var_mean(self.weight.float(), dim=(1, 2, 3), correction=0, keepdim=True)
-        return (self.weight - mean) * torch.rsqrt(variance + 1e-10)
-
-    def padded(self, x: Tensor) -> Tensor:
-        return F.pad(x, [self.kernel_size[0] // 2] * 4)
+        filters = (self.weight - mean) * torch.rsqrt(variance + 1e-10)  # in float32
+        return F.conv2d(padded, filters.to(padded.dtype), stride=self.stride)
 
 
 class StemUnit(nn.Module):
@@ -215,7 +197,10 @@ class Stem(nn.Module):
         self.conv_root = StemConv(3, width, 7, 2)
         self.gn_root = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
         self.stages = Stages(units, width, StemUnit, "unit{}")
-        self.channels = stem_channels(units, width)
+        # Of the map; without stages it is the root's.
+        self.channels = width
+        if units:
+            self.channels = width * EXPANSION * 2 ** (len(units) - 1)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.gn_root(self.conv_root(images)))
@@ -226,26 +211,11 @@ class Stem(nn.Module):
         return x
 
 
-def stem_channels(units: tuple[int, ...], width: int) -> int:
-    """Channels of the stem's map; without stages, of its root."""
-    if not units:
-        return width
-    return width * EXPANSION * 2 ** (len(units) - 1)
-
-
 def stem_stride(units: tuple[int, ...] | None) -> int:
     """Pixels between neighbours on the stem's map: 4 after the root, doubled by each later stage; 1 without a stem."""
     if units is None:
         return 1
     return 4 * 2 ** max(len(units) - 1, 0)
-
-
-def run(unit: nn.Module, x: Tensor, recompute: bool) -> Tensor:
-    """Run the unit on x; with `recompute` its activations are dropped and computed again in the backward pass."""
-    # The reentrant form gives no gradients at all where no input requires one.
-    if recompute:
-        return checkpoint(unit, x, use_reentrant=False)
-    return unit(x)
 
 
 class BiT(nn.Module):
@@ -269,7 +239,9 @@ class BiT(nn.Module):
         # differ by 3e-3 to 5e-3 in the golden logits (SPEC 1.8). `max_pool2d` itself pads with -inf alone.
         x = F.max_pool2d(F.pad(self.conv_root(images), (1, 1, 1, 1), value=border), 3, 2)
         for number, unit in enumerate(self.stages):
-            x = run(unit, x, recompute and number < self.recomputed_blocks)
+            is_recomputed = recompute and number < self.recomputed_blocks
+            # The reentrant form gives no gradients at all where no input requires one.
+            x = checkpoint(unit, x, use_reentrant=False) if is_recomputed else unit(x)
         return F.relu(self.norm(x)).mean(dim=(2, 3))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from models import catalog, initial, positions
-from models.families import ModelConfig
+from models.catalog import ModelConfig
 from models.masked import MaskedConfig
 from models.resnet import BiTConfig
-from models.vit import ViTConfig
+from models.vit import ViTConfig, position_table
 
 Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
@@ -84,7 +84,10 @@ def transfer(
         return unmask(weights, source, target, generator)
     check_comparable(source, target)
 
-    not_carried = changed_prefixes(source, target, new_head)
+    # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
+    not_carried: tuple[str, ...] = ()
+    if not keeps_head(source, target, new_head):
+        not_carried = HEAD
     state: dict[str, Tensor] = {}
     kept: list[Change] = []
     resized: list[Change] = []
@@ -98,7 +101,6 @@ def transfer(
             state[name] = torch.zeros(shape)
             new.append((name, None, shape))
             continue
-        # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
         if old is None or name.startswith(not_carried):
             state[name] = initial.fill(name, torch.empty(shape), target, generator)
             new.append((name, None, shape))
@@ -118,12 +120,16 @@ def transfer(
             dropped.append((name, tuple(weight.shape), None))
     # The rules above know which fields may differ; this finds a parameter that none of them made fit.
     check_weights(state, target)
+    # How similar neighbouring positions are in both, where a table on the grid is added to tokens.
+    drift = None
+    if isinstance(source, ViTConfig) and isinstance(target, ViTConfig) and source.positions in positions.ADDED:
+        drift = (neighbour_similarity(weights, source), neighbour_similarity(state, target))
     report = TransferReport(
         kept=tuple(kept),
         resized=tuple(resized),
         new=tuple(new),
         dropped=tuple(dropped),
-        drift=drift(weights, source, state, target),
+        drift=drift,
     )
     return state, report
 
@@ -194,18 +200,10 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
     """Return whether the head of the source is carried over, and with it what its outputs mean."""
-    return not changed_prefixes(source, target, new_head)
-
-
-def changed_prefixes(source: ModelConfig, target: ModelConfig, new_head: bool) -> tuple[str, ...]:
-    """Return beginnings of the names that are not carried over although both sides may have them."""
-    if new_head or source.classes != target.classes:
-        return HEAD
     # A ResNet has neither field, and source and target are of one family here.
-    for name in ("pool", "representation"):
-        if getattr(source, name, None) != getattr(target, name, None):
-            return HEAD
-    return ()
+    has_same_pool = getattr(source, "pool", None) == getattr(target, "pool", None)
+    has_same_layer = getattr(source, "representation", None) == getattr(target, "representation", None)
+    return not new_head and source.classes == target.classes and has_same_pool and has_same_layer
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:
@@ -216,23 +214,21 @@ def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> 
     name = name.removeprefix("vit.")
     if name == "embedding.weight" and source.patch != target.patch:
         return resize_patches(old, target.patch)
-    if name.startswith("positions."):
-        return resize_table(name.rpartition(".")[2], old, source, target)
-    return old
+    if not name.startswith("positions."):
+        return old
 
-
-def resize_table(leaf: str, old: Tensor, source: ViTConfig, target: ViTConfig) -> Tensor:
-    """Return one parameter of a position table for the target's grid; `leaf` is its name inside models.positions."""
+    # The rest is a parameter of a position table; its last name is that inside models.positions.
+    parameter = name.rpartition(".")[2]
     rows, columns = source.grid
     new_rows, new_columns = target.grid
     slots = source.position_slots
     new_slots = target.position_slots
-    if leaf == "slot":
+    if parameter == "slot":
         return fit_slots(old, slots, new_slots)
     # The two axes of learned2d are resized apart, each as a grid of one row or one column.
-    if leaf == "x":
+    if parameter == "x":
         return positions.resize_positions(old, (1, columns), (1, new_columns), 0)
-    if leaf == "y":
+    if parameter == "y":
         return positions.resize_positions(old, (rows, 1), (new_rows, 1), 0)
     if source.positions == "relative":
         return positions.resize_relative(old, source.grid, target.grid, slots, new_slots)
@@ -260,18 +256,14 @@ def resize_patches(weight: Tensor, patch: tuple[int, int]) -> Tensor:
     return filters.unflatten(-1, patch).to(weight.dtype)
 
 
-def drift(
-    weights: dict[str, Tensor], source: ModelConfig, state: dict[str, Tensor], target: ModelConfig
-) -> tuple[float, float] | None:
-    """Return how similar neighbouring positions are in both; None where nothing on the grid is added to tokens."""
-    if isinstance(source, BiTConfig) or isinstance(target, BiTConfig):
-        return None
-    if source.positions in ("none", "relative"):
-        return None
-    return neighbour_similarity_of(weights, source), neighbour_similarity_of(state, target)
-
-
-def neighbour_similarity_of(state: dict[str, Tensor], config: ViTConfig) -> float:
-    """Return the mean cosine similarity of neighbouring patches in the first position table."""
-    table = positions.whole_table(state, config)[0, config.position_slots :]
-    return positions.neighbour_similarity(table, config.grid)
+def neighbour_similarity(state: dict[str, Tensor], config: ViTConfig) -> float:
+    """Return the mean cosine similarity of adjacent entries of the first position table; 1.0 for a single patch."""
+    table = position_table(state, config)[0, config.position_slots :]
+    image = F.normalize(table.double().reshape(*config.grid, -1), dim=-1)  # (rows, columns, D)
+    down = (image[1:] * image[:-1]).sum(-1)
+    across = (image[:, 1:] * image[:, :-1]).sum(-1)
+    pairs = torch.cat([down.flatten(), across.flatten()])
+    # A grid of a single patch has no neighbours, and the mean over nothing is not a number.
+    if pairs.numel() == 0:
+        return 1.0
+    return pairs.mean().item()

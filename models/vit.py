@@ -1,4 +1,4 @@
-"""The Vision Transformer of Dosovitskiy et al. 2021, exact to the original code (SPEC 1.1 to 1.7).
+"""The Vision Transformer of Dosovitskiy et al. 2021, exact to the original code (SPEC 1.1 to 1.7), and the Axial ViT.
 
     model = models.build("B/16", image_size=224, classes=1000)
     logits = model(images)             # images (B, 3, height, width) in [-1, 1]
@@ -9,7 +9,6 @@ when the module that owns them runs, so `features` and `encode` work there too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -84,15 +83,26 @@ class ViTConfig:
     family = "vit"
 
     def __post_init__(self) -> None:
-        # First of all: the checks below calculate with pairs.
-        self._complete()
+        # First of all what may be written shorter is filled in: the checks below calculate with pairs. A frozen
+        # dataclass can be set in no other way.
+        object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
+        object.__setattr__(self, "patch", checks.pair("patch", self.patch))
+        if self.positions_at is None and self.positions == "relative":
+            object.__setattr__(self, "positions_at", "every")
+        elif self.positions_at is None:
+            object.__setattr__(self, "positions_at", "stem")
+
         checks.choices(self, CHOICES)
         checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
         checks.at_least(self, 0, ("classes", "registers"))
-        if self.stem is not None and not all(map(checks.is_positive_integer, self.stem)):
+        if self.stem is not None and not all(map(checks.is_integer, self.stem)):
             raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
         checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
-        checks.rates(self, ("dropout", "drop_path"))
+        # A rate of 1 would drop everything.
+        for name in ("dropout", "drop_path"):
+            rate = getattr(self, name)
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
         checks.not_negative(self, ("norm_eps",))
         if self.position_std is not None:
             checks.not_negative(self, ("position_std",))
@@ -104,16 +114,13 @@ class ViTConfig:
             checks.multiple("width", self.width, 4, "position parts")
         elif self.positions == "learned2d":
             checks.multiple("width", self.width, 2, "position parts")
-        checks.image_size(self.image_size, self.stride)
-
-    def _complete(self) -> None:
-        """Fill in what may be written shorter; a frozen dataclass can be set in no other way."""
-        object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
-        object.__setattr__(self, "patch", checks.pair("patch", self.patch))
-        if self.positions_at is None and self.positions == "relative":
-            object.__setattr__(self, "positions_at", "every")
-        elif self.positions_at is None:
-            object.__setattr__(self, "positions_at", "stem")
+        # The patches cover the image exactly.
+        for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
+            if pixels % step:
+                raise ValueError(
+                    f"image {side} {pixels} is not a multiple of the patch stride {step}; "
+                    f"nearest image_size: {checks.nearest_multiples(pixels, step)}"
+                )
 
     @property
     def stride(self) -> tuple[int, int]:
@@ -143,15 +150,6 @@ class ViTConfig:
     def feature_width(self) -> int:
         """Numbers that enter the head."""
         return self.representation or self.width
-
-    @property
-    def initial_position_std(self) -> float:
-        """Standard deviation of the first position table: as configured, else as in the code this layout comes from."""
-        if self.position_std is not None:
-            return self.position_std
-        if self.class_slot and self.pool != "map":
-            return 0.02  # vit_jax models_vit.py, AddPositionEmbs
-        return 1 / math.sqrt(self.width)  # big_vision models/vit.py, get_posemb
 
 
 class Block(nn.Module):
@@ -216,7 +214,12 @@ class ViT(nn.Module):
         self.embedding = PatchEmbedding(channels, config.width, config.patch)
         # From patch embeddings to tokens. The rate of stochastic depth rises linearly with the layer.
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
-        self.positions = nn.ModuleList(position_tables(config))
+        # One table for each layer where each has its own, else one for all of them.
+        self.positions = nn.ModuleList()
+        if config.positions != "none":
+            kind = positions.KINDS[config.positions]
+            for _ in range(config.depth if config.positions_at == "every" else 1):
+                self.positions.append(kind(config.grid, config.width, config.position_slots))
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()
         for layer in range(config.depth):
@@ -265,7 +268,10 @@ class ViT(nn.Module):
             if added is not None:
                 x = added(x, grid)
             if layer == 0 and kept is not None:
-                x = keep_patches(x, kept, self.config.prefix_tokens)
+                # The prefix stays, and of each image the patches of its row of `kept`.
+                prefix = self.config.prefix_tokens
+                places = kept[:, :, None].expand(-1, -1, x.shape[-1])  # (B, K, D)
+                x = torch.cat([x[:, :prefix], x[:, prefix:].gather(1, places)], dim=1)
             # Once, after the first addition, also where every layer adds positions (docs/models.md).
             if layer == 0:
                 x = self.dropout(x)
@@ -319,20 +325,69 @@ class ViT(nn.Module):
         return self.head(self.features(images, kept))
 
 
-def keep_patches(tokens: Tensor, kept: Tensor, prefix_tokens: int) -> Tensor:
-    """Tokens (B, P + N, D) to (B, P + K, D): the prefix, and of each image the patches of its row of `kept` (B, K)."""
-    patches = tokens[:, prefix_tokens:]
-    places = kept[:, :, None].expand(-1, -1, tokens.shape[-1])  # (B, K, D)
-    return torch.cat([tokens[:, :prefix_tokens], patches.gather(1, places)], dim=1)
+def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
+    """Return the first added table of a state dict as one tensor (1, S, D), whatever parameters its kind has."""
+    # Built from the config and not taken from a model: weights in a file can be looked at without making one.
+    module = positions.ADDED[config.positions](config.grid, config.width, config.position_slots)
+    parameters = {}
+    for name, tensor in state.items():
+        # "in", because the ViT inside a masked model has "vit." before all its names.
+        if "positions.0." in name:
+            parameters[name.rpartition(".")[2]] = tensor
+    module.load_state_dict(parameters)
+    return module.entries(torch.empty(0)).detach()
 
 
-def position_tables(config: ViTConfig) -> list[nn.Module]:
-    """Return no table where there are no positions, one for each layer where each has its own, else one."""
-    if config.positions == "none":
-        return []
-    count = config.depth if config.positions_at == "every" else 1
-    kind = positions.KINDS[config.positions]
-    tables = []
-    for _ in range(count):
-        tables.append(kind(config.grid, config.width, config.position_slots))
-    return tables
+# ------------------------------------------------------------------------------------------------ axial
+
+
+@dataclass(frozen=True)
+class AxialConfig(ViTConfig):
+    """The architecture of one Axial ViT (paper D.6); its tokens form a 2-D grid.
+
+    A class token or a register has no place on the grid, so that pooling is by mean or MAP.
+    """
+
+    pool: str = "gap"
+
+    family = "axial"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefix_tokens:
+            raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
+        if self.positions == "relative":
+            raise ValueError("relative positions run over the whole sequence; an Axial ViT takes added tables")
+
+
+class AxisAttention(Attention):
+    """Self-attention of (B, rows, columns, D) within each row."""
+
+    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
+        batch, rows = x.shape[:2]
+        # The config refuses relative positions and the class token, so that neither argument is ever given here.
+        mixed = super().forward(x.flatten(0, 1))  # each row is a sequence of its own: (B rows, columns, D)
+        return mixed.unflatten(0, (batch, rows))
+
+
+class AxialBlock(nn.Module):
+    """Two ordinary blocks, one along the rows and one along the columns; it takes and gives tokens (B, N, D)."""
+
+    def __init__(self, config: AxialConfig, drop_path: float) -> None:
+        super().__init__()
+        self.grid = config.grid
+        self.row = Block(config, drop_path)
+        self.column = Block(config, drop_path)
+        # Block makes an ordinary Attention. This one has the same parameters under the same names, and attends by row.
+        for block in (self.row, self.column):
+            block.attention = AxisAttention(config.width, config.heads)
+
+    def forward(self, x: Tensor, relative: None = None, queries: None = None) -> Tensor:
+        # The norms and the MLP work on each token alone: they take the grid as they take a sequence.
+        by_row = self.row(x.unflatten(1, self.grid))  # (B, rows, columns, D)
+        by_column = self.column(by_row.transpose(1, 2))  # (B, columns, rows, D)
+        return by_column.transpose(1, 2).flatten(1, 2)
+
+
+class AxialViT(ViT):
+    block = AxialBlock

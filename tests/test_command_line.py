@@ -64,9 +64,6 @@ import os
 import sys
 from jobs.commands import status
 print("torch" in sys.modules)
-import models
-assert 4.5e9 < models.macs_of(models.config_of("S/16")) < 4.7e9
-print("torch._dynamo" in sys.modules)
 from pipeline.engine.deepspeed import import_deepspeed
 import_deepspeed()
 print("torch._dynamo" in sys.modules)
@@ -75,11 +72,11 @@ print("torch._inductor.codecache" in sys.modules)
 """
 
 
-def test_status_imports_no_torch_and_a_plan_no_compiler_which_a_fork_server_imports_for_all_workers():
+def test_status_imports_no_torch_and_a_fork_server_the_compiler_for_all_workers():
     """Each takes a second or more, of every command or every worker (benchmarks/README.md)."""
     done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line in ("True", "False")]
-    assert lines == ["False", "False", "True", "False"]
+    assert lines == ["False", "True", "False"]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 Importing must start no thread and touch no GPU: neither outlives a fork.
 """
 
-# The first brings sympy, which torch imports to work out shapes on the meta device, as every worker does when it makes
-# its model; the second writes event files, in rank 0.
+# Torch imports the first, its compiler, and the second, which brings sympy, to work out shapes on the meta device, as
+# every worker does when it makes its model and counts its products; the third writes event files, in rank 0.
+import torch._dynamo
 import torch.fx.experimental.symbolic_shapes
 import torch.utils.tensorboard
 

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from models import catalog
-from models.catalog import ConfigFields
-from models.families import Model, ModelConfig
+from models.catalog import Model, ModelConfig
 from models.transfer import check_weights
 from models.weights import hf as weights_hf
 from models.weights import npz as weights_npz
@@ -168,11 +167,7 @@ def load(path: str | Path, **config: object) -> Model:
             f"{path} is no directory with {CONFIG} or {THEIR_WEIGHTS}, no .safetensors and no .npz file; "
             "pickled checkpoints (.pth, .bin) are not opened, convert them to safetensors first"
         )
-    return module(*load_foreign(file, config))
-
-
-def load_foreign(file: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Return state dict and config of a timm or Hugging Face safetensors file, with the config.json beside it."""
+    # The file is timm's or Hugging Face's.
     from safetensors.torch import load_file
 
     stored = {key: tensor.float() for key, tensor in load_file(file).items()}
@@ -183,8 +178,8 @@ def load_foreign(file: Path, overrides: ConfigFields) -> tuple[dict[str, Tensor]
         described = json.loads(config_file.read_text())
     # This key is in every ViT of transformers, with and without a classifier, and in none of timm.
     if any("embeddings.patch_embeddings.projection." in key for key in stored):
-        return weights_hf.load(stored, described, overrides)
-    return weights_timm.load(stored, described, overrides)
+        return module(*weights_hf.load(stored, described, config))
+    return module(*weights_timm.load(stored, described, config))
 
 
 def save(

@@ -17,9 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from models.catalog import ConfigFields
-from models.families import ModelConfig
-from models.resnet import BiTConfig
+from models.catalog import ConfigFields, ModelConfig
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
 from models.weights import layout as weights_map
@@ -50,6 +48,7 @@ QKV = ((".qkv.", (".query.", ".key.", ".value.")),)
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_attention_heads"), ("image_size", "image_size"))  # ours, their field
+UNNAMED = "LABEL_{}"  # what transformers calls a class that has no name
 DEFAULT_NORM_EPS = 1e-12  # of transformers.ViTConfig
 
 
@@ -93,7 +92,7 @@ def class_names(described: ForeignConfig) -> list[str]:
     try:
         # JSON's keys are texts; the numbers of a whole table go from 0 on without a gap.
         for number, name in sorted((int(number), name) for number, name in described.get("id2label", {}).items()):
-            if number != len(names) or name == placeholder(number):
+            if number != len(names) or name == UNNAMED.format(number):
                 break
             names.append(name)
     except (ValueError, AttributeError, TypeError):
@@ -101,35 +100,36 @@ def class_names(described: ForeignConfig) -> list[str]:
     return names
 
 
-def placeholder(number: int) -> str:
-    """Return what transformers calls a class that has no name."""
-    return f"LABEL_{number}"
-
-
 def save(
     state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for transformers: a classifier, or without classes a ViTModel."""
-    reasons = obstacles(config)
+    # What of this model transformers' ViT cannot compute.
+    reasons = []
+    if not isinstance(config, ViTConfig) or config.family != "vit":
+        reasons.append(f"family {config.family}")
+    else:
+        if config.stem is not None:
+            reasons.append("ResNet stem")
+        if config.pool != "token":
+            reasons.append(f"pooling by {config.pool}")
+        if config.registers:
+            reasons.append("registers")
+        if config.representation and config.classes:
+            reasons.append("representation layer before a classifier (it has one with classes=0)")
+        if config.positions_at != "stem" or config.positions not in ("learned", "learned2d", "sincos2d"):
+            reasons.append(f"{config.positions} positions at {config.positions_at}")
     if reasons:
         raise ValueError(f"transformers' ViT has no {', no '.join(reasons)}; save as npz or safetensors")
     assert isinstance(config, ViTConfig)
-    described = fields_of(config, class_names)
-    # Theirs is always a learned table with an entry for the class token: slots=1.
-    state, config = weights_map.with_learned_positions(state, config, slots=1)
-    tensors = weights_map.write(state, config, layout(classifier=config.classes > 0))
-    return tensors, json.dumps(described, indent=2) + "\n"
-
-
-def fields_of(config: ViTConfig, class_names: Sequence[str]) -> ForeignConfig:
-    """Return the fields of transformers.ViTConfig that make it this model."""
     names: dict[int, str] = {}
     numbers: dict[str, int] = {}
     for number in range(config.classes):
-        names[number] = class_names[number] if number < len(class_names) else placeholder(number)
+        names[number] = class_names[number] if number < len(class_names) else UNNAMED.format(number)
         # ImageNet has two classes that are called crane: the name leads to the first.
         numbers.setdefault(names[number], number)
-    return {
+    # The fields of transformers.ViTConfig that make it this model.
+    described = {
         "architectures": ["ViTForImageClassification" if config.classes else "ViTModel"],
         "model_type": "vit",
         "hidden_size": config.width,
@@ -151,6 +151,10 @@ def fields_of(config: ViTConfig, class_names: Sequence[str]) -> ForeignConfig:
         "label2id": numbers,
         "dtype": "float32",
     }
+    # Theirs is always a learned table with an entry for the class token: slots=1.
+    state, config = weights_map.with_learned_positions(state, config, slots=1)
+    tensors = weights_map.write(state, config, layout(classifier=config.classes > 0))
+    return tensors, json.dumps(described, indent=2) + "\n"
 
 
 def square(size: tuple[int, int]) -> int | list[int]:
@@ -159,21 +163,3 @@ def square(size: tuple[int, int]) -> int | list[int]:
     if height == width:
         return height
     return [height, width]
-
-
-def obstacles(config: ModelConfig) -> list[str]:
-    """Return what of this model transformers' ViT cannot compute."""
-    if isinstance(config, BiTConfig) or config.family != "vit":
-        return [f"family {config.family}"]
-    reasons = []
-    if config.stem is not None:
-        reasons.append("ResNet stem")
-    if config.pool != "token":
-        reasons.append(f"pooling by {config.pool}")
-    if config.registers:
-        reasons.append("registers")
-    if config.representation and config.classes:
-        reasons.append("representation layer before a classifier (it has one with classes=0)")
-    if config.positions_at != "stem" or config.positions not in ("learned", "learned2d", "sincos2d"):
-        reasons.append(f"{config.positions} positions at {config.positions_at}")
-    return reasons

@@ -44,28 +44,6 @@ class StoredShapes:
             return None
         return math.prod(shape)
 
-    def depth(self) -> int:
-        """How many blocks there are, counted up to the first number that is missing."""
-        depth = 0
-        while self.shape(f"blocks.{depth}.norm1.bias") is not None:
-            depth += 1
-        return depth
-
-    def registers(self) -> int:
-        """How many registers there are: theirs is a parameter (1, registers, D)."""
-        shape = self.shape("prefix.registers")
-        if shape is None:
-            return 0
-        return shape[1]
-
-    def pool(self) -> str:
-        """How tokens are pooled: each way but the mean has a parameter of its own."""
-        if self.shape("prefix.cls"):
-            return "token"
-        if self.shape("map_head.probe"):
-            return "map"
-        return "gap"
-
 
 def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -> ViTConfig:
     """Return the config behind `stored`; `known` fields (from a file beside it, from the caller) win over shapes.
@@ -77,6 +55,17 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
     if embedding is None or shapes.shape("blocks.0.mlp.up.bias") is None:
         key = layout.keys("embedding.weight")[0]
         raise ValueError(f"no {key} and blocks among {len(stored)} keys: this is no ViT known here")
+    # Blocks are counted up to the first number that is missing.
+    depth = 0
+    while shapes.shape(f"blocks.{depth}.norm1.bias") is not None:
+        depth += 1
+    # Each way of pooling but the mean has a parameter of its own.
+    pool = "gap"
+    if shapes.shape("prefix.cls"):
+        pool = "token"
+    elif shapes.shape("map_head.probe"):
+        pool = "map"
+    registers = shapes.shape("prefix.registers")  # (1, registers, D)
     # JAX keeps (rows, columns, in, out), torch (out, in, rows, columns).
     if layout.kernels_last:
         rows, columns, _, width = embedding
@@ -84,13 +73,13 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
         width, _, rows, columns = embedding
     config: ConfigFields = {
         "width": width,
-        "depth": shapes.depth(),
+        "depth": depth,
         "mlp": shapes.size("blocks.0.mlp.up.bias"),
         "patch": (rows, columns),
         "classes": shapes.size("head.bias") or 0,
         "representation": shapes.size("pre_logits.bias"),
-        "pool": shapes.pool(),
-        "registers": shapes.registers(),
+        "pool": pool,
+        "registers": registers[1] if registers else 0,
         **known,
     }
     # From here on these two are calculated with; a config.json may give one number for both sides.
@@ -130,7 +119,14 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     rows_stride = patch_height * stem
     columns_stride = patch_width * stem
     if "image_size" not in config:
-        side = square_side(length, prefix)
+        # The image is square, and the table has entries for all prefix tokens, else for none of them: 197 is 14 x 14
+        # patches and a class token; 196 beside a class token are 14 x 14 without an entry for it.
+        for slots in (prefix, 0):
+            side = math.isqrt(length - slots)
+            if side**2 + slots == length:
+                break
+        else:
+            raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
         config["image_size"] = (side * rows_stride, side * columns_stride)
     height, width = config["image_size"]
     patches = (height // rows_stride) * (width // columns_stride)
@@ -141,16 +137,6 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
             f"{length} position entries; load it at its own size and resize it with models.transfer"
         )
     return {"class_slot": length == patches + prefix, **config}
-
-
-def square_side(length: int, prefix: int) -> int:
-    """Return the side of the square grid in a table with entries for all `prefix` tokens, else with none for them."""
-    # 197 is 14 x 14 patches and a class token; 196 beside a class token are 14 x 14 without an entry for it.
-    for slots in (prefix, 0):
-        side = math.isqrt(length - slots)
-        if side**2 + slots == length:
-            return side
-    raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
 
 
 def units_of(stored: dict[str, Tensor]) -> tuple[int, ...]:

@@ -23,16 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import catalog, positions
-from models.families import ModelConfig
+from models import catalog
+from models.catalog import ModelConfig
 from models.transfer import Shape, check_shapes
-from models.vit import ViTConfig
+from models.vit import ViTConfig, position_table
 
 ForeignConfig = dict[str, Any]  # a config.json of another project, as JSON gives it; its fields are theirs to choose
-
-
-def same_shape(key: str, shape: Shape, config: ModelConfig) -> Shape:
-    return shape
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,8 @@ class Layout:
     renames: tuple[tuple[str, str], ...]  # regular expression and replacement, applied to our name in turn
     packed: tuple[tuple[str, tuple[str, ...]], ...] = ()  # a piece of the new name: the parts it stands for
     kernels_last: bool = False  # JAX's (in, out) and (rows, columns, in, out) instead of torch's order
-    shape_of: Callable[[str, Shape, ModelConfig], Shape] = same_shape  # of a part there, from that in this order
+    # The shape of a part there, from its key and its shape in this order of axes; None: it is the same.
+    shape_of: Callable[[str, Shape, ModelConfig], Shape] | None = None
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Return the keys under which the parts of our parameter `name` are stored."""
@@ -79,7 +76,9 @@ def parts_of(config: ModelConfig, layout: Layout) -> dict[str, list[Part]]:
         keys = layout.keys(name)
         parts = []
         for key, tensor in zip(keys, parameter.detach().chunk(len(keys)), strict=True):
-            there = layout.shape_of(key, tuple(layout.kernel(tensor).shape), config)
+            there = tuple(layout.kernel(tensor).shape)
+            if layout.shape_of is not None:
+                there = layout.shape_of(key, there, config)
             parts.append(Part(key, tuple(tensor.shape), there))
         parts_by_name[name] = parts
     return parts_by_name
@@ -100,7 +99,16 @@ def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict
     for name, parts in parts_by_name.items():
         tensors = []
         for part in parts:
-            tensors.append(in_our_order(stored[part.key], part.here, layout))
+            tensor = stored[part.key]
+            # The inverse of `Layout.kernel`, whatever the shape it is stored in. JAX's attention kernels keep heads as
+            # an axis. It lies beside the inputs or beside the outputs, so that the same reshape closes it up for all.
+            if layout.kernels_last and len(part.here) == 2:
+                outputs, inputs = part.here
+                tensor = tensor.reshape(inputs, outputs).T
+            elif layout.kernels_last and len(part.here) == 4:
+                outputs, inputs, rows, columns = part.here
+                tensor = tensor.reshape(rows, columns, inputs, outputs).permute(3, 2, 0, 1)
+            tensors.append(tensor.reshape(part.here))
         state[name] = torch.cat(tensors)
     return state
 
@@ -110,19 +118,6 @@ def squeezed(shape: Shape) -> Shape:
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape
-
-
-def in_our_order(tensor: Tensor, shape: Shape, layout: Layout) -> Tensor:
-    """Return a stored part in our shape: the inverse of `Layout.kernel`, whatever the shape it is stored in."""
-    # JAX's attention kernels keep heads as an axis. It lies beside the inputs or beside the outputs, so that the same
-    # reshape closes it up for all of them.
-    if layout.kernels_last and len(shape) == 2:
-        outputs, inputs = shape
-        return tensor.reshape(inputs, outputs).T
-    if layout.kernels_last and len(shape) == 4:
-        outputs, inputs, rows, columns = shape
-        return tensor.reshape(rows, columns, inputs, outputs).permute(3, 2, 0, 1)
-    return tensor.reshape(shape)
 
 
 def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
@@ -143,7 +138,7 @@ def with_learned_positions(
         return state, config
     # A prefix token without an entry gets zeros added: an entry of zeros is the same function.
     missing_slots = slots - config.position_slots
-    table = F.pad(positions.whole_table(state, config), (0, 0, missing_slots, 0))
+    table = F.pad(position_table(state, config), (0, 0, missing_slots, 0))
     learned: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if "positions." not in name:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from models import catalog
-from models.catalog import ConfigFields
-from models.families import ModelConfig
+from models.catalog import ConfigFields, ModelConfig
 from models.resnet import BiTConfig
 from models.transfer import Shape
 from models.vit import ViTConfig
@@ -137,7 +136,16 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
     with np.load(file, allow_pickle=False) as arrays:
         keys = model_keys(arrays.files, part)
         check_sizes(arrays.zip, list(keys.values()), file)
-        stored = {name: tensor_of(arrays[key], key) for name, key in keys.items()}
+        stored: dict[str, Tensor] = {}
+        for name, key in keys.items():
+            array = arrays[key]
+            # bfloat16, which NumPy does not know, is stored as two void bytes.
+            if array.dtype == np.dtype("V2"):
+                stored[name] = torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).float()
+            elif array.dtype.kind == "f":
+                stored[name] = torch.from_numpy(array.astype(np.float32))
+            else:
+                raise ValueError(f"expected floating-point weights, found {key} of {array.dtype}")
     stored = canonical(stored)
     config = infer(stored, overrides)
     return weights_map.read(stored, config, layout_of(config)), config
@@ -194,15 +202,6 @@ def model_keys(keys: list[str], part: str) -> dict[str, str]:
         if inside:
             names = inside
     return names
-
-
-def tensor_of(array: np.ndarray, key: str) -> Tensor:
-    """Return an array in float32; bfloat16, which NumPy does not know, is stored as two void bytes."""
-    if array.dtype == np.dtype("V2"):
-        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16).float()
-    if array.dtype.kind != "f":
-        raise ValueError(f"expected floating-point weights, found {key} of {array.dtype}")
-    return torch.from_numpy(array.astype(np.float32))
 
 
 def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -298,7 +297,15 @@ def infer_bit(stored: dict[str, Tensor], overrides: ConfigFields) -> BiTConfig:
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
     """Write today's vit_jax names, or big_vision's where only it has the layout; ValueError if neither."""
-    reasons = obstacles(config)
+    # What of this model the format has no name for; it has one for everything in a ResNet.
+    reasons = []
+    if config.family not in ("vit", "bit"):
+        reasons.append(f"a model of family {config.family}")
+    elif isinstance(config, ViTConfig):
+        if config.registers:
+            reasons.append(f"{config.registers} registers")
+        if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
+            reasons.append(f"{config.positions} positions at {config.positions_at}")
     if reasons:
         raise ValueError(f"an official .npz cannot hold {', '.join(reasons)}; save as safetensors")
     # The file has no place for these two, and its readers compute with the original's.
@@ -309,17 +316,3 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
     # An open file: np.savez adds .npz to a name that ends otherwise, such as the temporary name of a whole write.
     with open(path, "wb") as file:
         np.savez(file, **arrays)
-
-
-def obstacles(config: ModelConfig) -> list[str]:
-    """Return what of this model the format has no name for."""
-    if isinstance(config, BiTConfig):
-        return []
-    if config.family != "vit":
-        return [f"a model of family {config.family}"]
-    reasons = []
-    if config.registers:
-        reasons.append(f"{config.registers} registers")
-    if config.positions not in ("learned", "sincos2d") or config.positions_at != "stem":
-        reasons.append(f"{config.positions} positions at {config.positions_at}")
-    return reasons

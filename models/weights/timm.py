@@ -20,9 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.catalog import ConfigFields
-from models.families import ModelConfig
-from models.resnet import BiTConfig
+from models.catalog import ConfigFields, ModelConfig
 from models.vit import ViTConfig
 from models.weights import infer as weights_infer
 from models.weights import layout as weights_map
@@ -51,6 +49,7 @@ FIXED: tuple[tuple[str, str, object], ...] = (
     (r"vit_base_patch16_gap_224", "heads", 16),
 )
 POOLS = {"token": "token", "avg": "gap", "map": "map"}  # theirs: ours
+THEIR_POOLS = {"token": "token", "gap": "avg", "map": "map"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_heads"), ("image_size", "img_size"), ("activation", "act_layer"))  # ours, their argument
 CHANGES = ("pool_include_prefix", "norm_layer", "mlp_layer", "block_fn")  # arguments that change what is computed
 
@@ -72,7 +71,12 @@ def load(
         known.setdefault("positions", "none")
     # timm keeps a class token under mean or MAP pooling too. Tokens attend to it all the same, so that it cannot go.
     if "cls_token" in stored and known.get("pool", "token") != "token":
-        stored = with_class_token_as_register(stored)
+        # It becomes the first register: unpooled, it is one of them.
+        stored = dict(stored)
+        registers = [stored.pop("cls_token")]  # (1, 1, D)
+        if "reg_token" in stored:
+            registers.append(stored["reg_token"])
+        stored["reg_token"] = torch.cat(registers, dim=1)
     config = weights_infer.vit_config(stored, LAYOUT, known)
     return weights_map.read(stored, config, LAYOUT), config
 
@@ -100,16 +104,6 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
     return known
 
 
-def with_class_token_as_register(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the class token before the registers: unpooled, it is one of them."""
-    moved = dict(stored)
-    registers = moved.pop("cls_token")  # (1, 1, D)
-    if "reg_token" in moved:
-        registers = torch.cat([registers, moved["reg_token"]], dim=1)
-    moved["reg_token"] = registers
-    return moved
-
-
 def class_names(described: ForeignConfig) -> list[str]:
     """Return the class names of a config.json, in the order of the outputs: those that timm itself would take."""
     names = described.get("label_names") or described.get("pretrained_cfg", {}).get("label_names") or []
@@ -121,7 +115,17 @@ def save(
     state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
-    reasons = obstacles(config)
+    # What of this model timm cannot compute.
+    reasons = []
+    if not isinstance(config, ViTConfig) or config.family != "vit":
+        reasons.append(f"family {config.family}")
+    else:
+        if config.stem is not None:
+            reasons.append("stem with GroupNorm eps 1e-6")
+        if config.representation:
+            reasons.append("representation layer")
+        if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):
+            reasons.append(f"{config.positions} positions at {config.positions_at}")
     if reasons:
         raise ValueError(f"timm's VisionTransformer has no {', no '.join(reasons)}; save as npz or safetensors")
     assert isinstance(config, ViTConfig)
@@ -131,8 +135,24 @@ def save(
         "architecture": ARCHITECTURE,
         "num_classes": config.classes,
         "num_features": config.width,
-        "global_pool": pooling(config),
-        "model_args": arguments_of(config),
+        "global_pool": THEIR_POOLS[config.pool],
+        # The arguments of timm's VisionTransformer that make it this model.
+        "model_args": {
+            "img_size": list(config.image_size),
+            "patch_size": list(config.patch),
+            "embed_dim": config.width,
+            "depth": config.depth,
+            "num_heads": config.heads,
+            "mlp_ratio": (config.mlp + 0.5) / config.width,  # timm truncates the product
+            "global_pool": THEIR_POOLS[config.pool],
+            "class_token": config.pool == "token",
+            "reg_tokens": config.registers,
+            "no_embed_class": not config.position_slots,
+            "pos_embed": "none" if config.positions == "none" else "learn",
+            "fc_norm": False,
+            "act_layer": config.activation,
+            "num_classes": config.classes,
+        },
         "pretrained_cfg": {
             "num_classes": config.classes,
             "input_size": [3, *config.image_size],
@@ -149,45 +169,3 @@ def save(
     # The number of entries stays: timm's no_embed_class says whether prefix tokens have any.
     state, config = weights_map.with_learned_positions(state, config, config.position_slots)
     return weights_map.write(state, config, LAYOUT), json.dumps(described, indent=2) + "\n"
-
-
-def pooling(config: ViTConfig) -> str:
-    """Return timm's name for the way tokens are pooled."""
-    for theirs, ours in POOLS.items():
-        if ours == config.pool:
-            return theirs
-    raise AssertionError(f"no name in timm for pooling by {config.pool}")
-
-
-def arguments_of(config: ViTConfig) -> ForeignConfig:
-    """Return the arguments of timm's VisionTransformer that make it this model."""
-    return {
-        "img_size": list(config.image_size),
-        "patch_size": list(config.patch),
-        "embed_dim": config.width,
-        "depth": config.depth,
-        "num_heads": config.heads,
-        "mlp_ratio": (config.mlp + 0.5) / config.width,  # timm truncates the product
-        "global_pool": pooling(config),
-        "class_token": config.pool == "token",
-        "reg_tokens": config.registers,
-        "no_embed_class": not config.position_slots,
-        "pos_embed": "none" if config.positions == "none" else "learn",
-        "fc_norm": False,
-        "act_layer": config.activation,
-        "num_classes": config.classes,
-    }
-
-
-def obstacles(config: ModelConfig) -> list[str]:
-    """Return what of this model timm cannot compute."""
-    if isinstance(config, BiTConfig) or config.family != "vit":
-        return [f"family {config.family}"]
-    reasons = []
-    if config.stem is not None:
-        reasons.append("stem with GroupNorm eps 1e-6")
-    if config.representation:
-        reasons.append("representation layer")
-    if config.positions_at != "stem" or config.positions not in ("none", "learned", "learned2d", "sincos2d"):
-        reasons.append(f"{config.positions} positions at {config.positions_at}")
-    return reasons

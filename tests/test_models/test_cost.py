@@ -21,20 +21,21 @@ JFT_IMAGES, JFT_CLASSES = 303_000_000, 18_291
     ],
 )
 def test_macs_of_the_plain_models(name, size, gmacs):
-    assert models.forward_macs(name, size) / 1e9 == pytest.approx(gmacs, rel=5e-4)
+    assert models.macs_of(models.config_of(name, size)) / 1e9 == pytest.approx(gmacs, rel=5e-4)
 
 
 def test_macs_equal_the_formula_for_a_model_with_everything():
     tokens, width, mlp, depth = 6 + 1 + 2, 32, 128, 3
     layer = tokens * (4 * width**2 + 2 * width * mlp) + 2 * tokens**2 * width
     expected = 6 * 8 * 8 * 3 * width + depth * layer + width * 10 + 10 * 5
-    assert models.forward_macs("mu/8", (16, 24), 5, depth=3, registers=2, representation=10) == expected
+    assert models.macs_of(models.config_of("mu/8", (16, 24), 5, depth=3, registers=2, representation=10)) == expected
 
 
 def test_macs_of_a_map_head_are_its_products():
     tokens, width, mlp = 6, 32, 128
     probe = width**2 + 2 * tokens * width**2 + 2 * tokens * width + width**2 + 2 * width * mlp
-    extra = models.forward_macs("mu/8", (16, 24), 5, pool="map") - models.forward_macs("mu/8", (16, 24), 5, pool="gap")
+    by_map, by_mean = (models.macs_of(models.config_of("mu/8", (16, 24), 5, pool=pool)) for pool in ("map", "gap"))
+    extra = by_map - by_mean
     assert extra == probe
 
 
@@ -68,4 +69,4 @@ def test_training_compute_of_table_6(name, epochs, exaflops, bar):
 
 def test_axial_costs_more_than_the_plain_model_of_its_size():
     for name in ("B/32", "B/16"):
-        assert models.forward_macs(f"Axial-{name}") > 1.8 * models.forward_macs(name)
+        assert models.macs_of(models.config_of(f"Axial-{name}")) > 1.8 * models.macs_of(models.config_of(name))

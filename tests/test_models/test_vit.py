@@ -43,15 +43,15 @@ def with_live_head(model: torch.nn.Module) -> torch.nn.Module:
     ],
 )
 def test_parameter_counts_are_those_of_the_original(name, count):
-    assert models.parameter_count(name) == count
+    assert models.parameters_of(models.config_of(name)) == count
 
 
 def test_counts_follow_resolution_classes_pooling_and_representation():
-    assert models.parameter_count("H/14", 518) == 633_470_440
-    assert models.parameter_count("L/16", 512) == 305_174_504
-    assert models.parameter_count("B/16", classes=21_843, representation=768) == 103_186_515
-    assert models.parameter_count("S/16", pool="gap") == 22_049_896
-    assert models.parameter_count("B/32", classes=0) == 87_455_232
+    assert models.parameters_of(models.config_of("H/14", 518)) == 633_470_440
+    assert models.parameters_of(models.config_of("L/16", 512)) == 305_174_504
+    assert models.parameters_of(models.config_of("B/16", classes=21_843, representation=768)) == 103_186_515
+    assert models.parameters_of(models.config_of("S/16", pool="gap")) == 22_049_896
+    assert models.parameters_of(models.config_of("B/32", classes=0)) == 87_455_232
 
 
 def test_h14_is_built_without_memory_on_the_meta_device():

@@ -87,7 +87,7 @@ def test_a_step_on_a_gpu_that_is_not_there(guard, name, zero, options, recompute
     model = models.config_of(name, 224, 1000, **options)
     cfg = TrainConfig(steps=1, zero=zero, micro_batch=IMAGES, batch_size=IMAGES * WORLD, checkpoint_blocks=recomputed)
     seen = rehearsed(guard, cfg, model, recomputed)
-    parameters = models.parameter_count(name, 224, 1000, **options)
+    parameters = models.parameters_of(models.config_of(name, 224, 1000, **options))
 
     check_devices(seen)
     check_types_and_shapes(seen, *SHAPES[name])
