@@ -27,7 +27,7 @@ from data.index.index import Index
 from data.index.tar import sample_digest
 from data.order import Order
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.tars import tars
 
 SIZE = 224  # pixels of a crop
@@ -54,7 +54,7 @@ CONTENDERS: dict[str, Callable[[bytes, bytes], int]] = {
 def decoder_of(index: Index) -> Decoder:
     order = Order(index.shard_samples, seed=0, batch_size=BATCH)
     layout = Layout(BATCH, SIZE, 1)
-    return Decoder(index, order, layout, AugmentConfig(), 0, Reader(index))
+    return Decoder(index, order, layout, AugmentConfig(), 0, ShardReader(index))
 
 
 def loading_s(decoder: Decoder, steps: range) -> float:

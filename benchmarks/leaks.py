@@ -28,7 +28,7 @@ from data.leaks.search import find_leaks
 from data.shards.indexing import build_index
 from data.shards.leaks import Leaks
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample
 
 Draw = Callable[[np.ndarray, np.random.Generator], bytes]
@@ -88,7 +88,7 @@ WAYS: dict[str, Draw] = {
 
 def photographs(index: Index) -> list[np.ndarray]:
     """The decoded images of a set, upright."""
-    reader = Reader(index)
+    reader = ShardReader(index)
     images = []
     for shard, samples in enumerate(index.shard_samples):
         for sample in range(samples):

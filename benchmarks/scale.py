@@ -337,14 +337,14 @@ try:
     from data.shards.index import load_index  # where it was before
 except ModuleNotFoundError:
     from data.index.document import load_index
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 def private_mib(pid="self"):
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 def decoder_mib(index, order):
-    decoder = Decoder(index, order, Layout(1, 16, 1), AugmentConfig(), 0, Reader(index))
+    decoder = Decoder(index, order, Layout(1, 16, 1), AugmentConfig(), 0, ShardReader(index))
     process = DecoderProcess(decoder, 1)
     process.brief()
     process.give(Task(0, 0, 1))

@@ -71,7 +71,7 @@ class Bucket:
     def address(self, name: str = "") -> str:
         return redacted(f"{self.url}/{name}".rstrip("/"))
 
-    def ask(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
+    def request(self, name: str, question: Callable[[Any, str], Answer]) -> Answer:
         """Return what `question(client, path)` answers in one of the attempts.
 
         Raises FileNotFoundError, DataError and StorageError, as `Retry.patiently` does.
@@ -95,7 +95,7 @@ class Bucket:
                 raise
             return True
 
-        if self.ask(name, create):
+        if self.request(name, create):
             return True
         # A request whose answer was lost may have created it, and then it was refused to the next one.
         return self.read(name) == content
@@ -112,17 +112,17 @@ class Bucket:
             )
 
     def put(self, name: str, content: bytes) -> None:
-        self.ask(name, lambda client, path: client.pipe_file(path, content))
+        self.request(name, lambda client, path: client.pipe_file(path, content))
 
     def read(self, name: str) -> bytes | None:
         try:
-            return self.ask(name, lambda client, path: client.cat_file(path))
+            return self.request(name, lambda client, path: client.cat_file(path))
         except FileNotFoundError:
             return None
 
     def list(self, folder: str = "") -> dict[str, int]:
         try:
-            entries = self.ask(folder, lambda client, path: client.find(path, detail=True))
+            entries = self.request(folder, lambda client, path: client.find(path, detail=True))
         except FileNotFoundError:
             return {}
         sizes = {}
@@ -135,7 +135,7 @@ class Bucket:
     def delete(self, names: Iterable[str]) -> None:
         def delete_one(name: str) -> None:
             with suppress(FileNotFoundError):
-                self.ask(name, lambda client, path: client.rm_file(path))
+                self.request(name, lambda client, path: client.rm_file(path))
 
         each(names, delete_one)
 
@@ -143,7 +143,7 @@ class Bucket:
 
     def put_file(self, name: str, file: Path) -> None:
         """Put a local file whole; a large one goes up in parts, which the store joins when the last has come."""
-        self.ask(name, lambda client, path: client.put_file(str(file), path))
+        self.request(name, lambda client, path: client.put_file(str(file), path))
 
     def fetch(self, name: str, file: Path, size: int) -> None:
         """Bring an object of `size` bytes into a local file, piece by piece; the file appears when it is whole.
@@ -164,7 +164,7 @@ class Bucket:
                 raise ConnectionError("empty answer")
             return piece[: stop - start]
 
-        return self.ask(name, read)
+        return self.request(name, read)
 
     def send(self, name: str) -> None:
         if (self.local / name).exists():
@@ -305,19 +305,15 @@ class Bucket:
         for name, files in self.files_of_sets(folder).items():
             is_set = MANIFEST in files and SWEPT not in files
             is_swept = files == {MANIFEST, SWEPT}
-            if attempt_of(name) >= attempt or REFUSED in files or is_set or is_swept:
+            # A set that was copied here from a folder has no attempt in its name.
+            _, _, its_attempt = name.removeprefix("step-").partition("-")
+            if int(its_attempt or 0) >= attempt or REFUSED in files or is_set or is_swept:
                 continue
             # From here on its owner, should it wake up, cannot create it. Where it was faster, this is a set.
             if MANIFEST not in files and not self.create_once(f"{folder}/{name}/{MANIFEST}", reason):
                 continue
             self.put(f"{folder}/{name}/{SWEPT}", reason)
             self.delete(f"{folder}/{name}/{file}" for file in files if file not in (MANIFEST, SWEPT))
-
-
-def attempt_of(name: str) -> int:
-    """Return the attempt in a set's name; 0 for one that was copied here from a folder and has none."""
-    _, _, attempt = name.removeprefix("step-").partition("-")
-    return int(attempt or 0)
 
 
 def each(values: Iterable[Any], act: Callable[[Any], None]) -> None:

@@ -43,7 +43,7 @@ from data.index.index import Index
 from data.index.labels import read_labels
 from data.mixture import Mixture
 from data.order import Order
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
@@ -113,7 +113,7 @@ class Done:
     storage_s: float
     decode_s: float
     encoded: tuple[Encoded, ...] = ()  # rows that hold a JPEG, with `decode: gpu`
-    said: str = ""  # why samples are no longer read by range, if so (data.remote.ranges)
+    given_up: str = ""  # why samples are no longer read by range, if so (data.remote.ranges)
 
 
 class Decoder:
@@ -126,7 +126,7 @@ class Decoder:
         layout: Layout,
         cfg: AugmentConfig,
         seed: int,
-        reader: Reader,
+        reader: ShardReader,
         leave_encoded: bool = False,  # JPEGs stay as they are, for the GPU
     ):
         self.index = index
@@ -175,7 +175,7 @@ class Decoder:
         for row in range(rows):
             bad += self.fill_slot(task, row, int(keys[row]), arrays)
         decode_s = perf_counter() - start - self.storage_s
-        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.said)
+        return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.given_up)
 
     def keys(self, ids: np.ndarray) -> np.ndarray:
         """Return what each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""
@@ -247,7 +247,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: in
     shard = int(filled_shards[0])
     images = min(most, index.shards[shard].samples)
     # `plan` asks this: it must not wait until a whole shard has been hashed.
-    reader = Reader(index, verify=False)
+    reader = ShardReader(index, verify=False)
     out = np.empty((image_size, image_size, 3), np.uint8)
     try:
         # The first image comes twice: before the clock starts, it loads what decoding needs.
@@ -258,7 +258,7 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: in
     return images / max(seconds, 1e-9)
 
 
-def measure_decoding(reader: Reader, shard: int, images: int, cfg: AugmentConfig, out: np.ndarray) -> float:
+def measure_decoding(reader: ShardReader, shard: int, images: int, cfg: AugmentConfig, out: np.ndarray) -> float:
     """Measure the processor seconds that the first images of a shard take; `out` (S, S, 3) holds each in turn."""
     start = process_time()
     for sample in range(images):
@@ -272,7 +272,7 @@ def measure_decoding(reader: Reader, shard: int, images: int, cfg: AugmentConfig
 # ----------------------------------------------------------------------------- the process
 
 
-def tell(connection: Connection) -> None:
+def send_sign_of_life(connection: Connection) -> None:
     """Send the loader a sign of life, unless the pipe is full: sending would block, with a lock on a shard held."""
     _, writable, _ = select.select([], [connection], [], 0)
     if writable:
@@ -294,7 +294,7 @@ def main(connection: Connection, memory: mmap) -> None:
         connection.send(error)
         return
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
-    decoder.reader.cache.progress = partial(tell, connection)
+    decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
         serve(decoder, connection, memory)
     finally:

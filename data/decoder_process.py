@@ -92,11 +92,20 @@ class DecoderProcess:
         Raises what the process met, and DataError where the task costs one process after another its life.
         """
         task, offset = self.pending[0]
-        answer = self.await_answer(task, timeout_s)
-        if isinstance(answer, Exception):
-            raise answer
-        self.pending.popleft()
-        return task, offset, answer
+        for _ in range(RESTARTS + 1):
+            answer = None
+            with suppress(EOFError, OSError):  # it died
+                answer = self.receive(timeout_s)
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is not None:
+                self.pending.popleft()
+                return task, offset, answer
+            self.restart()
+        raise DataError(
+            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
+            f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
+        )
 
     def lend(self, offset: int) -> Arrays:
         """Return the arrays of an answered task; no other task overwrites them while one of them is held."""
@@ -110,20 +119,7 @@ class DecoderProcess:
             self.free_offsets.append(offset)
         return self.decoder.layout.arrays(place)
 
-    def await_answer(self, task: Task, timeout_s: float) -> Done | Exception:
-        """Wait for the oldest task, replacing the process where it dies or says nothing for `timeout_s`."""
-        for _ in range(RESTARTS + 1):
-            with suppress(EOFError, OSError):  # it died
-                answer = self.hear(timeout_s)
-                if answer is not None:
-                    return answer
-            self.restart()
-        raise DataError(
-            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
-            f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
-        )
-
-    def hear(self, timeout_s: float) -> Done | Exception | None:
+    def receive(self, timeout_s: float) -> Done | Exception | None:
         """Return the next answer; None where nothing came for `timeout_s`, not even word that a shard is arriving."""
         while self.connection.poll(timeout_s):
             message = self.connection.recv()

@@ -47,20 +47,21 @@ def permute(x: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     sent = x.astype(np.uint64)
     outside = np.arange(len(x))
     while len(outside):
-        moved = feistel(sent[outside], a[outside], b[outside], key[outside])
+        # Once through the network: each half in turn is shifted by a hash of the other half; all are uint64.
+        keys = key[outside]
+        modulus_a = a[outside]
+        modulus_b = b[outside]
+        left = sent[outside] // modulus_b
+        right = sent[outside] % modulus_b
+        for turn in range(0, ROUNDS, 2):
+            left_key = keys + right * np.uint64(ROUNDS) + np.uint64(turn)
+            left = (left + mix(left_key)) % modulus_a
+            right_key = keys + left * np.uint64(ROUNDS) + np.uint64(turn + 1)
+            right = (right + mix(right_key)) % modulus_b
+        moved = left * modulus_b + right
         sent[outside] = moved
         outside = outside[moved >= size[outside]]
     return sent.astype(np.int64)
-
-
-def feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Pass once through the network: each half in turn is shifted by a hash of the other half; all are uint64."""
-    left = x // b
-    right = x % b
-    for turn in range(0, ROUNDS, 2):
-        left = (left + mix(key + right * np.uint64(ROUNDS) + np.uint64(turn))) % a
-        right = (right + mix(key + left * np.uint64(ROUNDS) + np.uint64(turn + 1))) % b
-    return left * b + right
 
 
 # ------------------------------------------------------------------------------------------------ one by one

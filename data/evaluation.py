@@ -27,7 +27,7 @@ from data.images.preprocess import preprocess
 from data.index.index import Index
 from data.index.labels import read_labels
 from data.remote.cache import CacheConfig
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 # b samples of a batch, L labels of a sample at most, h w sides of a preprocessed image
 
@@ -76,7 +76,7 @@ class EvaluationSet:
         self.batch_size = batch_size
         self.max_labels = max_labels
         self.threads = threads or torch.get_num_threads()
-        self.reader = Reader(index, cache=cache)
+        self.reader = ShardReader(index, cache=cache)
 
         batches_of_set = -(-index.samples // batch_size)
         self.batches = -(-batches_of_set // world)
@@ -98,20 +98,17 @@ class EvaluationSet:
         with ThreadPoolExecutor(self.threads) as pool:
             # A worker whose samples have run out goes on with batches of padding: all workers give equally many.
             for first in range(0, self.batches * self.batch_size, self.batch_size):
-                running.append(self.submit(pool, self.rows[first : first + self.batch_size]))
+                futures = []
+                for row in self.rows[first : first + self.batch_size]:
+                    place = self.place(row)
+                    # Read here and not in the threads: the reader closes the longest unused shard, which another
+                    # thread might be reading from.
+                    futures.append(pool.submit(self.load, place, self.reader.read(*place)))
+                running.append(futures)
                 if len(running) > 1:
                     yield self.collate(running.popleft())
             for futures in running:
                 yield self.collate(futures)
-
-    def submit(self, pool: ThreadPoolExecutor, rows: range) -> list[Future[LoadedSample]]:
-        """Read the bytes of a batch here, in order, and have the threads decode them."""
-        # One thread reads: the reader closes the longest unused shard, which another thread might be reading from.
-        futures = []
-        for row in rows:
-            place = self.place(row)
-            futures.append(pool.submit(self.load, place, self.reader.read(*place)))
-        return futures
 
     def place(self, row: int) -> tuple[int, int]:
         """Return shard and sample of the row-th sample of the set."""

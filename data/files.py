@@ -53,27 +53,24 @@ def write_durably(path: Path, content: bytes | memoryview) -> None:
     left = memoryview(content)
     with naming(path, len(content)), open(path, "wb", buffering=0) as file:
         if len(left) >= LARGE:
-            left = left[write_directly(file.fileno(), left) :]
+            handle = file.fileno()
+            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+            end = len(left) // DISK_BLOCK * DISK_BLOCK  # of the whole blocks
+            written = 0
+            try:
+                fcntl.fcntl(handle, fcntl.F_SETFL, flags | DIRECT)
+                while written < end:
+                    written += os.write(handle, left[written : min(written + AT_ONCE, end)])
+            except OSError as error:
+                if error.errno not in NOT_DIRECT:
+                    raise
+            finally:
+                fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+            left = left[written:]
+        # A small content, the rest of a large one, or all of it where the file system cannot write directly.
         while left:
             left = left[file.write(left) :]
         os.fsync(file.fileno())
-
-
-def write_directly(handle: int, content: memoryview) -> int:
-    """Write the whole blocks of a content past the page cache; returns how many bytes that were, 0 where it cannot."""
-    flags = fcntl.fcntl(handle, fcntl.F_GETFL)
-    end = len(content) // DISK_BLOCK * DISK_BLOCK
-    written = 0
-    try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, flags | DIRECT)
-        while written < end:
-            written += os.write(handle, content[written : min(written + AT_ONCE, end)])
-    except OSError as error:
-        if error.errno not in NOT_DIRECT:
-            raise
-    finally:
-        fcntl.fcntl(handle, fcntl.F_SETFL, flags)
-    return written
 
 
 def sync(path: Path) -> None:

@@ -39,7 +39,7 @@ class Journal:
         # between two of them would lose the rest.
         kept = [self.header]
         for key, record in self.records.items():
-            kept.append(line_of(key, record))
+            kept.append(seal({"key": key, "record": record}, lines=False))
         write_whole(self.path, "".join(f"{line}\n" for line in kept))
         self.file = open(self.path, "a")
         return self
@@ -49,12 +49,7 @@ class Journal:
 
     def add(self, key: str, record: Any) -> None:
         """Record a finished piece, by JSON values."""
-        line = line_of(key, record)
+        line = seal({"key": key, "record": record}, lines=False)
         self.records[key] = json.loads(line)["record"]  # as the next command will read it
         # Flushed line by line, so that a kill costs the pieces at work and no finished one.
         print(line, file=self.file, flush=True)
-
-
-def line_of(key: str, record: Any) -> str:
-    """Return a piece as the journal holds it."""
-    return seal({"key": key, "record": record}, lines=False)

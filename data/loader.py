@@ -46,7 +46,7 @@ from data.mixture import Mixture
 from data.order import Order
 from data.remote.ahead import Ahead, waited_for
 from data.remote.cache import CacheConfig
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
@@ -112,13 +112,13 @@ class TrainLoader:
         self.cache = cache or CacheConfig()
         self.ahead: Ahead | None = None  # while shards are fetched in the background
         self.stopped = False  # for good: nothing more is fetched
-        self.has_said = False  # why samples are no longer read by range
+        self.has_warned = False  # why samples are no longer read by range
 
         self.parts = cut(slots, micro_batch, accumulation)
         # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
         largest = max(len(part) for part in self.parts)
         self.layout = Layout(largest, image_size, max_labels)
-        reader = Reader(index, cache=self.cache, by_range=True)
+        reader = ShardReader(index, cache=self.cache, by_range=True)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
@@ -208,7 +208,7 @@ class TrainLoader:
     def take(self, task: Task, arrays: Arrays, done: Done, waited_s: float) -> Batch:
         """Make a batch of a task's arrays; split the wait by what its process spent its time on."""
         start = perf_counter()
-        self.say_once(done.said)
+        self.warn_once(done.given_up)
         rows = task.stop - task.first
         images = torch.from_numpy(arrays.images[:rows])
         if torch.cuda.is_available():
@@ -228,10 +228,10 @@ class TrainLoader:
         # A view: the pixels of an image stay interleaved in memory, which is torch's channels-last.
         return Batch(task.step, images.permute(0, 3, 1, 2), labels, ids, bad, wait)
 
-    def say_once(self, reason: str) -> None:
+    def warn_once(self, reason: str) -> None:
         """Say why samples are no longer read by range; once, though every decoding process meets it."""
-        if reason and not self.has_said:
-            self.has_said = True
+        if reason and not self.has_warned:
+            self.has_warned = True
             logging.getLogger(__name__).warning(reason)
 
     def decode_on_device(
@@ -250,7 +250,7 @@ class TrainLoader:
         for row in refused:
             slot = task.first + row
             done_here = self.decoder_of_refused.run(Task(task.step, slot, slot + 1), arrays)
-            self.say_once(done_here.said)
+            self.warn_once(done_here.given_up)
             images[row] = torch.from_numpy(arrays.images[0])
             labels[row] = torch.from_numpy(arrays.labels[0])
             ids[row] = torch.from_numpy(arrays.ids[0])

@@ -71,7 +71,7 @@ def main(
         return report_usage(error)
     except KeyboardInterrupt as interrupt:
         # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words
-        # (jobs/run/stopper.py).
+        # (jobs/run/session.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:

@@ -48,11 +48,6 @@ class LiveBar:
         self.rich.stop()
 
 
-def live_bar() -> LiveBar | None:
-    """Make a bar where stdout is a terminal, which can show one; None elsewhere."""
-    return LiveBar() if sys.stdout.isatty() else None
-
-
 class Progress:
     """Shows how much of a count is done; with `say`, always as lines, at most one every `every_s` seconds."""
 
@@ -71,9 +66,9 @@ class Progress:
         self.clock = clock
         self.say = say or print
         self.bar: LiveBar | None = None
-        # Whoever says lines elsewhere (a stage, into its campaign's log) shows its own bar, if any.
-        if say is None:
-            self.bar = live_bar()
+        # A caller that logs lines elsewhere (a stage, into its campaign's log) shows its own bar, if any.
+        if say is None and sys.stdout.isatty():
+            self.bar = LiveBar()
         self.began = clock()
         self.last_line = self.began
 
@@ -90,21 +85,24 @@ class Progress:
         # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
         if self.bar is not None:
-            self.bar.update(done, self.total, joined(self.unit, note, f"{amount(rate)}/s"))
-        elif now - self.last_line >= self.every_s:
-            self.last_line = now
-            self.say(self.line(done, note, rate))
+            # The bar itself shows the count and the time that is left.
+            parts = [self.unit, note, f"{amount(rate)}/s"]
+            self.bar.update(done, self.total, "  ".join(filter(None, parts)))
+            return
+        if now - self.last_line < self.every_s:
+            return
 
-    def line(self, done: int, note: str, rate: float) -> str:
-        """Say what is done, at which rate a second, and when the rest will be, as far as the total is known."""
+        self.last_line = now
         count = amount(done)
         eta = ""
+        # When the rest will be done can be told only where the total is known.
         if self.total:
             count += f" of {amount(self.total)}"
-        if self.total and rate:
-            remaining = max(self.total - done, 0)
-            eta = f"eta {duration(remaining / rate)}"
-        return joined(f"{count} {self.unit}", note, f"{amount(rate)}/s", eta)
+            if rate:
+                remaining = max(self.total - done, 0)
+                eta = f"eta {duration(remaining / rate)}"
+        parts = [f"{count} {self.unit}", note, f"{amount(rate)}/s", eta]
+        self.say("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
         """Show what has been packed: the `report` of data.shards.packing and data.shards.doctor.repair."""
@@ -114,8 +112,3 @@ class Progress:
         """Show how many are done of a total that every call names: the `report` of indexing and checking."""
         self.total = total
         self(done)
-
-
-def joined(*parts: str) -> str:
-    """Join the parts that are not empty, two spaces apart."""
-    return "  ".join(filter(None, parts))

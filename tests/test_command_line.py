@@ -64,8 +64,7 @@ import os
 import sys
 from jobs.commands import status
 print("torch" in sys.modules)
-from pipeline.engine.deepspeed import import_deepspeed
-import_deepspeed()
+import jobs.cluster.preload
 print("torch._dynamo" in sys.modules)
 import deepspeed.runtime.zero.muon.muon_optimizer  # whose functions torch.compile would wrap
 print("torch._inductor.codecache" in sys.modules)

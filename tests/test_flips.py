@@ -30,7 +30,7 @@ from data.errors import DataError, ExitCode, PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample, digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
@@ -261,7 +261,7 @@ def calling(function: Callable[[], object]) -> Answer:
 
 def contents(index: Index) -> list[object]:
     """All that a run learns from a set: its samples' bytes, and what the index says of them."""
-    reader = Reader(index)
+    reader = ShardReader(index)
     samples = [reader.read(shard, n) for shard, size in enumerate(index.shard_samples) for n in range(size)]
     return [samples, vars(index)]
 

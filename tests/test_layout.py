@@ -5,6 +5,7 @@ And that what tests and benchmarks name of ours is there: most of their lines ru
 
 import ast
 import functools
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -170,6 +171,49 @@ def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
             assert not across, f"{module} imports {across[0]}"
 
 
+def test_jobs_uses_no_private_name_of_ray() -> None:
+    """Ray may change such a name in any release, and a run would end where it is used first."""
+    problems = []
+    for path in modules_of("jobs").values():
+        for line, name in private_names(path.read_text(), "ray"):
+            problems.append(f"{path.relative_to(ROOT)}:{line} uses {name}")
+    assert not problems, "\n".join(problems)
+
+
+def private_names(source: str, library: str) -> list[tuple[int, str]]:
+    """(line, name) of every name of the library that begins with an underscore, or lies in its dashboard or core.
+
+    Such names are imported, taken as attributes, or stand in a text: of a script, or of a logger.
+    """
+    names = imports(source)
+    bound = {}  # "Gauge": "ray.util.metrics.Gauge"
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                # `import ray.util` binds "ray", and `import ray.util as util` binds "util".
+                first = alias.name.split(".")[0]
+                bound[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            names.append((node.lineno, f"{bound.get(first, '')}.{rest}"))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for word in re.findall(rf"\b{library}(?:\.\w+)+|\b_{library}_\w+", node.value):
+                names.append((node.lineno, f"{library}.{word}" if word.startswith("_") else word))
+    hidden = []
+    for line, name in names:
+        parts = name.split(".")
+        is_private = any(part.startswith("_") and not part.startswith("__") for part in parts)
+        is_inside = len(parts) > 1 and parts[1] in ("dashboard", "core")
+        if parts[0] == library and (is_private or is_inside):
+            hidden.append((line, name))
+    return hidden
+
+
 def test_no_package_is_reached_by_a_path_trick() -> None:
     """Only the entry point may touch sys.path; anything else would import a file twice on a worker."""
     for package in PACKAGES:
@@ -317,6 +361,24 @@ def test_a_name_that_is_there_is_not_missed() -> None:
 def test_the_map_refuses(package: str, source: str, reason: str) -> None:
     (problem,) = violations(package, "x.py", source)
     assert reason in problem
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import ray._raylet",
+        "from ray._private.utils import write_ray_address",
+        "from ray.dashboard.modules.job.common import JobInfoStorageClient",
+        "import ray\nray._private.worker.global_worker",
+        "import ray as r\nr._raylet.GcsClient()",
+        "from ray import util\nutil.state._printer",
+        'KILL = "import ray; ray._private.kill()"',
+        "KILL = 'ray.get_actor(\"_ray_internal_job_actor_1\")'",
+    ],
+)
+def test_a_private_name_is_seen_however_it_is_reached(source: str) -> None:
+    assert private_names(source, "ray")
+    assert private_names("import ray\nray.util.get_node_ip_address()\nray.__version__", "ray") == []
 
 
 def test_a_circle_is_seen_in_either_way_of_writing_an_import() -> None:

@@ -21,7 +21,8 @@ from tests.conftest import RECIPE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-NOT_HERE = ("submit", "list", "logs", "stop")  # these need a Ray cluster; tests/test_jobs_submission.py starts one
+# These need a Ray cluster; tests/test_jobs/submit/test_submission.py starts it.
+NOT_HERE = ("submit", "list", "logs", "stop")
 ENTRY = ["python", "-m", "jobs"]
 
 # Files and folders of the repository, where a text names one; "/data/web" is a user's own.

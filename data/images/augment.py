@@ -125,8 +125,13 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
     """Decode, crop, resize, flip and distort into `out` (image_size, image_size, 3) uint8; raises BadImage."""
     header = read_header(data)
     if cfg.crop == "random":
-        # This crop is cut from the resized image, so that its offsets can only be drawn when all of it is decoded.
-        image = random_crop(data, image_size, draws)
+        # A square from anywhere in the image, whose shorter side is made 8/7 of the square's: 256 for 224. It is cut
+        # from the resized image, so that its offsets can only be drawn when all of it is decoded.
+        resized = resize_small(decode_whole(data), image_size * 8 // 7)
+        height, width = resized.shape[:2]
+        y = draws.below(height - image_size + 1)
+        x = draws.below(width - image_size + 1)
+        image = resized[y : y + image_size, x : x + image_size]
         flip = draw_flip(draws, cfg)
     else:
         box, flip = draw(header, draws, cfg)
@@ -139,15 +144,6 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         from data.images.randaug import randaug
 
         out[:] = randaug(out, cfg.randaug_layers, cfg.randaug_magnitude, draws)
-
-
-def random_crop(data: bytes, image_size: int, draws: Draws) -> np.ndarray:
-    """Cut a square of `image_size` from anywhere in the image, whose shorter side was made 8/7 of that: 256 for 224."""
-    image = resize_small(decode_whole(data), image_size * 8 // 7)
-    height, width = image.shape[:2]
-    y = draws.below(height - image_size + 1)
-    x = draws.below(width - image_size + 1)
-    return image[y : y + image_size, x : x + image_size]
 
 
 def fit(image: np.ndarray, flip: bool, out: np.ndarray) -> None:

@@ -64,7 +64,14 @@ def compile_binding() -> Path:
 
     Raises OSError and subprocess.SubprocessError where it cannot be compiled, PackageNotFoundError without Pillow.
     """
-    libjpeg = bundled_libjpeg()
+    # The libjpeg-turbo of Pillow's wheel.
+    libjpeg = None
+    for file in files("pillow") or ():
+        if file.name.startswith("libjpeg-"):
+            libjpeg = Path(str(file.locate())).resolve()
+            break
+    if libjpeg is None:
+        raise FileNotFoundError("this Pillow brings no libjpeg along; install its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
     if path.exists():
@@ -81,14 +88,6 @@ def compile_binding() -> Path:
     return path
 
 
-def bundled_libjpeg() -> Path:
-    """Return the libjpeg-turbo of Pillow's wheel; raises FileNotFoundError where Pillow was built otherwise."""
-    for file in files("pillow") or ():
-        if file.name.startswith("libjpeg-"):
-            return Path(str(file.locate())).resolve()
-    raise FileNotFoundError("this Pillow brings no libjpeg along; install its wheel")
-
-
 def require_binding() -> None:
     """Raise OSError where the binding cannot be compiled or loaded."""
     if library() is None:
@@ -100,18 +99,15 @@ def require_binding() -> None:
 
 def decode_region(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
     """Return the region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read."""
-    # Without the binding nothing is lost but time: the pixels are the same, bit for bit (docs/design/decoding.md).
-    binding = library()
-    if binding is None:
-        return cut_from_whole(data, denominator, region)
     y, x, h, w = region
-    out = np.empty((h, w, 3), np.uint8)
-    failed = binding.decode_region(data, len(data), denominator, x, y, w, h, out.ctypes.data)
-    return None if failed else out
+    binding = library()
+    if binding is not None:
+        out = np.empty((h, w, 3), np.uint8)
+        failed = binding.decode_region(data, len(data), denominator, x, y, w, h, out.ctypes.data)
+        return None if failed else out
 
-
-def cut_from_whole(data: bytes, denominator: int, region: Region) -> np.ndarray | None:
-    """Decode the region by OpenCV, which decodes all of the image; otherwise as `decode_region`."""
+    # Without the binding OpenCV decodes all of the image. Nothing is lost but time: the pixels are the same, bit for
+    # bit (docs/design/decoding.md).
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error:
@@ -121,7 +117,6 @@ def cut_from_whole(data: bytes, denominator: int, region: Region) -> np.ndarray 
     # There is no flag that gives both RGB and a reduced scale.
     if denominator > 1:
         image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
-    y, x, h, w = region
     return image[y : y + h, x : x + w]
 
 

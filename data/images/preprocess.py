@@ -57,20 +57,16 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
             raise ValueError(f"preprocessing op {name!r} in {ops!r} is unknown; there are {', '.join(OPS)}")
-        parsed.append((OPS[name], parse_arguments(text, arguments)))
+        values: tuple[object, ...] = ()
+        if arguments:
+            # The one argument that the original's strings name.
+            positional = arguments.replace("antialias=True", "True").replace("antialias=False", "False")
+            try:
+                values = tuple(ast.literal_eval(f"({positional},)"))
+            except (ValueError, SyntaxError):
+                raise ValueError(f"preprocessing op {text!r}: arguments must be plain numbers") from None
+        parsed.append((OPS[name], values))
     return tuple(parsed)
-
-
-def parse_arguments(op: str, arguments: str) -> tuple[object, ...]:
-    """Return the plain values between the brackets of an op: "224" → (224,); raises ValueError on anything else."""
-    if not arguments:
-        return ()
-    # The one argument that the original's strings name.
-    positional = arguments.replace("antialias=True", "True").replace("antialias=False", "False")
-    try:
-        return tuple(ast.literal_eval(f"({positional},)"))
-    except (ValueError, SyntaxError):
-        raise ValueError(f"preprocessing op {op!r}: arguments must be plain numbers") from None
 
 
 def corrections(ops: str) -> dict[str, int]:

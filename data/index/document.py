@@ -37,7 +37,18 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         raise DataError(f"{path}: an index is a folder here; `python -m jobs index URL --output FOLDER` makes one")
     path = Path(path)
     if path.is_dir():
-        path = the_only_index_in(path)
+        paths = sorted(path.glob(f"*{SUFFIX}"))
+        if len(paths) != 1:
+            names = ", ".join(each.name for each in paths) or "none"
+            stopped = sorted(path.glob(f"*{SUFFIX}.partial"))
+            if stopped:
+                way_out = f"{stopped[0].name} is of a packing or indexing that was stopped: run it again to its end"
+            elif paths:
+                way_out = "name the file"
+            else:
+                way_out = "run `python -m jobs index` first"
+            raise DataError(f"{path}: expected one *{SUFFIX}, found {names}; {way_out}")
+        path = paths[0]
     try:
         is_large = path.stat().st_size >= LARGE
     except (FileNotFoundError, NotADirectoryError):
@@ -98,22 +109,6 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
 def origin_of(content: Mapping[str, Any]) -> Origin | None:
     """Return what a subset's JSON says that it was made of; None of any other."""
     return None if content["origin"] is None else Origin(**content["origin"])
-
-
-def the_only_index_in(folder: Path) -> Path:
-    """Return the one index of a folder; raises DataError where there are none or several."""
-    paths = sorted(folder.glob(f"*{SUFFIX}"))
-    if len(paths) == 1:
-        return paths[0]
-    names = ", ".join(path.name for path in paths) or "none"
-    stopped = sorted(folder.glob(f"*{SUFFIX}.partial"))
-    if stopped:
-        way_out = f"{stopped[0].name} is of a packing or indexing that was stopped: run it again to its end"
-    elif paths:
-        way_out = "name the file"
-    else:
-        way_out = "run `python -m jobs index` first"
-    raise DataError(f"{folder}: expected one *{SUFFIX}, found {names}; {way_out}")
 
 
 def seal_of(content: Mapping[str, object]) -> str:

@@ -81,7 +81,8 @@ class Index:
                 if isinstance(value, Mapping):
                     value = value["path"]
                 values = value if isinstance(value, list) else [value]
-                words += [f"--{option}={entry}" for entry in values]
+                for entry in values:
+                    words.append(f"--{option}={entry}")
             place = ["--output", str(self.tables), "--name", self.name]
             return shlex.join(["python", "-m", "jobs", "subset", parent, *words, *place])
         tars = [self.directory]

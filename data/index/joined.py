@@ -83,14 +83,17 @@ def join(sets: Sequence[Index], weights: Sequence[float]) -> JoinedIndex:
     """Join sets that are trained on together; the digest is of theirs and of the weights, wherever they lie."""
     samples_of_class: Counter[int] = Counter()
     digests = []
+    named_sets = []
+    classes = 0
     for index in sets:
         for label, samples in enumerate(index.class_counts):
             samples_of_class[label] += samples
         digests.append(index.digest)
-    classes = max((index.classes for index in sets), default=0)
+        classes = max(classes, index.classes)
+        named_sets.append((str(index.tables), index.names))
     class_counts = tuple(samples_of_class[label] for label in range(classes))
     digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
-    names = agreed([(str(index.tables), index.names) for index in sets], "data.mixture")
+    names = agreed(named_sets, "data.mixture")
     sets = tuple(sets)
     return JoinedIndex(JoinedShards(sets), classes, class_counts, digest, "", Path(), names=names, sets=sets)
 
@@ -109,39 +112,30 @@ def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
         return list(sets)
     dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
     for name in names:
-        for set_number, shard_number in numbers_of_shard(name, sets):
+        named = called(name, sets)
+        if len(named) != 1:
+            which = ", ".join(list(named)[:3]) or f"as {sets[0].location(0)} is called"
+            raise DataError(
+                f"data.drop: {len(named)} shards are called {name}, expected one: {which}; type more of its path"
+            )
+        (numbers,) = named.values()
+        for set_number, shard_number in numbers:
             dropped[set_number].add(shard_number)
-    return list(map(emptied, sets, dropped))
 
-
-def numbers_of_shard(name: str, sets: Sequence[Index]) -> list[tuple[int, int]]:
-    """Return (number of the set, number in it) of the shard with a name, in every set that has it.
-
-    Raises DataError unless it is exactly one shard.
-    """
-    shards = called(name, sets)
-    if len(shards) != 1:
-        which = ", ".join(list(shards)[:3]) or f"as {sets[0].location(0)} is called"
-        raise DataError(
-            f"data.drop: {len(shards)} shards are called {name}, expected one: {which}; type more of its path"
-        )
-    (numbers,) = shards.values()
-    return numbers
-
-
-def emptied(index: Index, numbers: set[int]) -> Index:
-    """Return an index whose shards of these numbers have no samples and no bytes."""
     # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
-    shards: Sequence[Shard]
-    if isinstance(index.shards, MappedShards):
-        shards = index.shards.without(numbers)
-    else:
-        shards = tuple(
-            replace(shard, samples=0, bytes=0) if number in numbers else shard
-            for number, shard in enumerate(index.shards)
-        )
-    digest = digest_of(shards, index.class_counts, index.names, index.origin)
-    return replace(index, shards=shards, digest=digest)
+    remaining = []
+    for index, dropped_numbers in zip(sets, dropped, strict=True):
+        shards: Sequence[Shard]
+        if isinstance(index.shards, MappedShards):
+            shards = index.shards.without(dropped_numbers)
+        else:
+            kept = list(index.shards)
+            for number in dropped_numbers:
+                kept[number] = replace(kept[number], samples=0, bytes=0)
+            shards = tuple(kept)
+        digest = digest_of(shards, index.class_counts, index.names, index.origin)
+        remaining.append(replace(index, shards=shards, digest=digest))
+    return remaining
 
 
 def shortest(sets: Sequence[Index], place: str) -> str:

@@ -4,7 +4,7 @@
    their ids.
 2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
    becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
-3. The index keeps the names; `disagreement` compares those of two sets, or of a set and of weights.
+3. The index keeps the names; `agreed` compares those of several sets, or of a set and of weights.
 
     number(("bird", "kitty"), ("airplane", "bird", "cat"), rename={"kitty": "cat"}).ids    {0: 1, 1: 2}
 """
@@ -39,36 +39,32 @@ def read_class_list(path: str | os.PathLike[str]) -> Names:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-        names = names_in(text, path.suffix)
+        if path.suffix == ".json":
+            content = json.loads(text)
+            for key in LIST_KEYS:
+                if isinstance(content, dict) and key in content:
+                    content = content[key]
+            if isinstance(content, dict):
+                content = [content.get(str(label)) for label in range(len(content))]
+        else:
+            content = []
+            for line in text.rstrip().splitlines():
+                content.append(json.loads(line) if path.suffix == ".jsonl" else line.strip())
+
+        if not isinstance(content, list) or not content:
+            raise ValueError("it names no classes")
+        names = []
+        for label, entry in enumerate(content):
+            name = entry.get("name") if isinstance(entry, dict) else entry
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"class {label} has no name")
+            names.append(name)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such class list; expected a file of one class name a line") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except ValueError as error:
         raise DataError(f"{path}: {error}; expected one class name a line, in the order of their ids") from None
-    return names
-
-
-def names_in(text: str, suffix: str) -> Names:
-    """Return the names in the text of a class list; raises ValueError where one is missing or is none."""
-    if suffix == ".json":
-        content = json.loads(text)
-        for key in LIST_KEYS:
-            if isinstance(content, dict) and key in content:
-                content = content[key]
-        if isinstance(content, dict):
-            content = [content.get(str(label)) for label in range(len(content))]
-    else:
-        lines = text.rstrip().splitlines()
-        content = [json.loads(line) for line in lines] if suffix == ".jsonl" else [line.strip() for line in lines]
-    if not isinstance(content, list) or not content:
-        raise ValueError("it names no classes")
-    names = []
-    for label, entry in enumerate(content):
-        name = entry.get("name") if isinstance(entry, dict) else entry
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"class {label} has no name")
-        names.append(name)
     return tuple(names)
 
 
@@ -90,7 +86,10 @@ def ids_of(names: Iterable[str]) -> dict[str, int]:
         if name in ids:
             repeated.add(name)
         ids[name] = label
-    return {name: label for name, label in ids.items() if name not in repeated and not name.isdigit()}
+    for name in list(ids):
+        if name in repeated or name.isdigit():
+            del ids[name]
+    return ids
 
 
 # ------------------------------------------------------------------------------------- another numbering
@@ -113,8 +112,12 @@ class Numbering:
             )
         if self.ids is None:
             return tuple(labels)
-        # Two classes that are now one give one label, not two.
-        return tuple(dict.fromkeys(self.ids[label] for label in labels if label in self.ids))
+        written: list[int] = []
+        for label in labels:
+            # Two classes that are now one give one label, not two.
+            if label in self.ids and self.ids[label] not in written:
+                written.append(self.ids[label])
+        return tuple(written)
 
 
 def number(
@@ -135,15 +138,25 @@ def number(
     check_known(rename, own, f"{name}: rename")
     if not own:
         kept = kept_ids(wanted, keep, name)
-        return Numbering(wanted, None if kept is None else {label: label for label in kept}, len(wanted) or None)
+        unchanged_ids = None
+        if kept is not None:
+            unchanged_ids = {label: label for label in kept}
+        return Numbering(wanted, unchanged_ids, len(wanted) or None)
 
     renamed = [rename.get(entry, entry) for entry in own]
     kept = kept_ids(renamed, keep, name)
     if kept is None:
         kept = list(range(len(own)))
-    if not wanted:
-        # Two classes that are now called alike have become one; all others keep their order.
-        wanted = merged(own, renamed) if rename else own
+    if not wanted and not rename:
+        wanted = own
+    elif not wanted:
+        # A class that was given another's name has become that class; all others keep their order.
+        new_names = {after for before, after in zip(own, renamed, strict=True) if before != after}
+        merged: list[str] = []
+        for class_name in renamed:
+            if class_name not in new_names or class_name not in merged:
+                merged.append(class_name)
+        wanted = tuple(merged)
 
     label_in_wanted = {name_in_wanted: label for label, name_in_wanted in enumerate(wanted)}
     times_in_wanted = Counter(wanted)
@@ -169,16 +182,6 @@ def number(
     return Numbering(wanted, None if is_as_it_was else ids, len(own))
 
 
-def merged(own: Names, renamed: Sequence[str]) -> Names:
-    """Return the names after renaming, where a class that was given another one's name is that one."""
-    names: list[str] = []
-    new_names = {after for before, after in zip(own, renamed, strict=True) if before != after}
-    for name in renamed:
-        if name not in new_names or name not in names:
-            names.append(name)
-    return tuple(names)
-
-
 def kept_ids(
     names: Sequence[str], keep: Sequence[int | str] | None, name: str, classes: int | None = None
 ) -> list[int] | None:
@@ -187,10 +190,13 @@ def kept_ids(
         return None
     check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
     classes = classes or len(names)
-    beyond = [entry for entry in keep if classes and isinstance(entry, int) and not 0 <= entry < classes]
-    if beyond:
-        raise DataError(f"{name}: keep has class {beyond[0]}, and there are {classes} classes (0 … {classes - 1})")
-    ids = {entry for entry in keep if isinstance(entry, int)}
+    ids = set()
+    for entry in keep:
+        if not isinstance(entry, int):
+            continue
+        if classes and not 0 <= entry < classes:
+            raise DataError(f"{name}: keep has class {entry}, and there are {classes} classes (0 … {classes - 1})")
+        ids.add(entry)
     # Of two classes with one name (ImageNet has two cranes) both are meant.
     for label, class_name in enumerate(names):
         if class_name in keep:
@@ -212,25 +218,19 @@ def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
 # ------------------------------------------------------------------------------------------- comparing
 
 
-def disagreement(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Say where two lists of names give one id to two classes; "" where they do not, or where one is empty."""
-    different = []
-    for label, (our_name, their_name) in enumerate(zip(ours, theirs, strict=False)):
-        if our_name != their_name:
-            different.append(f"class {label} is {shown(our_name)} and {shown(their_name)}")
-    if not different:
-        return ""
-    more = f", … {len(different)} in all" if len(different) > 3 else ""
-    return "; ".join(different[:3]) + more
-
-
 def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
     """Return the longest of several lists of names, each with its source; raises DataError where two disagree."""
     longest: Sequence[str] = ()
     place = ""
     for other_place, names in named:
-        problem = disagreement(longest, names)
-        if problem:
+        different = []
+        for label, (name, other_name) in enumerate(zip(longest, names, strict=False)):
+            if name != other_name:
+                different.append(f"class {label} is {shown(name)} and {shown(other_name)}")
+        if different:
+            problem = "; ".join(different[:3])
+            if len(different) > 3:
+                problem += f", … {len(different)} in all"
             raise DataError(
                 f"{stage}: {place} and {other_place} number their classes differently: {problem}\n"
                 "  expected one name for each class id\n"

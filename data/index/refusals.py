@@ -47,8 +47,14 @@ class Refusals:
             self.add(reason, f"{first} of {shard}" if first else shard, count)
 
     def lines(self) -> list[str]:
-        """Return a line a reason, the most frequent first, as commands print them."""
-        return refusal_lines(self.counts, self.first)
+        """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
+        lines = []
+        for reason, count in self.counts.most_common():
+            line = f"refused: {count:,} × {reason}"
+            if reason in self.first:
+                line += f", first {self.first[reason]}"
+            lines.append(printable(line))
+        return lines
 
     def as_json(self) -> dict[str, list[int | str]]:
         """Return the same as plain data: {reason: [count, first]}."""
@@ -63,14 +69,3 @@ class Refusals:
             if first:
                 refusals.first[reason] = first
         return refusals
-
-
-def refusal_lines(counts: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
-    """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
-    lines = []
-    for reason, count in Counter(counts).most_common():
-        line = f"refused: {count:,} × {reason}"
-        if reason in first:
-            line += f", first {first[reason]}"
-        lines.append(printable(line))
-    return lines

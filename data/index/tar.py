@@ -247,15 +247,20 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         if header == bytes(BLOCK):
             check_end(tar, name, position)
             return
-        size = read_number(header[124:136], name, position) if long_size is None else long_size
-        check_header(header, name, position)
+        size = long_size
+        if size is None:
+            size = read_number(header[124:136], name, position)
+        # The checksum counts its own 8 bytes as spaces.
+        checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+        if checksum != read_number(header[148:156], name, position):
+            raise no_header(name, position)
         start = position + BLOCK
         # A slice past the end would be short without a word, and an image cut in half.
         if start + size > len(tar):
             raise DataError(
                 f"{name}: member at byte {position} wants {size} bytes, the file ends before; copy it again"
             )
-        position = start + padded(size)
+        position = start + (size + BLOCK - 1) // BLOCK * BLOCK  # whole blocks
 
         # An extension header says more about the next member: its full name, or a size beyond 8 GiB.
         kind = header[156:157]
@@ -302,18 +307,6 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
         f"  expected {USUAL_PADDING:,} at most after the last member: a copy that broke off may have left these\n"
         "  copy or pack it again; or, if no member is missing, extract it and pack the files again"
     )
-
-
-def padded(size: int) -> int:
-    """Return a size in bytes, rounded up to whole blocks."""
-    return (size + BLOCK - 1) // BLOCK * BLOCK
-
-
-def check_header(header: bytes, name: str, position: int) -> None:
-    """Raise DataError unless the header's checksum is right; it counts its own 8 bytes as spaces."""
-    checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-    if checksum != read_number(header[148:156], name, position):
-        raise no_header(name, position)
 
 
 def read_number(digits: bytes, name: str, position: int) -> int:
@@ -382,7 +375,8 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
     below = []
     for path in sorted(Path(folder).glob("[!.]*")):
         if path.is_dir():
-            below += [f"{path.name}/{tar.name}" for tar in sorted(path.glob("[!.]*.tar"))]
+            for tar in sorted(path.glob("[!.]*.tar")):
+                below.append(f"{path.name}/{tar.name}")
     if compressed:
         raise DataError(
             f"{folder}: {some(compressed)} would be left out: compressed tars\n"
@@ -398,4 +392,8 @@ def check_nothing_excluded(folder: str | os.PathLike[str]) -> None:
 
 def compressed_in(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the compressed tars of a folder, sorted; none where it is no folder."""
-    return [path for path in sorted(Path(folder).glob("[!.]*")) if path.name.endswith(COMPRESSED) and path.is_file()]
+    compressed = []
+    for path in sorted(Path(folder).glob("[!.]*")):
+        if path.name.endswith(COMPRESSED) and path.is_file():
+            compressed.append(path)
+    return compressed

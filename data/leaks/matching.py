@@ -112,8 +112,14 @@ def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
     # It gives up where there is nothing to follow, or the pictures move out of each other: the box is then judged.
     with suppress(cv2.error):
         _, fitting = cv2.findTransformECC(smooth, smooth_other, begin.copy(), cv2.MOTION_AFFINE, until, None, 1)
-    # Turned far enough, the dark outline of one aeroplane fits that of another.
-    if not is_copy(fitting, box):
+    # A copy is cropped and resized alone, neither turned nor sheared, and of about the box's size: turned far enough,
+    # the dark outline of one aeroplane fits that of another.
+    is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
+    width_ratio = fitting[0, 0] / width
+    height_ratio = fitting[1, 1] / height
+    is_as_wide = 1 / MOST_SCALED < width_ratio < MOST_SCALED
+    is_as_high = 1 / MOST_SCALED < height_ratio < MOST_SCALED
+    if not (is_straight and is_as_wide and is_as_high):
         fitting = begin
     moved = cv2.warpAffine(
         other,
@@ -124,14 +130,6 @@ def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
     )
     middle = slice(EDGE, -EDGE)
     return correlation(band(whole)[middle, middle], band(moved)[middle, middle])
-
-
-def is_copy(fitting: np.ndarray, box: Crop) -> bool:
-    """Return whether a map crops and resizes alone: it neither turns nor shears, and is of about the box's size."""
-    is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
-    width_ratio = fitting[0, 0] / box.width
-    height_ratio = fitting[1, 1] / box.height
-    return is_straight and all(1 / MOST_SCALED < ratio < MOST_SCALED for ratio in (width_ratio, height_ratio))
 
 
 def band(picture: np.ndarray) -> np.ndarray:

@@ -15,9 +15,9 @@ from data.files import write_whole
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, Pair, in_pairs
+from data.shards.leaks import Compared, Leaks, Pair, Side, in_pairs
 from data.shards.page import thumbnail
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 
 MOST_EXAMPLES = 5  # pairs that the lines name
 MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
@@ -48,10 +48,15 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
     report.append(
         f"{counts['train']:,} training and {counts['test']:,} test samples compared, {len(leaks.pairs):,} pairs"
     )
-    for compared, index in zip(leaks.test, test, strict=True):
-        report.append(share(f"test  {compared.path}", in_pairs(leaks, index, "test")))
-    for compared, index in zip(leaks.train, train, strict=True):
-        report.append(share(f"train {compared.path}", in_pairs(leaks, index, "train")))
+    sides: tuple[tuple[Side, Sequence[Compared], Sequence[Index]], ...]
+    sides = (("test", leaks.test, test), ("train", leaks.train, train))
+    for side, compared_sets, indexes in sides:
+        for compared, index in zip(compared_sets, indexes, strict=True):
+            leaked = in_pairs(leaks, index, side)
+            report.append(
+                f"{side:5} {compared.path}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair "
+                f"({leaked.mean():.3%})"
+            )
     kinds = Counter(pair.kind for pair in leaks.pairs)
     if kinds:
         report.append("  ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items())))
@@ -64,11 +69,6 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
             f"{counts['train_flat']:,} training images of almost one colour"
         )
     return report
-
-
-def share(name: str, leaked: np.ndarray) -> str:
-    """Return how many samples of a set are in a pair."""
-    return f"{name}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
 
 
 def caption(pair: Pair) -> str:
@@ -85,30 +85,23 @@ def write_page(
     # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
     step = max(1, -(-len(farthest_first) // MOST_SHOWN))
     shown = farthest_first[::step]
-    pictures = {"train": Pictures(train, cache), "test": Pictures(test, cache)}
+    train_readers = [ShardReader(index, cache=cache) for index in train]
+    test_readers = [ShardReader(index, cache=cache) for index in test]
     figures = []  # (training image, test image, caption); images as JPEG in base64
     for pair in shown:
         # Of a pair that was found by its bytes, neither may be an image.
         with suppress(BadImage):
-            left = pictures["train"].of(pair.train_set, *pair.train)
-            right = pictures["test"].of(pair.test_set, *pair.test)
+            left = picture(train_readers[pair.train_set], *pair.train)
+            right = picture(test_readers[pair.test_set], *pair.test)
             figures.append((left, right, caption(pair)))
     summary = "\n".join(lines(leaks, train, test))
     write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
 
 
-class Pictures:
-    """Small pictures of samples, by set, shard and key."""
-
-    def __init__(self, sets: Sequence[Index], cache: CacheConfig | None):
-        self.sets = sets
-        self.readers = [Reader(index, cache=cache) for index in sets]
-
-    def of(self, set_number: int, shard: str, key: str) -> str:
-        """Return a JPEG in base64; raises BadImage."""
-        index = self.sets[set_number]
-        names = [indexed.name for indexed in index.shards]
-        number = names.index(shard)
-        row = int(np.flatnonzero(index.keys(number) == key)[0])
-        _, encoded, _ = self.readers[set_number].read(number, row)
-        return thumbnail(encoded)
+def picture(reader: ShardReader, shard: str, key: str) -> str:
+    """Return a small JPEG of a sample, in base64; raises BadImage."""
+    names = [indexed.name for indexed in reader.index.shards]
+    number = names.index(shard)
+    row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
+    _, encoded, _ = reader.read(number, row)
+    return thumbnail(encoded)

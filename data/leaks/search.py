@@ -1,8 +1,8 @@
 """Search training shards for images of test sets: what the test sets are recognised by is kept, training streams past.
 
 How the pairs are found, in order (`find_leaks`):
-1. `remember` writes the signatures of all test images into a folder, a file a shard, and maps them as three arrays;
-2. processes take one training shard after the other; `look_through` reads each sample once, and asks of it
+1. `write_signatures` writes the signatures of all test images into a folder, a file a shard, and maps them as arrays;
+2. processes take one training shard after the other; `search_shard` reads each sample once, and asks of it
    a. whether its bytes are those of a test image: exact;
    b. whether it is a candidate, and its picture fits the test image's (data.leaks.matching): perceptual;
    c. of a pair that fits, whether the decoded pixels are the same: exact too. So are pictures asked that are flat;
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -36,7 +36,7 @@ from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
 from data.shards.parallel import in_parallel
-from data.shards.reader import Reader, check_sizes
+from data.shards.reader import ShardReader, check_sizes
 
 # T test images of all sets, K crops of each, D coefficients of a crop
 
@@ -107,29 +107,45 @@ def find_leaks(
     for path, index in (*train, *test):
         if index.samples == 0:
             raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
-    check_sizes([index for _, index in (*train, *test)])
+    train_sets = [index for _, index in train]
+    test_sets = [index for _, index in test]
+    check_sizes([*train_sets, *test_sets])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
-    setting = [VERSION, fits, [index.digest for _, index in test]]
+    setting = [VERSION, fits, [index.digest for index in test_sets]]
     settings: dict[str, Any] = {"version": VERSION, "alike": ALIKE, "fits": fits}
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
     signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
-    remember([index for _, index in test], signatures, workers, cache, report_test)
+    write_signatures(test_sets, signatures, workers, cache, report_test)
 
     jobs = []
-    for _, index in train:
+    for index in train_sets:
         for number in range(len(index.shards)):
             jobs.append(SearchJob(index.alone(number), signatures, fits, cache))
+    # Each training shard that an earlier, killed search has not finished, with a line of the journal for each.
     with Journal(output / JOURNAL, setting) as journal:
         missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
-        with in_parallel(look_through, missing, workers, report) as results:
-            for job, matches in zip(missing, results, strict=True):
-                journal.add(key_of(job.shard.shards[0]), matches)
-        # An earlier search of other training sets, killed here, may have left records of more shards.
-        keys = [key_of(job.shard.shards[0]) for job in jobs]
-        records = with_embeddings({key: matches_of(journal.records[key]) for key in keys}, embeddings)
-    leaks = document(train, test, records, bad_in(signatures), settings)
+        with in_parallel(search_shard, missing, workers, report) as results:
+            for job, shard_matches in zip(missing, results, strict=True):
+                journal.add(key_of(job.shard.shards[0]), shard_matches)
+        # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
+        records = {}
+        for job in jobs:
+            key = key_of(job.shard.shards[0])
+            records[key] = matches_of(journal.records[key])
+
+    # The pairs that only features have found are added.
+    if embeddings is not None:
+        for key, pixels in records.items():
+            known = {(match.row, match.test) for match in pixels.matches}
+            matches = list(pixels.matches)
+            for match in embeddings.records[key].matches:
+                if (match.row, match.test) not in known:
+                    matches.append(match)
+            records[key] = pixels._replace(matches=sorted(matches))
+    bad = int(np.load(signatures / "bad.npy").sum())  # test images that cannot be decoded
+    leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
     (output / JOURNAL).unlink()
     shutil.rmtree(signatures)
@@ -139,7 +155,7 @@ def find_leaks(
 # ---------------------------------------------------------------------------------------------- test images
 
 
-class RememberJob(NamedTuple):
+class SignJob(NamedTuple):
     """One test shard, whose signatures are to be kept."""
 
     shard: Index  # alone
@@ -147,22 +163,26 @@ class RememberJob(NamedTuple):
     cache: CacheConfig
 
 
-def remember(
+def write_signatures(
     sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
 ) -> None:
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept."""
     folder.mkdir(exist_ok=True)
     jobs = []
+    missing = []
+    total = 0  # samples of all sets
     for index in sets:
+        total += index.samples
         for number, shard in enumerate(index.shards):
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
-            jobs.append(RememberJob(index.alone(number), path, cache))
-    missing = [job for job in jobs if not job.path.exists()]
-    with in_parallel(remember_shard, missing, workers, report) as results:
+            job = SignJob(index.alone(number), path, cache)
+            jobs.append(job)
+            if not path.exists():
+                missing.append(job)
+    with in_parallel(sign_shard, missing, workers, report) as results:
         for _ in results:
             pass
 
-    total = sum(index.samples for index in sets)
     shapes = {
         "crops": ((total, BOXES, COEFFICIENTS), np.float16),
         "pictures": ((total, PICTURE, PICTURE), np.uint8),
@@ -185,9 +205,9 @@ def remember(
         array.flush()
 
 
-def remember_shard(job: RememberJob) -> None:
+def sign_shard(job: SignJob) -> None:
     """Write the signatures of a test shard's samples; those of one that cannot be decoded are empty."""
-    reader = Reader(job.shard, cache=job.cache)
+    reader = ShardReader(job.shard, cache=job.cache)
     count = job.shard.samples
     crops = np.zeros((count, BOXES, COEFFICIENTS), np.float16)
     pictures = np.zeros((count, PICTURE, PICTURE), np.uint8)
@@ -213,7 +233,7 @@ def remember_shard(job: RememberJob) -> None:
         np.savez(file, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
 
 
-class Memory(NamedTuple):
+class TestImages(NamedTuple):
     """What is known of the test images, in one process."""
 
     signatures: TestSignatures
@@ -222,7 +242,7 @@ class Memory(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def remembered(folder: Path) -> Memory:
+def open_signatures(folder: Path) -> TestImages:
     """Map the signatures of a folder."""
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in TestSignatures._fields}
     digests = np.load(folder / "digests.npy", mmap_mode="r")
@@ -233,7 +253,7 @@ def remembered(folder: Path) -> Memory:
         by_bytes.setdefault(digests[number, 0].tobytes(), []).append(number)
         if not bad[number]:
             by_pixels.setdefault(digests[number, 1].tobytes(), []).append(number)
-    return Memory(TestSignatures(**arrays), by_bytes, by_pixels)
+    return TestImages(TestSignatures(**arrays), by_bytes, by_pixels)
 
 
 # ------------------------------------------------------------------------------------------ training images
@@ -248,7 +268,7 @@ class SearchJob(NamedTuple):
     cache: CacheConfig
 
 
-class Waiting(NamedTuple):
+class PendingImage(NamedTuple):
     """A training image that waits for its batch."""
 
     row: int
@@ -256,82 +276,66 @@ class Waiting(NamedTuple):
     signature: Signature
 
 
-def look_through(job: SearchJob) -> ShardMatches:
+def search_shard(job: SearchJob) -> ShardMatches:
     """Find the test images that a training shard holds."""
-    memory = remembered(job.signatures)
-    reader = Reader(job.shard, cache=job.cache)
+    test_images = open_signatures(job.signatures)
+    reader = ShardReader(job.shard, cache=job.cache)
     matches: list[Match] = []
     bad = 0
     flat = 0
-    batch: list[Waiting] = []
+    batch: list[PendingImage] = []
     # As many processes as cores: each is to use one.
     with threadpool_limits(1):
         for row in range(job.shard.samples):
             _, image, _ = reader.read(0, row)
-            same = memory.by_bytes.get(sha256(image).digest(), [])
-            matches.extend(Match(row, number, "exact", 0.0) for number in same)
+            same = test_images.by_bytes.get(sha256(image).digest(), [])
+            for number in same:
+                matches.append(Match(row, number, "exact", 0.0))
             try:
                 sign = signature(image)
                 if sign.is_flat:
                     flat += 1
-                    same_pixels = memory.by_pixels.get(pixel_digest(image), [])
-                    matches.extend(Match(row, number, "exact", 0.0) for number in same_pixels if number not in same)
+                    for number in test_images.by_pixels.get(pixel_digest(image), []):
+                        if number not in same:
+                            matches.append(Match(row, number, "exact", 0.0))
                 else:
-                    batch.append(Waiting(row, image, sign))
+                    batch.append(PendingImage(row, image, sign))
             except BadImage:
                 bad += 1
             if len(batch) == BATCH:
-                matches.extend(fitting(batch, memory, job.fits, matches))
+                matches.extend(fitting(batch, test_images, job.fits, matches))
                 batch = []
         if batch:
-            matches.extend(fitting(batch, memory, job.fits, matches))
+            matches.extend(fitting(batch, test_images, job.fits, matches))
     return ShardMatches(sorted(matches), job.shard.samples, bad, flat)
 
 
-def fitting(batch: Sequence[Waiting], memory: Memory, fits: float, known: Sequence[Match]) -> list[Match]:
+def fitting(batch: Sequence[PendingImage], test_images: TestImages, fits: float, known: Sequence[Match]) -> list[Match]:
     """Return the matches of a batch of training images, without those that are known already."""
     is_known = {(match.row, match.test) for match in known}
     best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
-    crops = np.stack([waiting.signature.crops for waiting in batch])
-    for candidate in candidates(crops, memory.signatures):
+    crops = np.stack([pending.signature.crops for pending in batch])
+    for candidate in candidates(crops, test_images.signatures):
         pair = (candidate.train, candidate.test)
-        waiting = batch[candidate.train]
+        pending = batch[candidate.train]
         # A pair may be a candidate in several ways; one that fits is enough.
-        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (waiting.row, candidate.test) in is_known
+        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in is_known
         if not is_settled:
-            value = likeness_of(candidate, waiting.signature, memory.signatures)
+            value = likeness_of(candidate, pending.signature, test_images.signatures)
             best[pair] = max(value, best.get(pair, -1.0))
     matches = []
     for (number, test), value in best.items():
         if value >= fits:
-            waiting = batch[number]
-            is_same = value >= NEARLY_THE_SAME and test in memory.by_pixels.get(pixel_digest(waiting.image), [])
+            pending = batch[number]
+            is_same = value >= NEARLY_THE_SAME and test in test_images.by_pixels.get(pixel_digest(pending.image), [])
             if is_same:
-                matches.append(Match(waiting.row, test, "exact", 0.0))
+                matches.append(Match(pending.row, test, "exact", 0.0))
             else:
-                matches.append(Match(waiting.row, test, "perceptual", round(1 - value, 4)))
+                matches.append(Match(pending.row, test, "perceptual", round(1 - value, 4)))
     return matches
 
 
 # ------------------------------------------------------------------------------------------------ document
-
-
-def with_embeddings(records: Mapping[str, ShardMatches], embeddings: Embeddings | None) -> dict[str, ShardMatches]:
-    """Return the records, with the pairs that only features have found; of other shards these are left out."""
-    together = dict(records)
-    if embeddings is None:
-        return together
-    for key, pixels in records.items():
-        known = {(match.row, match.test) for match in pixels.matches}
-        matches = embeddings.records[key].matches
-        new = [match for match in matches if (match.row, match.test) not in known]
-        together[key] = pixels._replace(matches=sorted(pixels.matches + new))
-    return together
-
-
-def bad_in(signatures: Path) -> int:
-    """Return how many test images cannot be decoded."""
-    return int(np.load(signatures / "bad.npy").sum())
 
 
 def document(
@@ -344,8 +348,21 @@ def document(
     """Return what was found, with samples by shard and key."""
     wanted: set[int] = set()
     for record in records.values():
-        wanted.update(match.test for match in record.matches)
-    test_samples = dict(named(test, wanted))
+        for match in record.matches:
+            wanted.add(match.test)
+    test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → its set's number, (shard, key)
+    start = 0
+    for set_number, (_, index) in enumerate(test):
+        for number, shard in enumerate(index.shards):
+            matched = wanted.intersection(range(start, start + shard.samples))
+            # As in most shards, there is nothing: its table need not be opened.
+            if matched:
+                keys = index.table(number)["key"]
+                for test_number in matched:
+                    key = keys[test_number - start].decode("utf-8", "replace")
+                    test_samples[test_number] = (set_number, (shard.name, key))
+            start += shard.samples
+
     pairs = []
     counts = {"train": 0, "train_undecodable": 0, "train_flat": 0}
     for train_set, (_, index) in enumerate(train):
@@ -362,7 +379,7 @@ def document(
                 test_set, sample = test_samples[test_number]
                 key = keys[row].decode("utf-8", "replace")
                 pairs.append(Pair((shard.name, key), sample, kind, distance, train_set, test_set))
-    counts["test"] = sum(index.samples for _, index in test)
+    counts["test"] = start
     counts["test_undecodable"] = bad
     return Leaks(
         tuple(Compared(path, index.digest) for path, index in train),
@@ -371,16 +388,3 @@ def document(
         settings,
         counts,
     )
-
-
-def named(sets: Sequence[tuple[str, Index]], wanted: set[int]) -> Iterator[tuple[int, tuple[int, tuple[str, str]]]]:
-    """Give (number among all samples, (its set's number, (shard, key))) of those that are wanted."""
-    start = 0
-    for set_number, (_, index) in enumerate(sets):
-        for number, shard in enumerate(index.shards):
-            here = [sample for sample in range(start, start + shard.samples) if sample in wanted]
-            if here:
-                keys = index.table(number)["key"]
-                for sample in here:
-                    yield sample, (set_number, (shard.name, keys[sample - start].decode("utf-8", "replace")))
-            start += shard.samples

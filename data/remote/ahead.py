@@ -73,13 +73,9 @@ class Ahead:
         self.stopped = False
         self.failure: StorageError | None = None  # why nothing arrives
         # The cache is told of our end, else the process would wait for its downloads to end.
-        self.cache = Cache(cfg, self.is_stopped)
+        self.cache = Cache(cfg, lambda: self.stopped)
         self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
         self.thread.start()
-
-    def is_stopped(self) -> bool:
-        """Return whether nobody waits for shards any more."""
-        return self.stopped
 
     def reached(self, step: int) -> None:
         """Say which step training has reached."""
@@ -97,19 +93,17 @@ class Ahead:
         """Fetch the shards of one step after the other, never more than `ahead` steps before training."""
         step = first_step
         with ThreadPoolExecutor(self.cfg.fetchers) as pool:
-            while self.may_fetch(step):
+            while True:
+                # One lock for step and stop: a change between the check and the wait would otherwise be missed.
+                with self.changed:
+                    while not self.stopped and step > self.step + self.cfg.ahead:
+                        self.changed.wait()
+                    if self.stopped:
+                        return
                 # The shards of one step are waited for before the next step's are asked for: they are needed first.
                 list(pool.map(self.fetch, shards_of(self.order, self.slots, step)))
                 # Training does not wait for shards whose samples it reads by range: it may be ahead of us.
                 step = max(step + 1, self.step)
-
-    def may_fetch(self, step: int) -> bool:
-        """Wait until a step is within the window; False where nobody waits any more."""
-        # One lock for step and stop: a change between the check and the wait would otherwise be missed.
-        with self.changed:
-            while not self.stopped and step > self.step + self.cfg.ahead:
-                self.changed.wait()
-            return not self.stopped
 
     def fetch(self, shard: int) -> None:
         """Fetch one shard; a failure is kept for the loader to raise, as it may be over before the shard is needed."""

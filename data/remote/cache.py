@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import file_digest
 from io import BufferedReader
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TypeVar
@@ -62,7 +64,7 @@ def never() -> bool:
     return False
 
 
-def nobody_to_tell() -> None:
+def no_progress() -> None:
     """The default of `Cache.progress`: progress is not told to anybody."""
 
 
@@ -77,7 +79,7 @@ class Cache:
     def __init__(self, cfg: CacheConfig, stopped: Callable[[], bool] = never):
         self.cfg = cfg
         self.stopped = stopped
-        self.progress: Callable[[], object] = nobody_to_tell
+        self.progress: Callable[[], object] = no_progress
         self.directory = state_folder() / "shards"
         if cfg.directory:
             self.directory = Path(cfg.directory).expanduser()
@@ -94,13 +96,25 @@ class Cache:
         """
         path = self.directory / f"{shard.sha256}.tar"
         if not is_whole(path, shard):
-            self.make_directory()
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"{self.directory}: cannot be made ({error.strerror}); name another cache.directory"
+                ) from None
             with self.turn(path):
                 # Another process may have fetched it while we waited for our turn.
                 if not is_whole(path, shard):
-                    self.fetch_or_explain(url, shard, path)
+                    try:
+                        self.fetch(url, shard, path)
+                    # Of the local disk: errors of the storage are a StorageError by now.
+                    except OSError as error:
+                        raise StorageError(
+                            f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
+                            f"({self.cfg.limit_bytes}), name another cache.directory, or run again"
+                        ) from None
         # The time of last use, by which shards are evicted: the mtime, because many mounts do not keep the atime.
-        # Another process may have evicted it by now, which whoever opens it will see.
+        # Another process may have evicted it by now, which `opened` notices.
         with suppress(FileNotFoundError):
             os.utime(path)
         return path
@@ -118,15 +132,6 @@ class Cache:
         with self.turn(path), suppress(FileNotFoundError):
             if path.stat().st_ino == inode:
                 path.unlink()
-
-    def make_directory(self) -> None:
-        """Create the cache's folder; raises StorageError where it cannot be made."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"{self.directory}: cannot be made ({error.strerror}); name another cache.directory"
-            ) from None
 
     @contextmanager
     def turn(self, path: Path) -> Iterator[None]:
@@ -148,43 +153,29 @@ class Cache:
 
     # ------------------------------------------------------------------------------------------ fetching
 
-    def fetch_or_explain(self, url: str, shard: Shard, path: Path) -> None:
-        """Fetch a shard; an error of the local disk becomes a StorageError with the way out."""
-        try:
-            self.fetch(url, shard, path)
-        except OSError as error:
-            raise StorageError(
-                f"{self.directory}: {error.strerror}; make room, lower cache.limit_bytes "
-                f"({self.cfg.limit_bytes}), name another cache.directory, or run again"
-            ) from None
-
     def fetch(self, url: str, shard: Shard, path: Path) -> None:
         """Download to `.part`, going on where it broke off; rename when size and digest are right."""
         part = path.with_suffix(".part")
         # A digest can be wrong because of the transfer: it is tried once more from the start.
         for _ in range(2):
             self.make_room(shard.bytes)
-            if self.download(url, shard.bytes, part) == shard.sha256:
+            with open(part, "a+b") as file:
+                # What an earlier try left is read once, for its digest; that leaves the position at its end.
+                file.seek(0)
+                digest = file_digest(file, "sha256")
+                while file.tell() < shard.bytes:
+                    piece = self.read(url, file.tell(), min(file.tell() + PIECE, shard.bytes))
+                    file.write(piece)
+                    file.flush()
+                    digest.update(piece)
+                    self.progress()
+                # A power cut might otherwise leave the final name with nothing under it.
+                os.fsync(file.fileno())
+            if digest.hexdigest() == shard.sha256:
                 os.replace(part, path)
                 return
             part.unlink()
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
-
-    def download(self, url: str, size: int, part: Path) -> str:
-        """Append to a file until it has `size` bytes; returns the sha256 of all of them."""
-        with open(part, "a+b") as file:
-            # What an earlier try left is read once, for its digest; that leaves the position at its end.
-            file.seek(0)
-            digest = file_digest(file, "sha256")
-            while file.tell() < size:
-                piece = self.read(url, file.tell(), min(file.tell() + PIECE, size))
-                file.write(piece)
-                file.flush()
-                digest.update(piece)
-                self.progress()
-            # A power cut might otherwise leave the final name with nothing under it.
-            os.fsync(file.fileno())
-        return digest.hexdigest()
 
     @contextmanager
     def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
@@ -200,11 +191,7 @@ class Cache:
 
     def read(self, url: str, start: int, stop: int) -> bytes:
         """Return bytes start … stop−1 of a URL, or the first of them."""
-
-        def ask() -> bytes:
-            return read_range(url, start, stop, self.cfg.timeout_s)
-
-        return self.patiently(url, ask)
+        return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s))
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
         """Return what the storage answers, asked again as `data.remote.retry` does.
@@ -233,13 +220,15 @@ class Cache:
         with locked(self.directory / "eviction.lock"):
             downloads = files(self.directory, "*.part")
             deletable = files(self.directory, "*.tar")
-            total = sum(file.bytes for file in [*deletable, *downloads]) + size
+            total = size
+            for file in [*deletable, *downloads]:
+                total += file.bytes
             # A download at work counts, but is left alone; one that stopped growing goes like a shard.
             abandoned_since_ns = time.time_ns() - ABANDONED_S * 10**9
             for file in downloads:
                 if file.used_at_ns < abandoned_since_ns:
                     deletable.append(file)
-            for file in sorted(deletable, key=last_use):
+            for file in sorted(deletable, key=attrgetter("used_at_ns")):
                 if total <= self.cfg.limit_bytes:
                     break
                 file.path.unlink(missing_ok=True)
@@ -253,11 +242,6 @@ class CachedFile:
     path: Path
     bytes: int
     used_at_ns: int  # since 1970
-
-
-def last_use(file: CachedFile) -> int:
-    """Return the key by which files are sorted for eviction: the longest unused first."""
-    return file.used_at_ns
 
 
 def files(directory: Path, pattern: str) -> list[CachedFile]:

@@ -1,7 +1,7 @@
 """Samples of remote shards that are not here yet, read by byte range: a cold start waits for these, not for shards.
 
 The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a few dozen of each. What becomes of them:
-1. a decoding process asks for all samples of its task at once, `AT_ONCE` at a time (`Ranges.ask`); image and label
+1. a decoding process asks for all samples of its task at once, `AT_ONCE` at a time (`Ranges.request`); image and label
    are one range where they lie together in the tar, as they do in nearly all;
 2. the reader takes them one by one (`Ranges.take`), and compares each with its digest in the shard's table;
 3. the shards come whole in the background (`data.remote.cache`); whichever is here is read instead;
@@ -20,14 +20,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from data.errors import StorageError
-from data.remote.cache import PIECE, Cache, nobody_to_tell
+from data.remote.cache import PIECE, Cache, no_progress
 from data.remote.urls import redacted
 
 AT_ONCE = 8  # requests of a process
 ATTEMPTS = 3  # at a range, before whole shards are waited for
 SMALLEST = PIECE  # bytes of a shard: what comes in one piece is not worth ranges
 LONGEST_S = 120.0  # that a sample is waited for: some more than all attempts of a silent store take
-TELL_EVERY_S = 0.25  # signs of life to the loader while a sample is waited for
+REPORT_EVERY_S = 0.25  # signs of life to the loader while a sample is waited for
 LARGEST_GAP = 1 << 16  # bytes between image and label that are read along rather than asked for apart
 
 Place = tuple[int, int]  # a shard's number, and that of a sample in it
@@ -50,7 +50,7 @@ class Ranges:
         self.given_up = ""
         self.stopped = False
         self.cache = Cache(replace(cache.cfg, attempts=min(ATTEMPTS, cache.cfg.attempts)), self.is_stopped)
-        self.asked: dict[Place, Future[tuple[bytes, bytes]]] = {}
+        self.requested: dict[Place, Future[tuple[bytes, bytes]]] = {}
         self.pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -67,33 +67,33 @@ class Ranges:
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def ask(self, place: Place, span: Span) -> None:
+    def request(self, place: Place, span: Span) -> None:
         """Begin to read a sample, unless nobody waits any more."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(AT_ONCE, "ranges")
-        if place in self.asked or self.stopped:
+        if place in self.requested or self.stopped:
             return
         try:
-            self.asked[place] = self.pool.submit(self.read, span)
+            self.requested[place] = self.pool.submit(self.read, span)
         except RuntimeError:
             # The pool takes nothing more where another thread has stopped us since we looked.
             if not self.stopped:
                 raise
 
-    def take(self, place: Place, span: Span, progress: Callable[[], object] = nobody_to_tell) -> tuple[bytes, bytes]:
+    def take(self, place: Place, span: Span, progress: Callable[[], object] = no_progress) -> tuple[bytes, bytes]:
         """Return the image and label of a sample, asked for before or now; raises DataError and StorageError.
 
         `progress` is called while it waits: attempts add up to more than the time after which a loader takes this
         process for one that hangs. What is not here after `LONGEST_S` is given up instead.
         """
-        self.ask(place, span)
-        if place not in self.asked:
+        self.request(place, span)
+        if place not in self.requested:
             raise StorageError(f"{redacted(span.url)}: left where it was")
-        future = self.asked.pop(place)
+        future = self.requested.pop(place)
         ends_at = time.monotonic() + LONGEST_S
         while True:
             try:
-                return future.result(TELL_EVERY_S)
+                return future.result(REPORT_EVERY_S)
             except CancelledError:
                 raise StorageError(f"{redacted(span.url)}: left where it was") from None
             except TimeoutError:
@@ -105,9 +105,9 @@ class Ranges:
     def give_up(self, place: str, reason: str) -> None:
         """Read nothing by range from here on; of what was asked for, nothing is taken any more."""
         self.given_up = f"{redacted(place)}: a sample could not be read by range ({reason}); waiting for whole shards"
-        for future in self.asked.values():
+        for future in self.requested.values():
             future.cancel()
-        self.asked = {}
+        self.requested = {}
 
     def read(self, span: Span) -> tuple[bytes, bytes]:
         """Return the image and label of a sample, in one request where they lie close together."""

@@ -58,17 +58,13 @@ class Retry:
             if attempt == WARN_AT_ATTEMPT:
                 logging.getLogger(__name__).warning("%s: no answer (%s), asking again", address, reason)
             if attempt + 1 < self.attempts:
-                self.pause(attempt)
+                # A random part, so that many workers and nodes do not all ask again at once.
+                pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
+                ends_at = time.monotonic() + pause_s
+                while not self.stopped() and time.monotonic() < ends_at:
+                    time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
             attempt += 1
 
         is_denied = reason == "PermissionError" or "Credentials" in reason
         remedy = "credentials come from the environment" if is_denied else "run again when it answers"
         raise StorageError(f"{address}: no answer after {attempt} attempts, last {reason}; {remedy}")
-
-    def pause(self, attempt: int) -> None:
-        """Wait before the next attempt, or until this is stopped."""
-        # A random part, so that many workers and nodes do not all ask again at once.
-        seconds = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
-        ends_at = time.monotonic() + seconds
-        while not self.stopped() and time.monotonic() < ends_at:
-            time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 from urllib.parse import urlsplit
 
 from data.errors import DataError
@@ -88,7 +88,15 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
     """
     check_url(url)
     if url.startswith("https:"):
-        content = read_https(url, start, stop, timeout_s)
+        with request_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
+            # A server that ignores the range sends the file from its first byte on, which is only right for start 0.
+            if answer.status != http.client.PARTIAL_CONTENT and start > 0:
+                raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
+            try:
+                content = answer.read(stop - start)
+            except http.client.IncompleteRead as error:
+                # What did arrive is kept: the caller asks for the rest.
+                content = error.partial
     else:
         with denied_as_such():
             content = client(urlsplit(url).scheme, timeout_s).cat_file(url, start=start, end=stop)
@@ -103,11 +111,18 @@ def read_range(url: str, start: int, stop: int, timeout_s: float) -> bytes:
 
 
 def size_of(url: str, timeout_s: float) -> int:
-    """Return bytes of what a URL names; raises as `read_range`."""
-    if url.startswith("https:"):
-        return size_https(url, timeout_s)
-    with denied_as_such():
-        return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
+    """Return bytes of what a URL names; raises as `read_range`, and Refused where a server does not say."""
+    if not url.startswith("https:"):
+        with denied_as_such():
+            return client(urlsplit(url).scheme, timeout_s).info(url)["size"]
+
+    # One byte is asked for, not HEAD, which many servers and all signed URLs refuse.
+    with request_https(url, timeout_s, "bytes=0-0") as answer:
+        content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
+        size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
+    if not size.isdigit():
+        raise Refused(f"{redacted(url)}: the server does not say how long it is; copy the shards to this machine")
+    return int(size)
 
 
 def list_tars(url: str, timeout_s: float) -> dict[str, int]:
@@ -121,14 +136,20 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     pattern = url if "*" in url else f"{url.rstrip('/')}/*.tar*"
     with denied_as_such():
         entries = client(scheme, timeout_s).glob(pattern, detail=True)
-    # Without their folders, as in `data.index.tar`: what is shown of a name is short.
-    compressed = [path.rpartition("/")[2] for path in sorted(entries) if path.endswith(COMPRESSED)]
+    compressed = []
+    tars = {}
+    for path, entry in sorted(entries.items()):
+        if path.endswith(COMPRESSED):
+            # Without its folder, as in `data.index.tar`: what is shown of a name is short.
+            compressed.append(path.rpartition("/")[2])
+        elif path.endswith(".tar"):
+            tars[f"{scheme}://{path}"] = entry["size"]
     if compressed:
         raise Refused(
             f"{redacted(url)}: {some(compressed)} would be left out: compressed tars; "
             f"uncompress them, or name those that you mean: {redacted(url).rstrip('/')}/*.tar"
         )
-    return {f"{scheme}://{path}": entry["size"] for path, entry in sorted(entries.items()) if path.endswith(".tar")}
+    return tars
 
 
 # --------------------------------------------------------------------------------------------- s3, gs, az
@@ -161,26 +182,8 @@ def client(scheme: str, timeout_s: float) -> Client:
     # Imported here, because only shards behind s3, gs or az need it.
     import fsspec
 
-    package = CLIENTS[scheme]
-    try:
-        filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options_of(scheme, timeout_s))
-    except ImportError:
-        raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
-    try:
-        # A client that keeps its retries elsewhere would go on retrying unseen, so it is refused by name.
-        ask_once(scheme, filesystem)
-    except AttributeError as error:
-        raise DataError(
-            f"{scheme}://: {package} {version(package)} is not known to retry as we do ({error}); "
-            f"pip install {package}=={TESTED[package]}, the version that was tested"
-        ) from None
-    return filesystem
-
-
-def options_of(scheme: str, timeout_s: float) -> dict[str, object]:
-    """Return what a client is made with: time limits in seconds, and nothing kept from one client to the next."""
     # fsspec would otherwise hand out the client it made before, with its old credentials, and share with others the
-    # one whose retries we turn off.
+    # client whose retries are turned off here.
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "gs":
         options["requests_timeout"] = timeout_s
@@ -198,60 +201,50 @@ def options_of(scheme: str, timeout_s: float) -> dict[str, object]:
         endpoint = os.environ.get("AWS_ENDPOINT_URL")
         if endpoint:
             options["endpoint_url"] = endpoint
-    return options
 
+    package = CLIENTS[scheme]
+    try:
+        filesystem = fsspec.filesystem(PROTOCOLS[scheme], **options)
+    except ImportError:
+        raise DataError(f"{scheme}:// needs a client: pip install {package}") from None
 
-def ask_once(scheme: str, filesystem: Any) -> None:
-    """Turn off a client's own retries; raises AttributeError where it keeps them elsewhere.
-
-    Neither gcsfs nor adlfs has a public setting for it; docs/storage.md says what else was tried.
-    """
-    if scheme == "s3":
-        filesystem.retries = min(filesystem.retries, 1)  # s3fs' own loop around botocore's
-    elif scheme == "gs":
-        asked_once = type(filesystem)._request.__wrapped__  # without gcsfs' six tries in 35 s
-        filesystem._request = partial(asked_once, filesystem)
-    else:
-        policy = filesystem.service_client._config.retry_policy
-        policy.total_retries = min(policy.total_retries, 0)  # Azure's take 83 s
+    # The client's own retries are turned off. Neither gcsfs nor adlfs has a public setting for it; docs/storage.md says
+    # what else was tried. A client that keeps its retries elsewhere would go on retrying unseen: it is refused by name.
+    try:
+        if scheme == "s3":
+            filesystem.retries = min(filesystem.retries, 1)  # s3fs' own loop around botocore's
+        elif scheme == "gs":
+            asked_once = type(filesystem)._request.__wrapped__  # without gcsfs' six tries in 35 s
+            filesystem._request = partial(asked_once, filesystem)
+        else:
+            policy = filesystem.service_client._config.retry_policy
+            policy.total_retries = min(policy.total_retries, 0)  # Azure's take 83 s
+    except AttributeError as error:
+        raise DataError(
+            f"{scheme}://: {package} {version(package)} is not known to retry as we do ({error}); "
+            f"pip install {package}=={TESTED[package]}, the version that was tested"
+        ) from None
+    return filesystem
 
 
 # ------------------------------------------------------------------------------------------------ https
 
 
-def read_https(url: str, start: int, stop: int, timeout_s: float) -> bytes:
-    """Return bytes start … stop−1, or fewer; raises Refused where the server would send all from the first byte on."""
-    with ask_https(url, timeout_s, f"bytes={start}-{stop - 1}") as answer:
-        # A server that ignores the range sends the file from its first byte on, which is only right for start 0.
-        if answer.status != http.client.PARTIAL_CONTENT and start > 0:
-            raise Refused(f"{redacted(url)}: the server ignores byte ranges; copy the shards to this machine")
-        try:
-            return answer.read(stop - start)
-        except http.client.IncompleteRead as error:
-            # What did arrive is kept: the caller asks for the rest.
-            return error.partial
-
-
-def size_https(url: str, timeout_s: float) -> int:
-    """Return bytes of what a URL names; raises Refused where the server does not say."""
-    # One byte is asked for, not HEAD, which many servers and all signed URLs refuse.
-    with ask_https(url, timeout_s, "bytes=0-0") as answer:
-        content_range = answer.headers.get("Content-Range", "")  # bytes 0-0/6543360
-        size = content_range.rpartition("/")[2] or answer.headers.get("Content-Length", "")
-    if not size.isdigit():
-        raise Refused(f"{redacted(url)}: the server does not say how long it is; copy the shards to this machine")
-    return int(size)
-
-
 @contextmanager
-def ask_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
+def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
     """Return the answer to a request for a range, and its errors as those of the other schemes."""
     request = urllib.request.Request(url, headers={"Range": byte_range})
     try:
         with opener().open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
-        raise error_of(error.code) from None
+        # As the other schemes raise it.
+        kind: type[OSError] = OSError
+        if error.code in (404, 410):
+            kind = FileNotFoundError
+        elif error.code in (401, 403):
+            kind = PermissionError
+        raise kind(f"HTTP {error.code}") from None
     except http.client.HTTPException as error:
         # Without its text, which may hold the URL and a secret in it.
         raise OSError(type(error).__name__) from None
@@ -259,16 +252,6 @@ def ask_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.clie
         if isinstance(error.reason, OSError):
             raise error.reason from None
         raise OSError("URLError") from None
-
-
-def error_of(code: int) -> OSError:
-    """Return the error that the other schemes raise in place of an HTTP status."""
-    text = f"HTTP {code}"
-    if code in (404, 410):
-        return FileNotFoundError(text)
-    if code in (401, 403):
-        return PermissionError(text)
-    return OSError(text)
 
 
 def opener() -> urllib.request.OpenerDirector:

@@ -21,7 +21,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,7 +85,12 @@ def build_index(
     DataError naming every tar that cannot be used and every label ≥ `classes`, StorageError where the storage does not
     answer.
     """
-    urls = urls_among(source, output)
+    # The tars are all here, or all behind URLs.
+    sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
+    urls = [path for path in sources if "://" in path]
+    is_mixed = 0 < len(urls) < len(sources)
+    if is_mixed or (urls and output is None):
+        raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
     if at and "://" in at:
         check_kept(at)
 
@@ -97,10 +102,25 @@ def build_index(
     folder = Path(output or tars.directory)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{SUFFIX}"
-    # A set that is indexed again stays the set that it was, with its digest.
-    names = names or names_before(path, tars.sizes)
+    # A set that is indexed again stays the set that it was, with its digest; but names say nothing of other tars that
+    # have come to the same place.
+    if not names:
+        with suppress(DataError):
+            before = load_index(path)
+            if {shard.name: shard.bytes for shard in before.shards} == tars.sizes:
+                names = before.names
     check_tables(path, at or tars.directory, tars.sizes)
-    check_stopped(path.with_name(path.name + ".partial"))
+
+    # Where a packing was stopped, not all of its tars are there.
+    partial_path = path.with_name(path.name + ".partial")
+    packing_setting = ""
+    with suppress(OSError, ValueError, KeyError), open(partial_path) as file:
+        _, packing_setting = json.loads(file.readline())["setting"]
+    if re.fullmatch(PACKING_SETTING, packing_setting):
+        raise DataError(
+            f"{partial_path}: a packing was stopped here; run the same `jobs pack` again to its end, "
+            "or delete this file to index the tars that there are"
+        )
 
     # A shard that was read by other names is read again.
     setting = tars.directory
@@ -132,33 +152,6 @@ def build_index(
         return journal.finish(at or tars.directory, names)
 
 
-def urls_among(source: str | os.PathLike[str] | list[str], output: str | os.PathLike[str] | None) -> list[str]:
-    """Return the URLs that are to be indexed; none where the tars are here.
-
-    Raises DataError where some are here and some are not, or no folder was given for the index of URLs.
-    """
-    sources = [str(source)]
-    if isinstance(source, list):
-        sources = [str(path) for path in source]
-    urls = [path for path in sources if "://" in path]
-    is_mixed = 0 < len(urls) < len(sources)
-    if is_mixed or (urls and output is None):
-        raise DataError(f"{redacted(urls[0])}: give URLs alone, and the folder here that the index goes to (--output)")
-    return urls
-
-
-def names_before(path: Path, sizes: Mapping[str, int]) -> Names:
-    """Return the class names of the index that is to be replaced, where it is of these very tars."""
-    try:
-        index = load_index(path)
-    except DataError:
-        return ()
-    # Names say nothing of other tars that have come to the same place.
-    if {shard.name: shard.bytes for shard in index.shards} != sizes:
-        return ()
-    return index.names
-
-
 # ------------------------------------------------------------------------------------------------ one tar
 
 
@@ -183,7 +176,16 @@ def index_shard(job: IndexJob) -> Record | str:
             result = walk(tar, job.name)
             table = result.table(tar)
             class_counts = count_classes(tar, table, job, result.refused)
-            decode_a_few(tar, table, result.refused)
+            # A few samples, evenly spread, are decoded: whether there are images in the tar at all.
+            decoded = min(len(table), DECODED)
+            for part in range(decoded):
+                row = table[(2 * part + 1) * len(table) // (2 * decoded)]
+                encoded = bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)])
+                try:
+                    read_header(encoded)
+                    decode_whole(encoded)
+                except BadImage as error:
+                    result.refused.add(f"{NOT_DECODED}{error}", row["key"].decode("utf-8", "replace"))
             table_digest = write_table(job.output, job.name, table)
             shard = Shard(job.name, len(table), len(tar), digest_of_tar(tar), table_digest)
             return Record(shard, class_counts, result.refused)
@@ -227,28 +229,15 @@ def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Re
     return counts
 
 
-def decode_a_few(tar: memoryview, table: np.ndarray, refused: Refusals) -> None:
-    """Decode a few samples of a shard, evenly spread, and count in `refused` those that hold no image."""
-    for number in decoded_numbers(len(table)):
-        row = table[number]
-        encoded = bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)])
-        try:
-            read_header(encoded)
-            decode_whole(encoded)
-        except BadImage as error:
-            refused.add(f"{NOT_DECODED}{error}", row["key"].decode("utf-8", "replace"))
-
-
-def decoded_numbers(samples: int) -> list[int]:
-    """Return the numbers of the samples of a shard that are decoded when it is indexed: a few."""
-    count = min(samples, DECODED)
-    return [(2 * number + 1) * samples // (2 * count) for number in range(count)]
-
-
 def decoded_samples(index: Index) -> tuple[int, int]:
     """Return (samples that were decoded when a set was indexed, those of them that hold no image)."""
-    tried = sum(len(decoded_numbers(shard.samples)) for shard in index.shards)
-    failed = sum(count for reason, count in index.refused.items() if reason.startswith(NOT_DECODED))
+    tried = 0
+    for shard in index.shards:
+        tried += min(shard.samples, DECODED)
+    failed = 0
+    for reason, count in index.refused.items():
+        if reason.startswith(NOT_DECODED):
+            failed += count
     return tried, failed
 
 
@@ -277,18 +266,6 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
                 )
 
 
-def check_stopped(partial: Path) -> None:
-    """Raise DataError where a packing was stopped: not all of its tars are there."""
-    setting = ""
-    with suppress(OSError, ValueError, KeyError), open(partial) as file:
-        _, setting = json.loads(file.readline())["setting"]
-    if re.fullmatch(PACKING_SETTING, setting):
-        raise DataError(
-            f"{partial}: a packing was stopped here; run the same `jobs pack` again to its end, "
-            "or delete this file to index the tars that there are"
-        )
-
-
 def check_kept(url: str) -> None:
     """Raise DataError unless a URL may be read, and be written into an index."""
     check_url(url)
@@ -307,7 +284,9 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
     """List the tars of a folder, or those that are named; raises DataError where there are none, or one is missing."""
     if not isinstance(source, list):
         check_nothing_excluded(source)
-    paths = list(map(Path, source)) if isinstance(source, list) else sorted(Path(source).glob("[!.]*.tar"))
+        paths = sorted(Path(source).glob("[!.]*.tar"))
+    else:
+        paths = list(map(Path, source))
     if not paths:
         if isinstance(source, list):
             reason = "no *.tar is named"
@@ -336,10 +315,6 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
     Each URL names one tar, several by a `{000..999}` or a `*`, or a folder. `stopped` ends the cache's patience.
     """
     timeout_s = cache.cfg.timeout_s
-
-    def asked_size(url: str) -> int:
-        return cache.patiently(url, partial(size_of, url, timeout_s))
-
     sizes: dict[str, int] = {}  # URL → bytes
     named: list[str] = []  # tars that the user names one by one
     for pattern in urls:
@@ -351,27 +326,23 @@ def remote_tars(urls: Sequence[str], cache: Cache, workers: int, stopped: thread
                 sizes.update(cache.patiently(url, partial(list_tars, url, timeout_s)))
     # Asking for a size is one short request, most of which is waiting.
     with ThreadPoolExecutor(4 * workers) as pool, setting_at_error(stopped):
-        sizes.update(zip(named, pool.map(asked_size, named), strict=True))
+        requests = {url: pool.submit(cache.patiently, url, partial(size_of, url, timeout_s)) for url in named}
+        for url, request in requests.items():
+            sizes[url] = request.result()
     if not sizes:
         raise DataError(f"{', '.join(urls)}: no *.tar there")
 
-    tars = TarList(common_folder(list(sizes)), {})
+    # The longest folder that holds all, by whole folders and not by letters: `…/train-0` is no folder.
+    shared: list[str] = []  # scheme, nothing, bucket or host, folders
+    for parts in zip(*(url.split("/")[:-1] for url in sizes), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    # An index needs the bucket or host to find its shards.
+    if len(shared) < 3:
+        raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
+
+    tars = TarList("/".join(shared), {})
     for url, bytes_there in sizes.items():
         tars.sizes[url.removeprefix(tars.directory + "/")] = bytes_there
     return tars
-
-
-def common_folder(urls: Sequence[str]) -> str:
-    """Return the longest URL of a folder that holds all; raises DataError where they share no bucket or host."""
-    # By whole folders, not by letters: `…/train-0` is no folder.
-    shared = urls[0].split("/")[:-1]  # scheme, nothing, bucket or host, folders
-    for url in urls[1:]:
-        folders = url.split("/")[:-1]
-        same = 0
-        while same < min(len(shared), len(folders)) and folders[same] == shared[same]:
-            same += 1
-        shared = shared[:same]
-    # The first three parts are the scheme, nothing, and the bucket or host, which an index needs to find its shards.
-    if len(shared) < 3:
-        raise DataError("shards of several buckets or hosts need an index each; data.mixture trains on them together")
-    return "/".join(shared)

@@ -46,7 +46,16 @@ class IndexJournal:
         self.records: dict[str, Record] = {}  # shard name → record
 
     def __enter__(self) -> IndexJournal:
-        self.delete_temporaries()
+        # What killed processes of this machine left half written goes, of this set alone: another host may be at work
+        # on another set in the same folder.
+        set_name = self.path.name.removesuffix(SUFFIX)
+        for path in self.path.parent.glob(".tmp-*-*"):
+            _, pid, *_, temporary_of = path.name.split("-", 3)  # see `data.files.temporary_name`
+            is_ours = temporary_of.startswith(set_name) and pid.isdigit()
+            # A process that lives may still be writing its file.
+            if is_ours and not psutil.pid_exists(int(pid)):
+                path.unlink(missing_ok=True)
+
         self.journal.__enter__()
         for name, (row, class_counts, refused) in self.journal.records.items():
             counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
@@ -55,19 +64,6 @@ class IndexJournal:
 
     def __exit__(self, *_: object) -> None:
         self.journal.__exit__()
-
-    def delete_temporaries(self) -> None:
-        """Delete what killed processes of this machine left half written, of this set alone.
-
-        Another host may be at work on another set in the same folder, and its processes are not ours to judge.
-        """
-        set_name = self.path.name.removesuffix(SUFFIX)
-        for path in self.path.parent.glob(".tmp-*-*"):
-            _, pid, *_, name = path.name.split("-", 3)  # see `data.files.temporary_name`
-            is_ours = name.startswith(set_name) and pid.isdigit()
-            # A process that lives may still be writing its file.
-            if is_ours and not psutil.pid_exists(int(pid)):
-                path.unlink(missing_ok=True)
 
     def has(self, shard: str, size: int) -> bool:
         """Return whether a shard of this name and size in bytes is finished."""

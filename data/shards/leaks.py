@@ -95,9 +95,12 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
         )
     keys_of_shard: dict[str, set[str]] = {}
     for pair in leaks.pairs:
-        set_number = pair.train_set if side == "train" else pair.test_set
+        set_number = pair.test_set
+        shard, key = pair.test
+        if side == "train":
+            set_number = pair.train_set
+            shard, key = pair.train
         if set_number in numbers:
-            shard, key = pair.train if side == "train" else pair.test
             keys_of_shard.setdefault(shard, set()).add(key)
 
     leaked = np.zeros(index.samples, bool)

@@ -38,7 +38,22 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
         content = json.loads(text) if path.endswith(".json") else None
         if isinstance(content, dict) and "pairs" in content:
             return leaked_rows(path, index)
-        samples = samples_of_json(content) if path.endswith(".json") else samples_of_text(text)
+        samples: list[Listed] = []
+        if path.endswith(".json"):
+            if not isinstance(content, list) or not content:
+                raise ValueError("its JSON is no list with samples in it")
+            for entry in content:
+                shard, key = ("", entry) if isinstance(entry, str) else entry
+                if not isinstance(shard, str) or not isinstance(key, str):
+                    raise ValueError(f"{str(entry)[:80]} is neither a key nor a shard and a key")
+                samples.append((shard, key))
+        else:
+            for line in text.splitlines():
+                shard, _, key = line.rpartition("\t")
+                if line.strip():
+                    samples.append((shard, key))
+            if not samples:
+                raise ValueError("it is empty")
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such list; expected a file of one sample a line") from None
     except UnicodeDecodeError as error:
@@ -46,31 +61,6 @@ def listed_rows(path: str, index: Index) -> np.ndarray:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: no list of samples: {error}\n  expected one key a line, or shard, tab, key") from None
     return rows_listed(index, samples, path)
-
-
-def samples_of_text(text: str) -> list[Listed]:
-    """Read a list of one sample a line; raises ValueError where it is empty."""
-    samples = []
-    for line in text.splitlines():
-        shard, _, key = line.rpartition("\t")
-        if line.strip():
-            samples.append((shard, key))
-    if not samples:
-        raise ValueError("it is empty")
-    return samples
-
-
-def samples_of_json(content: object) -> list[Listed]:
-    """Read a JSON list of keys, or of shards and keys; raises ValueError where it is none."""
-    if not isinstance(content, list) or not content:
-        raise ValueError("its JSON is no list with samples in it")
-    samples = []
-    for entry in content:
-        shard, key = ("", entry) if isinstance(entry, str) else entry
-        if not isinstance(shard, str) or not isinstance(key, str):
-            raise ValueError(f"{str(entry)[:80]} is neither a key nor a shard and a key")
-        samples.append((shard, key))
-    return samples
 
 
 def leaked_rows(path: str, index: Index) -> np.ndarray:
@@ -128,21 +118,22 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
             present = np.flatnonzero(np.isin(keys, sorted(named | anywhere)))
             rows.append(present + start)
             there = set(keys[present].tolist())
-            missing += [f"{indexed.name} {printable(key)}" for key in sorted(named - there)]
+            for key in sorted(named - there):
+                missing.append(f"{indexed.name} {printable(key)}")
             for key in there & anywhere:
                 shards_of_key[key].add(indexed.name)
         start += indexed.samples
-    missing += [printable(key) for key, shards in shards_of_key.items() if not shards]
-
+    ambiguous = []
+    for key, shards in shards_of_key.items():
+        if not shards:
+            missing.append(printable(key))
+        elif len(shards) > 1:
+            ambiguous.append(f"{printable(key)} ({', '.join(sorted(shards)[:3])})")
     if missing:
         raise DataError(
             f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {first_of(missing)}\n"
             "  expected samples of this very set"
         )
-    ambiguous = []
-    for key, shards in shards_of_key.items():
-        if len(shards) > 1:
-            ambiguous.append(f"{printable(key)} ({', '.join(sorted(shards)[:3])})")
     if ambiguous:
         raise DataError(
             f"{path}: {len(ambiguous):,} of its keys are in several shards: {first_of(ambiguous)}\n"
@@ -161,7 +152,8 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
             matching.append(by_name[name])
         else:
             for places in called(name, [index]).values():
-                matching += [number for _, number in places]
+                for _, number in places:
+                    matching.append(number)
         if len(matching) != 1:
             raise DataError(
                 f"{path}: {len(matching)} shards of {index.tables} are called {printable(name)}, expected one\n"

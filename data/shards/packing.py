@@ -148,25 +148,17 @@ def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts
     written_at = path.stat().st_mtime
     with open(path, "rb") as file, mapped(file) as tar:
         for row, sample in zip(table, group, strict=True):
-            if not holds(tar, row, sample, written_at, restarts):
+            label = tar[row["label"] :][: row["label_size"]]
+            if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
+                return False
+            if isinstance(sample.image, Path):
+                # Its bytes need not be read again where the file has not changed since.
+                if sample.image.stat().st_mtime > written_at:
+                    return False
+            # With restart markers the images are others than were given: images in memory are then trusted.
+            elif not restarts and tar[row["image"] :][: row["image_size"]] != sample.image:
                 return False
     return True
-
-
-def holds(tar: memoryview, row: np.void, sample: Sample, written_at: float, restarts: bool) -> bool:
-    """Return whether a row of a tar that was written at some time is this very sample.
-
-    With restart markers the images are others than were given: then files are judged by their times alone, and
-    images in memory are trusted.
-    """
-    label = tar[row["label"] :][: row["label_size"]]
-    if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
-        return False
-    if isinstance(sample.image, Path):
-        # Its bytes need not be read again where the file has not changed since.
-        return sample.image.stat().st_mtime <= written_at
-    image = tar[row["image"] :][: row["image_size"]]
-    return restarts or image == sample.image
 
 
 # -------------------------------------------------------------------------------------------- one shard

@@ -139,7 +139,7 @@ def stored_of(row: np.void, image: bytes, label: bytes) -> Stored:
     return Stored(row["key"].decode("utf-8", "replace"), image, label, int(row["digest"]))
 
 
-class Reader:
+class ShardReader:
     """Gives (key, image bytes, label bytes) of any sample; keeps the last shards mapped.
 
     With `by_range`, a sample of a remote shard that is not here yet is read alone; otherwise its shard is waited for.
@@ -158,7 +158,7 @@ class Reader:
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
 
     @property
-    def said(self) -> str:
+    def given_up(self) -> str:
         """Why samples are no longer read by range; "" while they are, or never were."""
         return "" if self.ranges is None else self.ranges.given_up
 
@@ -171,7 +171,7 @@ class Reader:
         """Read by range again, after a `stop`, what is read from now on; unless that was given up before."""
         if self.ranges is not None:
             given_up = self.ranges.given_up
-            # Another one: the threads of the one that was stopped still go by its word.
+            # A new object: the threads of the stopped one still read its `stopped`.
             self.ranges = Ranges(self.cache)
             self.ranges.given_up = given_up
 
@@ -181,7 +181,7 @@ class Reader:
             return
         for shard, sample in places.tolist():
             if self._comes_by_range(shard):
-                self.ranges.ask((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
+                self.ranges.request((shard, sample), span_of(self._table(shard)[sample], self.index.location(shard)))
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """Return the key, encoded image and label of a sample; empty bytes where the shard has none.
@@ -193,13 +193,30 @@ class Reader:
         if stored.is_intact:
             return stored.key, stored.image, stored.label
         place = self.index.location(shard)
-        if "://" in place:
+        indexed = self.index.shards[shard]
+        is_remote = "://" in place
+        if is_remote:
             # The copy in the cache rotted or was overwritten; the storage may still have the shard as it was.
-            self._drop_copy(shard)
+            dropped = self._open.pop(shard)
+            self.cache.drop(indexed, dropped.inode)
+            # Closed last: as long as it is open no other file can get its inode, by which `drop` knows it.
+            dropped.tar.close()
             stored = self._shard(shard).stored(sample)
-        if not stored.is_intact:
-            raise rotten(place, self.index.shards[shard], stored)
-        return stored.key, stored.image, stored.label
+        if stored.is_intact:
+            return stored.key, stored.image, stored.label
+
+        way_out = "fetch it into the store again"
+        if not is_remote:
+            way_out = "restore it or pack it again"
+            # The next process must verify the shard anew. The shard may be gone by now, or the mark.
+            with suppress(OSError):
+                mark_of(os.stat(place), indexed.sha256).unlink()
+        digest = sample_digest(stored.image, stored.label)
+        raise DataError(
+            f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {digest:016x}\n"
+            f"  expected {stored.expected:016x}: the shard rotted or was overwritten after its first reading\n"
+            f"  {way_out}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
+        )
 
     def labels(self, shard: int) -> Iterator[bytes]:
         """Give the label of every sample of a shard, in order, without its image; raises DataError as `read` does.
@@ -223,7 +240,7 @@ class Reader:
         """Return a sample whose shard is not here; None where the shard is to be used, or to be waited for."""
         if self.ranges is None:
             return None
-        is_asked_for = (shard, sample) in self.ranges.asked
+        is_asked_for = (shard, sample) in self.ranges.requested
         if not is_asked_for and not self._comes_by_range(shard):
             return None
         row = self._table(shard)[sample]
@@ -250,13 +267,6 @@ class Reader:
                 self._tables.popitem(last=False)
         return self._tables[number]
 
-    def _drop_copy(self, number: int) -> None:
-        """Close a remote shard and delete its copy in the cache, so that it is fetched again."""
-        dropped = self._open.pop(number)
-        self.cache.drop(self.index.shards[number], dropped.inode)
-        # Closed last: as long as it is open no other file can get its inode, by which `drop` knows it.
-        dropped.tar.close()
-
     def _shard(self, number: int) -> OpenShard:
         """Return a shard that is mapped, opening it if need be."""
         if number in self._open:
@@ -265,7 +275,14 @@ class Reader:
         shard = self.index.shards[number]
         place = self.index.location(number)
         is_remote = "://" in place
-        with self.cache.opened(place, shard) if is_remote else open_local(place) as file:
+        if is_remote:
+            opened = self.cache.opened(place, shard)
+        else:
+            try:
+                opened = open(place, "rb")  # noqa: SIM115 (closed by the `with` below)
+            except OSError as error:
+                raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
+        with opened as file:
             # Of the open file, not of its name, which may be another file's by now.
             status = os.fstat(file.fileno())
             tar = map_shard(file, status, place, shard.bytes)
@@ -288,14 +305,6 @@ def most_open() -> int:
     return min(MOST_OPEN, max(8, files_allowed // 4))
 
 
-def open_local(place: str) -> BinaryIO:
-    """Open a shard of this machine; raises DataError where it cannot be."""
-    try:
-        return open(place, "rb")
-    except OSError as error:
-        raise DataError(f"{place}: cannot open the shard ({error.strerror}); restore it") from None
-
-
 def map_shard(file: BinaryIO, status: os.stat_result, place: str, expected_size: int) -> mmap.mmap:
     """Map an open shard after comparing its size in bytes; raises DataError."""
     if status.st_size != expected_size:
@@ -311,9 +320,11 @@ def verify_once(tar: mmap.mmap, status: os.stat_result, place: str, expected: st
     if mark.exists():
         return
     if sha256(tar).hexdigest() != expected:
+        # The end of its path, by which `data.drop` nearly always knows a shard.
+        short_name = "/".join(place.split("/")[-2:])
         raise DataError(
             f"{place}: its sha256 is not the one in the index: corrupt or replaced; "
-            f"restore it, index it again, or train without it: data.drop=[{short_name(place)}]"
+            f"restore it, index it again, or train without it: data.drop=[{short_name}]"
         )
     # Without a mark, say on a full disk, the next process looks for itself.
     with suppress(OSError):
@@ -327,23 +338,3 @@ def mark_of(status: os.stat_result, expected: str) -> Path:
     It names the very file: one that is replaced or written again is verified again.
     """
     return state_folder() / "verified" / f"{expected}-{status.st_dev}-{status.st_ino}-{status.st_mtime_ns}"
-
-
-def rotten(place: str, shard: Shard, stored: Stored) -> DataError:
-    """Return the error about a sample whose bytes are not those that were indexed; its shard must be verified anew."""
-    is_remote = "://" in place
-    if not is_remote:
-        with suppress(OSError):  # the shard is gone, or the mark
-            mark_of(os.stat(place), shard.sha256).unlink()
-    what_to_do = "fetch it into the store again" if is_remote else "restore it or pack it again"
-    digest = sample_digest(stored.image, stored.label)
-    return DataError(
-        f"{redacted(place)}: sample {stored.key!r} is not what was indexed: digest {digest:016x}\n"
-        f"  expected {stored.expected:016x}: the shard rotted or was overwritten after its first reading\n"
-        f"  {what_to_do}, or train without it: data.drop=[{short_name(place)}]"
-    )
-
-
-def short_name(place: str) -> str:
-    """Return the end of a shard's path that `data.drop` will nearly always know it by."""
-    return "/".join(place.split("/")[-2:])

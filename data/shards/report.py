@@ -131,7 +131,13 @@ class Report:
 
     def lines(self, world: int = 1) -> list[str]:
         """Return the report for a terminal: one fact a line, always in the same order; advice for so many workers."""
-        size = sum(shard.size for shard in self.shards)
+        size = 0  # bytes of the images
+        damaged = 0
+        most_labels = 1
+        for shard in self.shards:
+            size += shard.size
+            damaged += shard.damaged
+            most_labels = max(most_labels, shard.most_labels)
         lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
 
         # What is wrong: with shards, then with samples, then with members of tars.
@@ -146,13 +152,12 @@ class Report:
         lines += self.refused.lines()
 
         # What a run must be told.
-        most_labels = max((shard.most_labels for shard in self.shards), default=1)
         if most_labels > 1:
             lines.append(
                 f"labels: up to {most_labels} a sample; a run needs data.max_labels={most_labels}, "
                 "or replaces the others"
             )
-        lines.append(f"damaged but decodable: {sum(shard.damaged for shard in self.shards)}")
+        lines.append(f"damaged but decodable: {damaged}")
         lines.append(f"duplicates: {self.duplicates}")
 
         # How many classes there are, and how the samples are spread over them.

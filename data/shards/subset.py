@@ -38,7 +38,7 @@ from data.index.shard import Shard, table_name, write_table
 from data.remote.cache import CacheConfig
 from data.shards.listed import listed_rows
 from data.shards.parallel import in_parallel
-from data.shards.reader import Reader, check_sizes
+from data.shards.reader import ShardReader, check_sizes
 
 # N samples of the set
 
@@ -203,7 +203,7 @@ def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
     values: list[int] = []
     counts: list[int] = []
     ids = job.alone.ids
-    for raw in Reader(job.alone, cache=job.cache).labels(0):
+    for raw in ShardReader(job.alone, cache=job.cache).labels(0):
         try:
             labels = parse_labels(raw, ids)
         except ValueError:
@@ -332,26 +332,26 @@ def summary(index: Index, parent: Index) -> list[str]:
     """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
     assert index.origin is not None, "a subset was made of something"
     share = index.samples / parent.samples
-    lines = [
-        f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
-        f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
-        f"of {parent.tables} (digest {parent.digest[:12]}), by {described(index.origin.rule)}",
-    ]
-    lost = [label for label, count in enumerate(index.class_counts) if not count and parent.class_counts[label]]
-    if lost and "keep" not in index.origin.rule:
-        lines.append(f"{len(lost)} of its classes have no sample here, the first {index.class_name(lost[0])}")
-    shots = index.origin.rule.get("shots", 0)
-    short = [label for label, count in enumerate(index.class_counts) if 0 < count < shots]
-    if short:
-        lines.append(f"{len(short)} classes have fewer than {shots} samples, the first {index.class_name(short[0])}")
-    return lines
-
-
-def described(rule: Mapping[str, Any]) -> str:
-    """Return a rule as a line: "shots 10, seed 0"."""
-    parts = []
-    for option, value in rule.items():
+    parts = []  # of the rule: "shots 10", "seed 0"
+    for option, value in index.origin.rule.items():
         if isinstance(value, Mapping):
             value = f"{value['path']} ({value['sha256'][:12]})"
         parts.append(f"{option} {value}")
-    return ", ".join(parts)
+    lines = [
+        f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
+        f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
+        f"of {parent.tables} (digest {parent.digest[:12]}), by {', '.join(parts)}",
+    ]
+    shots = index.origin.rule.get("shots", 0)
+    lost = []  # classes that have samples in the parent alone
+    short = []  # classes with fewer samples than the rule asked for
+    for label, count in enumerate(index.class_counts):
+        if count == 0 and parent.class_counts[label]:
+            lost.append(label)
+        elif 0 < count < shots:
+            short.append(label)
+    if lost and "keep" not in index.origin.rule:
+        lines.append(f"{len(lost)} of its classes have no sample here, the first {index.class_name(lost[0])}")
+    if short:
+        lines.append(f"{len(short)} classes have fewer than {shots} samples, the first {index.class_name(short[0])}")
+    return lines

@@ -165,7 +165,8 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
             if isinstance(label, str | list):
                 names.update(text_labels(text))
         else:
-            first_id = label if first_id is None else first_id
+            if first_id is None:
+                first_id = label
     # Numbered by their names, ids and names would meet in one class; and a single name is more likely a slip.
     if names and first_id is not None:
         raise DataError(
@@ -261,7 +262,8 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
     labels: set[str] = set()
     for path in paths:
         _, label_column = parquet_columns(path)
-        labels.update(classes_in(path, (row[label_column] for row in parquet_rows(path, [label_column]))))
+        column = (row[label_column] for row in parquet_rows(path, [label_column]))
+        labels.update(classes_in(path, column))
     return tuple(sorted(labels))
 
 

@@ -26,8 +26,7 @@ from data.index.refusals import Refusals
 from data.index.tar import IMAGES, mapped, members
 from data.sources.folders import folder_classes
 from data.sources.members import GZIP_START, read_members
-from data.sources.published import Published
-from data.sources.samples import Sample, warn_of
+from data.sources.samples import Published, Sample, warn_of
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"
@@ -57,10 +56,50 @@ class TrainingImage(NamedTuple):
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
     """Give the training images, mixed by the hash of their names; raises DataError where a tar is damaged."""
-    if path.is_dir():
-        tars = sorted(path.glob("[!.]*.tar"))  # of one class each
-        return from_tars(tars) if tars else from_class_folders(path)
-    return from_whole_tar(path)
+    images: list[TrainingImage] = []
+
+    # A tar of one tar a class.
+    if not path.is_dir():
+        with open(path, "rb") as file, mapped(file) as outer:
+            class_tars = sorted(members(outer, str(path), Refusals()))
+            for label, (class_name, class_offset, class_size) in enumerate(class_tars):
+                class_tar = outer[class_offset : class_offset + class_size]
+                for member, offset, size in members(class_tar, f"{path}: {class_name.decode()}", Refusals()):
+                    images.append(TrainingImage(member.decode(), 0, class_offset + offset, size, label))
+            for image in mixed(images):
+                yield image.sample(bytes(outer[image.offset : image.offset + image.size]))
+        return
+
+    # A folder of one tar a class.
+    tars = sorted(path.glob("[!.]*.tar"))
+    if tars:
+        for label, tar in enumerate(tars):
+            with open(tar, "rb") as file, mapped(file) as content:
+                for member, offset, size in members(content, str(tar), Refusals()):
+                    images.append(TrainingImage(member.decode(), label, offset, size, label))
+        for image in mixed(images):
+            # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
+            with open(tars[image.file], "rb") as file:
+                file.seek(image.offset)
+                yield image.sample(file.read(image.size))
+        return
+
+    # A folder of one folder a class.
+    names = folder_classes(path)
+    passed_over = Refusals()
+    for label, name in enumerate(names):
+        with os.scandir(path / name) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                extension = entry.name.rpartition(".")[2].lower()
+                if extension in IMAGES:
+                    images.append(TrainingImage(entry.name, label, 0, -1, label))
+                else:
+                    passed_over.add_type(extension, f"{name}/{entry.name}")
+    warn_of(path, passed_over)
+    for image in mixed(images):
+        yield image.sample(path / names[image.label] / image.name)
 
 
 def train_classes(path: Path) -> Names:
@@ -71,52 +110,6 @@ def train_classes(path: Path) -> Names:
         return tuple(name.decode().removesuffix(".tar") for name, _, _ in inner)
     tars = sorted(path.glob("[!.]*.tar"))  # of one class each
     return tuple(tar.stem for tar in tars) if tars else folder_classes(path)
-
-
-def from_whole_tar(path: Path) -> Iterator[Sample]:
-    """Give the images of a tar of one tar a class."""
-    with open(path, "rb") as file, mapped(file) as outer:
-        images: list[TrainingImage] = []
-        for label, (class_name, class_offset, class_size) in enumerate(sorted(members(outer, str(path), Refusals()))):
-            class_tar = outer[class_offset : class_offset + class_size]
-            for member, offset, size in members(class_tar, f"{path}: {class_name.decode()}", Refusals()):
-                images.append(TrainingImage(member.decode(), 0, class_offset + offset, size, label))
-        for image in mixed(images):
-            yield image.sample(bytes(outer[image.offset : image.offset + image.size]))
-
-
-def from_tars(tars: Sequence[Path]) -> Iterator[Sample]:
-    """Give the images of a folder of one tar a class."""
-    images: list[TrainingImage] = []
-    for label, tar in enumerate(tars):
-        with open(tar, "rb") as file, mapped(file) as content:
-            for member, offset, size in members(content, str(tar), Refusals()):
-                images.append(TrainingImage(member.decode(), label, offset, size, label))
-    for image in mixed(images):
-        # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
-        with open(tars[image.file], "rb") as file:
-            file.seek(image.offset)
-            yield image.sample(file.read(image.size))
-
-
-def from_class_folders(root: Path) -> Iterator[Sample]:
-    """Give the images of a folder of one folder a class."""
-    names = folder_classes(root)
-    images: list[TrainingImage] = []
-    passed_over = Refusals()
-    for label, name in enumerate(names):
-        with os.scandir(root / name) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                extension = entry.name.rpartition(".")[2].lower()
-                if extension in IMAGES:
-                    images.append(TrainingImage(entry.name, label, 0, -1, label))
-                else:
-                    passed_over.add_type(extension, f"{name}/{entry.name}")
-    warn_of(root, passed_over)
-    for image in mixed(images):
-        yield image.sample(root / names[image.label] / image.name)
 
 
 def mixed(images: list[TrainingImage]) -> list[TrainingImage]:
@@ -171,7 +164,9 @@ def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample
         is_list = False
     if not is_list:
         raise DataError(f"{labels}: expected real.json, a list of one list of class ids an image; download it again")
-    return (sample for sample in labelled_images(path, truth, labels) if sample.labels)
+    for sample in labelled_images(path, truth, labels):
+        if sample.labels:
+            yield sample
 
 
 def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | os.PathLike[str]) -> Iterator[Sample]:
@@ -196,7 +191,10 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
 
 def validation_files(folder: Path) -> list[Path]:
     """Return the images of a folder and of the class folders in it, in the order of their names."""
-    files = [path for path in folder.rglob("[!.]*") if path.suffix.lower()[1:] in IMAGES and path.is_file()]
+    files = []
+    for path in folder.rglob("[!.]*"):
+        if path.suffix.lower()[1:] in IMAGES and path.is_file():
+            files.append(path)
     return sorted(files, key=lambda path: path.name)
 
 
@@ -220,33 +218,37 @@ def check_as_many(path: Path, images: int, source: str | os.PathLike[str], label
 
 
 def validation_wnids(path: Path) -> list[str]:
-    """Return the WordNet id of each validation image, from the devkit's archive or folder, or from a text file."""
-    if path.is_dir():
-        return devkit_wnids(path)
-    with open(path, "rb") as file:
-        start = file.read(len(GZIP_START))
-    if start == GZIP_START:
-        return devkit_wnids(path)
-    return path.read_text().split()
-
-
-def devkit_wnids(path: Path) -> list[str]:
-    """Return the WordNet id of each validation image, from meta.mat and the ground truth of the devkit.
+    """Return the WordNet id of each validation image, from the devkit's archive or folder, or from a text file.
 
     The devkit numbers the synsets from 1 on in an order of its own, the 1,000 without children first; of the 1,860 in
     meta.mat only these are classes. Raises DataError where it holds others.
     """
+    if not path.is_dir():
+        with open(path, "rb") as file:
+            is_archive = file.read(len(GZIP_START)) == GZIP_START
+        if not is_archive:
+            return path.read_text().split()
+
     from scipy.io import loadmat
 
     contents = read_members(path, ["meta.mat", GROUND_TRUTH])
+    wnid_of: dict[int, str] = {}
     try:
-        synsets = loadmat(io.BytesIO(contents["meta.mat"]), squeeze_me=True)["synsets"]
-        wnid_of = {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+        for synset in loadmat(io.BytesIO(contents["meta.mat"]), squeeze_me=True)["synsets"]:
+            if int(synset["num_children"]) == 0:
+                wnid_of[int(synset["ILSVRC2012_ID"])] = str(synset["WNID"])
     # scipy raises whatever its parser stumbles over in a file that is torn.
     except (ValueError, TypeError, KeyError, IndexError, NotImplementedError, OSError) as error:
         raise DataError(f"{path}: meta.mat has no table of synsets ({error}); download it again from {PAGE}") from None
-    numbers = [int(word) for word in contents[GROUND_TRUTH].split()]
-    unknown = sorted({str(number) for number in numbers if number not in wnid_of})
+    wnids = []
+    unknown: set[str] = set()
+    for word in contents[GROUND_TRUTH].split():
+        number = int(word)
+        if number in wnid_of:
+            wnids.append(wnid_of[number])
+        else:
+            unknown.add(str(number))
     if unknown:
-        raise DataError(f"{path}: {GROUND_TRUTH} has {some(unknown)}, no class of its meta.mat; download it again")
-    return [wnid_of[number] for number in numbers]
+        names = some(sorted(unknown))
+        raise DataError(f"{path}: {GROUND_TRUTH} has {names}, no class of its meta.mat; download it again")
+    return wnids

@@ -23,8 +23,7 @@ from data.errors import DataError
 from data.index.names import Names, some
 from data.index.refusals import Refusals
 from data.sources.members import Member, members, tar_members
-from data.sources.published import Published
-from data.sources.samples import Sample, kind_of, warn_of
+from data.sources.samples import Published, Sample, kind_of, warn_of
 
 WNID = re.compile(r"n\d{8}")
 WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")
@@ -91,24 +90,20 @@ def classes(wnids: Path | None, path: Path) -> Names:
     if wnids is not None:
         names = tuple(sorted(set(wnids.read_text().split())))
     elif path.is_dir():
-        names = folder_names(path)
+        # The tars or folders of the classes lie in the folder, or one level below.
+        found_names = set()
+        for pattern in ("n*", "*/n*"):
+            for entry in path.glob(pattern):
+                is_class = WNID.fullmatch(entry.stem) and (entry.is_dir() or entry.suffix == ".tar")
+                if is_class:
+                    found_names.add(entry.stem)
+        names = tuple(sorted(found_names))
     else:
         state = path.stat()
         names = archive_names(path, state.st_size, state.st_mtime_ns)
     if not names:
         raise DataError(f"{path}: expected one tar or folder a class, called by its WordNet id, as n00004475.tar")
     return names
-
-
-def folder_names(folder: Path) -> Names:
-    """Return the WordNet ids by which the tars or folders in a folder are called, and those one level below."""
-    names = set()
-    for pattern in ("n*", "*/n*"):
-        for path in folder.glob(pattern):
-            is_class = WNID.fullmatch(path.stem) and (path.is_dir() or path.suffix == ".tar")
-            if is_class:
-                names.add(path.stem)
-    return tuple(sorted(names))
 
 
 @lru_cache(maxsize=2)

@@ -26,8 +26,7 @@ from data.index.names import Names, some
 from data.index.refusals import Refusals
 from data.sources import imagenet, imagenet21k, objectnet
 from data.sources.members import file_at, first_present, members, read_members
-from data.sources.published import Archive, Published
-from data.sources.samples import Sample, as_image, encode, warn_of
+from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 
 # ------------------------------------------------------------------------------------------------ CIFAR
 
@@ -79,7 +78,10 @@ def cifar_files(cifar: Cifar, path: Path, names: tuple[str, ...]) -> dict[str, b
     """
     if (path / cifar.archive).is_file():
         path = path / cifar.archive
-    contents = {member.base: member.read() for member in members(path) if member.base in names}
+    contents: dict[str, bytes] = {}
+    for member in members(path):
+        if member.base in names:
+            contents[member.base] = member.read()
     lacking = [name for name in names if name not in contents]
     if lacking:
         raise DataError(
@@ -213,11 +215,6 @@ FLOWER_NAMES = (
 )
 
 
-def flowers_classes(folder: Path) -> Names:
-    """Return the names on the owners' page, in the order of the ids."""
-    return tuple(FLOWER_NAMES.split("|"))
-
-
 PETS = ListedSet(("images.tar.gz", "images.tar", "images"), PETS_PAGE, pets_lists)
 FLOWERS = ListedSet(("102flowers.tgz", "102flowers.tar", "jpg"), FLOWERS_PAGE, flowers_lists)
 
@@ -227,11 +224,6 @@ FLOWERS = ListedSet(("102flowers.tgz", "102flowers.tar", "jpg"), FLOWERS_PAGE, f
 KRIZHEVSKY = "Krizhevsky 2009; the owner's page"
 PARKHI = "Parkhi et al. 2012; the owners' trainval.txt and test.txt"
 NILSBACK = "Nilsback and Zisserman 2008; the owners' setid.mat"
-
-
-def no_names(path: Path) -> Names:
-    """Return no names: the labels are ids of ImageNet-1k, whose names an ImageNet set knows."""
-    return ()
 
 
 ARCHIVES: dict[str, Archive] = {
@@ -253,7 +245,7 @@ ARCHIVES: dict[str, Archive] = {
     ),
     "flowers102": Archive(
         partial(listed_samples, FLOWERS),
-        flowers_classes,
+        lambda folder: tuple(FLOWER_NAMES.split("|")),  # in the order of their ids
         {
             "train": Published(1_020, 102, NILSBACK),
             "validation": Published(1_020, 102, NILSBACK),
@@ -261,7 +253,8 @@ ARCHIVES: dict[str, Archive] = {
             "test": Published(6_149, 102, NILSBACK),
         },
     ),
-    "objectnet": Archive(objectnet.samples, no_names, objectnet.PUBLISHED, objectnet.objects),
+    # Its labels are ids of ImageNet-1k, whose names an ImageNet set knows.
+    "objectnet": Archive(objectnet.samples, lambda folder: (), objectnet.PUBLISHED, objectnet.objects),
 }
 IMAGENET_21K: dict[str, Published] = {
     "imagenet-21k": imagenet21k.WINTER21,
@@ -275,7 +268,7 @@ def known_archive(source: str, wnids: Path | None = None, real: Path | None = No
     if source == "imagenet-validation" and real is not None:
         # real.json holds ids; names are taken from the numbering of another set.
         samples = partial(imagenet.real, real)
-        return Archive(samples, no_names, dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
+        return Archive(samples, lambda path: (), dict.fromkeys(ANY_SPLIT, imagenet.PUBLISHED_REAL))
     if source == "imagenet-validation":
         samples = partial(imagenet.validation, wnids)
         names = partial(imagenet.validation_classes, wnids)

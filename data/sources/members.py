@@ -68,7 +68,13 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
     """Give the files of a folder, zip or tar but for hidden ones; raises DataError where it is none, or is damaged."""
     path = Path(path)
     if path.is_dir():
-        yield from folder_members(path)
+        for directory, folders, names in os.walk(path):
+            # os.walk goes down into them in the order in which it finds them here.
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in sorted(names):
+                file_path = Path(directory, name)
+                if not name.startswith("."):
+                    yield Member(file_path.relative_to(path).as_posix(), partial(open, file_path, "rb"), str(path))
         return
     if not path.is_file():
         raise DataError(f"there is nothing at {path}")
@@ -132,17 +138,6 @@ def first_present(folder: str | os.PathLike[str], names: Collection[str], page: 
 # --------------------------------------------------------------------------------------- each kind of archive
 
 
-def folder_members(folder: Path) -> Iterator[Member]:
-    """Give the files of a folder and of those below it, sorted by their paths."""
-    for directory, folders, names in os.walk(folder):
-        # os.walk goes down into them in the order in which it finds them here.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                path = Path(directory, name)
-                yield Member(path.relative_to(folder).as_posix(), partial(open, path, "rb"), str(folder))
-
-
 def zip_members(file: IO[bytes], name: str) -> Iterator[Member]:
     """Give the files of a zip; raises DataError where they are encrypted."""
     with naming_damage(name), zipfile.ZipFile(file) as archive:
@@ -163,7 +158,7 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
     Raises DataError where it is none, is cut short, or where anything but zeros follows its end.
     """
     others = 0
-    with naming_damage(name), tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive:
+    with naming_damage(name), tarfile.open(fileobj=file, mode="r|", tarinfo=TarHeader) as archive:
         while (info := archive.next()) is not None:
             # tarfile keeps a list of all that it has seen, which nobody here looks at.
             archive.members = []  # type: ignore[attr-defined]
@@ -184,7 +179,7 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
         logging.getLogger(__name__).warning("%s: passed over: %d links, devices or sparse files", name, others)
 
 
-class Header(tarfile.TarInfo):
+class TarHeader(tarfile.TarInfo):
     """A header of a tar where the tar goes on: `tarfile` takes one that is damaged or missing for the tar's end."""
 
     @classmethod

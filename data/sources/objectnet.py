@@ -23,8 +23,7 @@ from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.sources.members import members, read_members
-from data.sources.published import Published
-from data.sources.samples import Sample, encode, warn_of
+from data.sources.samples import Published, Sample, encode, warn_of
 
 PAGE = "https://objectnet.dev"
 FOLDERS = "folder_to_objectnet_label.json"
@@ -38,6 +37,8 @@ PUBLISHED = {"test": Published(18_574, 113, SOURCE)}
 
 def samples(path: Path, split: str = "test") -> Iterator[Sample]:
     """Give the images of objects that ImageNet-1k has too; raises DataError where a file cannot be read."""
+    import cv2
+
     labels_of = labels_by_folder(path)
     notes = Refusals()
     for member in members(path):
@@ -51,7 +52,16 @@ def samples(path: Path, split: str = "test") -> Iterator[Sample]:
         if not labels:
             notes.add("image of an object that ImageNet-1k lacks", member.name)
             continue
-        image = without_border(member.read(), member.name, notes)
+        pixels = cv2.imdecode(np.frombuffer(member.read(), np.uint8), cv2.IMREAD_COLOR)  # H, W, BGR
+        if pixels is None or min(pixels.shape[:2]) <= 2 * BORDER:
+            raise DataError(f"{member.name}: no image, or none that has a border; unpack the archive again")
+        # The border is cut off; where it is not red, that is counted.
+        inside = pixels[BORDER:-BORDER, BORDER:-BORDER]
+        red = np.full_like(pixels, (0, 0, 255))
+        red[BORDER:-BORDER, BORDER:-BORDER] = inside
+        if not np.array_equal(red, pixels):
+            notes.add("image whose border is not red, cut all the same", member.name)
+        image = encode(inside[..., ::-1])
         key = f"{folder}/{member.base.rpartition('.')[0].replace('.', '_')}"
         yield Sample(key, image, labels, "png")
     warn_of(path, notes)
@@ -90,18 +100,3 @@ def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
             folder_ids += ids[imagenet_name]
         labels[folder] = tuple(sorted(folder_ids))
     return labels
-
-
-def without_border(raw: bytes, name: str, notes: Refusals) -> bytes:
-    """Cut the border off an image, as PNG; where it is not red, that is counted in `notes`."""
-    import cv2
-
-    pixels = cv2.imdecode(np.frombuffer(raw, np.uint8), cv2.IMREAD_COLOR)  # H, W, BGR
-    if pixels is None or min(pixels.shape[:2]) <= 2 * BORDER:
-        raise DataError(f"{name}: no image, or none that has a border; unpack the archive again")
-    inside = pixels[BORDER:-BORDER, BORDER:-BORDER]
-    red = np.full_like(pixels, (0, 0, 255))
-    red[BORDER:-BORDER, BORDER:-BORDER] = inside
-    if not np.array_equal(red, pixels):
-        notes.add("image whose border is not red, cut all the same", name)
-    return encode(inside[..., ::-1])

@@ -1,4 +1,4 @@
-"""Samples on their way into shards: an encoded image with its class ids, and the digits that Patchline brings along.
+"""Samples on their way into shards: an encoded image with its class ids; the digits; what a known set must hold.
 
 A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of their names,
 so that a shard mixes classes whatever order the files were in. Nothing is unpickled. A function `…_classes` beside a
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -137,3 +138,67 @@ def digits(
         colour = cv2.cvtColor(large, cv2.COLOR_GRAY2BGR)
         encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
         yield Sample(f"digit{number:04d}", encoded, (label,))
+
+
+# ------------------------------------------------------------------------------------------- known data sets
+
+# Archives are downloaded by hand, cut short, mixed up and thinned out; a number on half a test set is no number. So the
+# samples and classes of every known set are counted while they are packed, and compared before there is an index.
+
+
+@dataclass(frozen=True)
+class Published:
+    """How many samples and classes a split has, and who says so."""
+
+    samples: int
+    classes: int
+    source: str
+    also: tuple[int, ...] = ()  # other numbers of samples that others have counted in the same archive
+
+    def __str__(self) -> str:
+        """Return `3,680 samples of 37 classes (Parkhi et al. 2012)`."""
+        return f"{self.samples:,} samples of {self.classes:,} classes ({self.source})"
+
+
+class Archive(NamedTuple):
+    """A data set as its owners distribute it."""
+
+    samples: Callable[[Path, str], Iterator[Sample]]  # of the archive, or the folder of archives, and a split
+    classes: Callable[[Path], Names]  # in the order of their ids
+    published: dict[str, Published]  # split → what it is known to hold; other splits there are none
+    counted: Callable[[Path], Names] | None = None  # the classes that are published, where they are others than those
+
+
+def samples_of_archive(
+    archive: Archive, path: Path, split: str, name: str, *, partial: bool = False
+) -> Iterator[Sample]:
+    """Give the samples of a known data set, counted and compared with what is published.
+
+    `name` is the set's, for messages. Raises DataError where they differ: before the first sample in the classes, after
+    the last in the samples; and where the archive is damaged or another. Of a `partial` set what differs is logged.
+    """
+    published = archive.published[split]
+    log = logging.getLogger(__name__)
+
+    def compare(is_as_published: bool, text: str) -> None:
+        if is_as_published:
+            return
+        line = f"{name}: found {text}, expected {published}"
+        if not partial:
+            raise DataError(
+                f"{line}\n"
+                "  compare the archive's size or checksum with its owners', and download it again\n"
+                "  if it is a part on purpose: --partial, in a recipe partial: true"
+            )
+        log.warning("%s", line)
+
+    names = (archive.counted or archive.classes)(path)
+    samples = archive.samples(path, split)  # which may refuse what lies there, in better words than a count
+    compare(not names or len(names) == published.classes, f"{len(names):,} classes")
+    count = 0
+    seen: set[int] = set()
+    for sample in samples:
+        count += 1
+        seen.update(sample.labels)
+        yield sample
+    compare(count in (published.samples, *published.also), f"{count:,} samples of {len(seen):,} classes")

@@ -41,12 +41,26 @@ def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] 
     `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are
     excluded and counted in a warning; raises DataError where no sample has both, and where a tar is damaged.
     """
+    # The tars of a folder, the tar itself, or those that are listed. Compressed tars are taken where a folder has no
+    # others: beside others they may be the same ones again.
+    paths: list[Path] = []
+    if not isinstance(source, str | os.PathLike):
+        paths = list(map(Path, source))
+    elif not any(Path(source).glob("[!.]*.tar")):
+        paths = compressed_in(source)
+    if not paths and isinstance(source, str | os.PathLike):
+        check_nothing_excluded(source)
+        paths = files_of(source, "*.tar")
+
     excluded = Refusals()
     is_usable = False
-    for path in tars_of(source):
+    for path in paths:
         # `train-000.tar.gz` → `train-000`
-        suffix = next((suffix for suffix in (".tar", *COMPRESSED) if path.name.endswith(suffix)), "")
-        stem = path.name.removesuffix(suffix)
+        stem = path.name
+        for suffix in (".tar", *COMPRESSED):
+            stem = path.name.removesuffix(suffix)
+            if stem != path.name:
+                break
         for key, encoded, raw in compressed_samples(path) if is_compressed(path) else plain_samples(path):
             try:
                 labels = parse_labels(raw, ids)
@@ -76,21 +90,6 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
         return ()
     indexes = sorted(Path(source).glob(f"*{SUFFIX}"))
     return load_index(indexes[0]).names if len(indexes) == 1 else ()
-
-
-def tars_of(source: str | os.PathLike[str] | Sequence[str]) -> list[Path]:
-    """Return the tars of a folder, the tar itself, or those that are listed; raises DataError where there are none.
-
-    Compressed tars are taken where a folder has no others: beside others they may be the same ones again.
-    """
-    if not isinstance(source, str | os.PathLike):
-        return list(map(Path, source))
-    if not any(Path(source).glob("[!.]*.tar")):
-        compressed = compressed_in(source)
-        if compressed:
-            return compressed
-    check_nothing_excluded(source)
-    return files_of(source, "*.tar")
 
 
 def plain_samples(path: Path) -> Iterator[TarSample]:

@@ -24,8 +24,7 @@ from typing import Any, cast
 from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.sources.published import Archive, Published
-from data.sources.samples import Sample, as_image, encode, warn_of
+from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 from data.vtab.labels import NAMES, label_of
 from data.vtab.records import features, records
 from data.vtab.tasks import TASKS, Split, Task
@@ -151,12 +150,10 @@ def classes(task: Task, path: Path) -> Names:
     return tuple(file.read_text().splitlines()) if file.is_file() else ()
 
 
-def archive_of(task: Task) -> Archive:
-    """Return a task as the sources of a pack stage know data sets."""
-    published: dict[str, Published] = {}
-    for split in SPLITS:
-        published[split] = Published(task.samples(split), task.classes, SOURCE)
-    return Archive(partial(samples, task), partial(classes, task), published)
-
-
-VTAB: dict[str, Archive] = {task.name: archive_of(task) for task in TASKS}
+# The tasks as the sources of a pack stage know data sets.
+VTAB: dict[str, Archive] = {}
+for _task in TASKS:
+    _published: dict[str, Published] = {}
+    for _split in SPLITS:
+        _published[_split] = Published(_task.samples(_split), _task.classes, SOURCE)
+    VTAB[_task.name] = Archive(partial(samples, _task), partial(classes, _task), _published)

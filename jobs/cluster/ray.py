@@ -31,6 +31,7 @@ from jobs.cluster_config import ClusterConfig
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
 NAMESPACE = "patchline"
+WAITING = "waiting for the cluster: "  # how the driver's line begins that says what it waits for; `list` looks for it
 CONNECT_TIMEOUT_S = 5.0
 
 

@@ -39,8 +39,8 @@ from jobs.cluster.agent import Agent, NodeOrder
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
 from jobs.cluster.fork_server import COMPILER, PRELOAD
 from jobs.cluster.nodes import Log, NodeAgent, Tick
+from jobs.cluster.ray import WAITING
 from jobs.cluster_config import ClusterConfig
-from jobs.monitor import job_metadata
 
 POLL_S = 0.1
 FIRST_LINE_S = 3.0  # the places of the last worker group take a moment to come free: no line about that
@@ -182,7 +182,6 @@ class RayNodes:
             # Who does not wait any more must not be given what others wait for.
             self.release()
             raise
-        job_metadata.update({"queue": "RUNNING", "waits_for": ""})
         return self.workers_held
 
     def refuse_too_few(self, least: int) -> int:
@@ -287,9 +286,8 @@ class RayNodes:
                 if len(request.worlds) > 1:
                     line += f"; fewer will do after {request.patience_s:g} s (cluster.patience_s)"
                 if line != last_line or now > logged_at + SAME_LINE_S:
-                    request.log(f"waiting for the cluster: {line}")
+                    request.log(f"{WAITING}{line}")
                     last_line, logged_at = line, now
-                job_metadata.update({"queue": "PENDING", "waits_for": line})
                 next_line = now + NEXT_LINE_S
             on_tick()
             assert self.reservation is not None

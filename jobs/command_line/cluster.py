@@ -8,7 +8,7 @@ import typer
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import recipe_path
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, show
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say
 
 Variables = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
@@ -78,13 +78,18 @@ def stop(run: Run, _debug: Debug = False) -> None:
 @commands.command("list")
 def list_jobs(_debug: Debug = False) -> None:
     """List the jobs on the cluster: who runs, who waits in the queue and for what, who has ended."""
+    from jobs.cluster.ray import WAITING
     from jobs.submit import submission
 
     jobs = submission.list_jobs()
     if not jobs:
         print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
     for job in jobs:
-        show(submission.described(job))
+        # The start to the minute; below it how far the job is, or what it waits for.
+        note = "  its driver has not started" if job.status == "PENDING" else ""
+        say(f"{job.state:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
+        if job.last_line:
+            say(f"{'':10} {job.last_line.removeprefix(WAITING)}")
 
 
 def job_name(run: str) -> str:

@@ -8,6 +8,7 @@ patchline data check shards/theirs --page report.html
 """
 
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from data.errors import DataError, Preempted, UsageError
 from data.index.document import load_index
 from data.index.index import Index
 from data.index.names import Names, check_unmistakable, read_class_list, some
-from data.index.refusals import refusal_lines
+from data.index.refusals import Refusals
 from data.remote.cache import CacheConfig
 from data.shards.doctor import Report, check, repair
 from data.shards.indexing import build_index, decoded_samples
@@ -208,8 +209,9 @@ def measure_set(path: str, *, page: str | None, world: int, workers: int, cache:
     print("\n".join(report.lines(world)))
     for name, spread in report.spreads.items():
         # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
-        low, median, high = (spread.quantile(q) for q in (0.01, 0.5, 0.99))
-        print(f"{name}: 1 % {low:g}, median {median:g}, 99 % {high:g}")
+        low = spread.quantile(0.01)
+        high = spread.quantile(0.99)
+        print(f"{name}: 1 % {low:g}, median {spread.quantile(0.5):g}, 99 % {high:g}")
     ranked = report.classes.most_common()
     for end, rows in (("most", ranked[:5]), ("least", ranked[::-1][:5])):
         classes = [f"{printable(report.index.class_name(label))} {count:,}" for label, count in rows]
@@ -258,7 +260,7 @@ def summary(index: Index) -> list[str]:
     ]
     if index.names:
         lines.append(f"class names: {some(index.names)}")
-    lines += refusal_lines(index.refused, index.first_refused)
+    lines += Refusals(Counter(index.refused), index.first_refused).lines()
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")

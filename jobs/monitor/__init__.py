@@ -1,1 +1,1 @@
-"""What a run shows outside of its folder: gauges for Prometheus, the metadata of its Ray job."""
+"""What a run shows outside of its folder: gauges for Prometheus, W&B and MLflow."""

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from data.checks import printable_lines
+from jobs.monitor.status_poller import size_of
 from jobs.terminal import CLOSE_S, Terminal, write_last
 from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
 
@@ -111,8 +112,3 @@ class RunLog:
             line = f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.file} has all"
             self.keep(line)
             write_last(line)
-
-
-def size_of(log: Path) -> int:
-    """Return the bytes of a file; 0 where it is not there yet."""
-    return log.stat().st_size if log.exists() else 0

@@ -12,10 +12,12 @@ In order (`run_campaign`):
 """
 
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from data.errors import Preempted
@@ -27,7 +29,6 @@ from jobs.monitor.trackers import start_trackers
 from jobs.ownership import owned
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.choices import resolve_sweep
-from jobs.recipe.key import recipe_digest
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.ending import status_file, table
@@ -35,7 +36,6 @@ from jobs.run.log import RunLog
 from jobs.run.stage_metadata import facts_of
 from jobs.run.stage_run import run_stage
 from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
-from jobs.run.stopper import Stopper
 from jobs.run.sync import synced
 from jobs.stages.sweep import DIVERGED
 
@@ -132,7 +132,7 @@ class Session:
                     stage,
                     say=log,
                     tick=self.poll,
-                    stopping=stopper.is_asked,
+                    stopping=lambda: stopper.asked,
                     check_owned=put_files,  # it looks first whether the run is still ours
                     fresh=self.fresh,
                 )
@@ -158,10 +158,9 @@ class Session:
             log(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
             if info.dashboard:
                 log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
-            from jobs.monitor import gauges, job_metadata, metadata  # ray takes seconds to import
+            from jobs.monitor.gauges import Gauges  # ray takes seconds to import
 
-            job_metadata.update({"run": str(campaign.run), "recipe": recipe_digest(campaign)})
-            self.pollers.append(StatusPoller("monitoring", [gauges.Gauges().show, metadata.show], log))
+            self.pollers.append(StatusPoller("monitoring", [Gauges().show], log))
         # The fork server of plain processes mostly runs since before our imports (early_start.py).
         nodes_of(cluster).warm_up(has_compiler=need_compiler(campaign, unfinished))
         warn_of_unused_gpus(cluster, log)
@@ -175,6 +174,38 @@ class Session:
             # A closed terminal, or a stale handle of a shared folder, costs the look and never the run.
             with suppress(OSError):
                 watcher(attempt_folder, number)
+
+
+class Stopper:
+    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.asked = False
+        self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
+        self.log = log
+        signal.signal(signal.SIGTERM, self.handle)
+        signal.signal(signal.SIGINT, self.handle)
+        # A closed terminal or a dropped ssh; under nohup it is ignored, and stays so.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self.handle)
+        # The parent process may have held them back: a fork server of workers does.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the request; raise Preempted where the driver itself works.
+
+        Raises KeyboardInterrupt at a second SIGINT.
+        """
+        # A second SIGTERM asks for the same thing again; a second Ctrl-C is a person who does not want to wait.
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint stands")
+        if self.asked:
+            return
+        self.asked = True
+        name = signal.Signals(number).name
+        if self.works_here:
+            raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
+        self.log(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
 
 
 def report_skipped(campaign: Campaign, stage: Stage, log: RunLog) -> None:

@@ -25,8 +25,7 @@ from data.sources.folders import (
     table_classes,
 )
 from data.sources.known import known_archive
-from data.sources.published import Archive, samples_of_archive
-from data.sources.samples import DIGITS, Sample, digits, numbered
+from data.sources.samples import DIGITS, Archive, Sample, digits, numbered, samples_of_archive
 from data.sources.tars import tars, tars_classes
 from data.vtab.prepared import VTAB
 from pipeline.config import Tags, require, tags

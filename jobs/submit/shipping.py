@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from pathspec import PathSpec
+
 from data.errors import UsageError
 from jobs.cluster.ray import EXCLUDES
 
 MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
+IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 
 
 class RuntimeEnv(TypedDict):
@@ -39,17 +42,24 @@ def measure(root: Path) -> dict[str, int]:
 
     Raises UsageError, naming the largest, when that is more than the Jobs API takes.
     """
-    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
-
     sizes: Counter[str] = Counter()
 
-    def count(path: Path) -> None:
-        if path.is_file():
-            entry = "/".join(path.relative_to(root).parts[:2])
-            sizes[entry] += path.stat().st_size
+    def walk(folder: Path, excludes: list[tuple[Path, PathSpec]]) -> None:
+        for name in IGNORE_FILES:
+            if (folder / name).is_file():
+                patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())
+                excludes = [*excludes, (folder, patterns)]
+        for path in folder.iterdir():
+            # As Ray does: a pattern that ends with a slash matches what lies in a folder, and never the folder itself.
+            if any(patterns.match_file(path.relative_to(base)) for base, patterns in excludes):
+                continue
+            if path.is_dir():
+                walk(path, excludes)
+            elif path.is_file():
+                entry = "/".join(path.relative_to(root).parts[:2])
+                sizes[entry] += path.stat().st_size
 
-    # Ray's own walk, so that what is counted is what Ray would ship.
-    _dir_travel(root, [_get_excludes(root, EXCLUDES)], count, include_gitignore=True)
+    walk(root, [(root, PathSpec.from_lines("gitignore", EXCLUDES))])
     if sizes.total() > UPLOAD_LIMIT_BYTES:
         largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
         raise UsageError(

@@ -19,20 +19,22 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
-from jobs.cluster.ray import EXCLUDES, ROOT, explain, require_reachable
+from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
 from jobs.cluster_config import complaint
 from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobDetails, JobSubmissionClient
+    from ray.job_submission import JobSubmissionClient
 
 Say = Callable[[str], None]
 
@@ -41,14 +43,16 @@ POLL_S = 0.5
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
 RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
-# The last two have set a level of their own when they were imported.
-RAY_LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk")
 
-# Ray's own stop does nothing to a job whose supervisor has no place yet; this ends the supervisor.
+# Ray's own stop does nothing to a job whose supervisor has no place yet. The supervisor is an actor, and its name ends
+# with the job's id.
 KILL_PENDING = """
 import ray
+from ray.util.state import list_actors
 ray.init(address="auto", logging_level="error")
-ray.kill(ray.get_actor("_ray_internal_job_actor_{id}", namespace="SUPERVISOR_ACTOR_RAY_NAMESPACE"))
+for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
+    if (actor.name or "").endswith("{id}"):
+        ray.kill(ray.get_actor(actor.name, namespace=actor.ray_namespace))
 """
 
 
@@ -59,18 +63,21 @@ class Job:
     status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
     started_s: float  # since 1970
     exit_code: int | None
-    metadata: Mapping[str, str]  # given when it was submitted, and what its driver has told since (jobs/monitor)
+    last_line: str = ""  # that its driver has printed; only `list_jobs` reads it, and only of a job that runs
 
     @property
     def alive(self) -> bool:
         return self.status in ("PENDING", "RUNNING")
 
     @property
+    def started(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
+
+    @property
     def state(self) -> str:
         """Ray's status, but PENDING while the driver waits for its workers' places."""
-        if self.status == "RUNNING":
-            return self.metadata.get("queue") or self.status
-        return self.status
+        is_waiting = self.status == "RUNNING" and self.last_line.startswith(WAITING)
+        return "PENDING" if is_waiting else self.status
 
 
 # ------------------------------------------------------------------------ the four commands
@@ -101,12 +108,14 @@ def submit(
     for job in tries:
         if job.alive:
             raise RunOwned(
-                f"{run} is owned by job {job.id}, {job.status} since {_clock(job.started_s)}\n"
+                f"{run} is owned by job {job.id}, {job.status} since {job.started}\n"
                 f"a run has one owner\n"
                 f"type `python -m jobs stop {run}` first, or follow it with `python -m jobs logs {run}`"
             )
-    # The random end keeps ids apart where Ray's table was lost, and counting starts anew.
-    job_id = f"{_slug(run)}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
+    # Of the run's name only letters that an id may have. The random end keeps ids apart where Ray's table was lost, and
+    # counting starts anew.
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
+    job_id = f"{name}-{len(tries) + 1:03d}-{os.urandom(2).hex()}"
     # Ray kills 3 s after SIGTERM unless told otherwise, too soon to commit. Unbuffered, so that `logs` shows a line
     # when it is printed.
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
@@ -126,31 +135,25 @@ def submit(
 def list_jobs() -> list[Job]:
     """Return every job that was submitted here: those that run, those that wait, then those that have ended.
 
-    The latest stands first.
+    The latest of each kind stands first.
     """
-    # Jobs that were submitted without Patchline have no run.
-    jobs = [job for job in _submitted_jobs(_connect()) if job.run]
-    return sorted(jobs, key=_place_in_list)
-
-
-def described(job: Job) -> list[str]:
-    """Return a job's lines in the list: state, start, run, how far it is; and what it waits for.
-
-    >>> described(job)
-    ["PENDING    2026-11-22 08:30  /runs/digits  (digits-001-4f1a)",
-     "           room for 1 of 2 workers of 1 CPUs; held: 3 CPUs by /runs/photographs"]
-    """
-    told = job.metadata
-    parts = [f"{job.state:10} {_clock(job.started_s)[:-3]}", job.run]
-    if job.status == "PENDING":
-        parts.append("its driver has not started")
-    # Of one that was preempted it is where it will go on.
-    if told.get("stage"):
-        parts.append(f"{told['stage']} {told.get('step', '')}".rstrip())
-    lines = ["  ".join([*parts, f"({job.id})"])]
-    if job.alive and told.get("waits_for"):
-        lines.append(f"{'':10} {told['waits_for']}")
-    return lines
+    client = _connect()
+    running: list[Job] = []
+    waiting: list[Job] = []
+    ended: list[Job] = []
+    for job in reversed(_submitted_jobs(client)):
+        if not job.run:
+            continue  # it was submitted without Patchline
+        if not job.alive:
+            ended.append(job)
+            continue
+        if job.status == "RUNNING":
+            job = replace(job, last_line=_last_line(client, job.id))
+        if job.state == "RUNNING":
+            running.append(job)
+        else:
+            waiting.append(job)
+    return [*running, *waiting, *ended]
 
 
 def status(run: str) -> Job:
@@ -162,7 +165,17 @@ def logs(run: str, *, write: Say | None = None) -> Job:
     """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
     client = _connect()
     job = _latest_job(client, run)
-    asyncio.run(_follow(client, job.id, write or _print_text))
+
+    async def follow() -> None:
+        async for text in client.tail_job_logs(job.id):
+            # Without Ray's own line, before the driver's first, that an environment is being set up.
+            driver_text = RAY_LINE.sub("", text)
+            if write is not None:
+                write(driver_text)
+            else:
+                print(driver_text, end="", flush=True)
+
+    asyncio.run(follow())
     # Asked anew, because the job has ended since.
     return status(run)
 
@@ -209,11 +222,12 @@ def _connect() -> "JobSubmissionClient":
     use_token_if_any()
     from ray.job_submission import JobSubmissionClient
 
-    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log.
-    for name in RAY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # It warns at every upload that `.venv` is left out, which EXCLUDES names.
-    logging.getLogger("ray._private.runtime_env.working_dir").setLevel(logging.ERROR)
+    # Ray would print a line about every file that it leaves out of the package, every upload and the end of every log,
+    # and warn at every upload that `.venv` is left out, which EXCLUDES names. Some of its loggers have set a level of
+    # their own when they were imported; those that come later take that of "ray".
+    for name in ("ray", *logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "ray":
+            logging.getLogger(name).setLevel(logging.ERROR)
     # Tried first, because Ray's client takes a minute to fail, and its message says less.
     if address not in ("", "auto"):
         require_reachable(address)
@@ -257,37 +271,35 @@ def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
 
 
 def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
-    """Return the jobs of the cluster, less the drivers that merely joined it, which have no submission id."""
-    return [_job(details) for details in client.list_jobs() if details.submission_id]
+    """Return the jobs of the cluster, oldest first."""
+    jobs = []
+    for details in client.list_jobs():
+        # A driver that merely joined the cluster has no submission id.
+        if details.submission_id:
+            job = Job(
+                id=details.submission_id,
+                run=(details.metadata or {}).get("run", ""),
+                status=str(details.status),
+                started_s=(details.start_time or 0) / 1000,  # Ray has milliseconds
+                exit_code=details.driver_exit_code,
+            )
+            jobs.append(job)
+    return sorted(jobs, key=attrgetter("started_s"))
 
 
-def _job(details: "JobDetails") -> Job:
-    metadata = details.metadata or {}
-    milliseconds = details.start_time or 0
-    return Job(
-        id=details.submission_id,
-        run=metadata.get("run", ""),
-        status=str(details.status),
-        started_s=milliseconds / 1000,
-        exit_code=details.driver_exit_code,
-        metadata=metadata,
-    )
-
-
-def _start_time(job: Job) -> float:
-    return job.started_s
-
-
-def _place_in_list(job: Job) -> tuple[int, float]:
-    if not job.alive:
-        return 2, -job.started_s
-    return (0 if job.state == "RUNNING" else 1), -job.started_s
+def _last_line(client: "JobSubmissionClient", job_id: str) -> str:
+    """Return the line that a job's driver has printed last; "" where it has printed none, or its node is away."""
+    # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
+    with suppress(RuntimeError):
+        lines = RAY_LINE.sub("", client.get_job_logs(job_id)).split("\n")
+        # What stands behind the last line break is half a line.
+        return lines[-2] if len(lines) > 1 else ""
+    return ""
 
 
 def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:
     """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
-    jobs = [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
-    return sorted(jobs, key=_start_time)
+    return [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
 
 
 def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
@@ -302,16 +314,6 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
     )
 
 
-async def _follow(client: "JobSubmissionClient", job_id: str, write: Say) -> None:
-    async for text in client.tail_job_logs(job_id):
-        # Ray's own word, before the driver's first, that an environment is being set up.
-        write(RAY_LINE.sub("", text))
-
-
-def _print_text(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
     """End a job that waits for its place: a second job kills its supervisor.
 
@@ -323,12 +325,3 @@ def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
         time.sleep(POLL_S)
     # Otherwise the helper would stay in the cluster's list of jobs.
     client.delete_job(helper)
-
-
-def _slug(run: str) -> str:
-    """Return the last part of a run's path as a word that may stand in a job's id."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run).name) or "run"
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

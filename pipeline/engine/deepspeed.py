@@ -81,7 +81,7 @@ def import_deepspeed() -> ModuleType:
     import deepspeed
 
     # Torch's optimizers import it at their first step, for a CPU-second of every worker; a fork server pays it once.
-
+    import_module("torch._dynamo")
     for name in NAMES:
         if not name.startswith("deepspeed."):
             continue  # of what there is only with an engine

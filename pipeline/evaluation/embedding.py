@@ -21,7 +21,7 @@ from data.index.index import Index
 from data.journal import Journal
 from data.leaks.search import Embeddings, Match, ShardMatches, key_of, matches_of
 from data.remote.cache import CacheConfig
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from pipeline.evaluation.features import normalise
 
 # T test images, D features
@@ -113,7 +113,7 @@ def features_of(
     model: nn.Module, index: Index, shard: int, device: torch.device, cache: CacheConfig | None
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yield (rows, features (b, D) of length 1 on the CPU) of a shard's images, those that can be decoded."""
-    reader = Reader(index, cache=cache)
+    reader = ShardReader(index, cache=cache)
     height, width = model.config.image_size  # type: ignore[union-attr,misc]
     model.eval()
     samples = index.shards[shard].samples

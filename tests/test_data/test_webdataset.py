@@ -14,7 +14,7 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample, digits
 from jobs.__main__ import main
 
@@ -45,7 +45,7 @@ def test_what_shard_writer_writes_is_indexed_and_read_sample_by_sample(tmp_path)
     samples = written_by_webdataset(tmp_path / "theirs")
     index = build_index(tmp_path / "theirs", name="theirs")
     assert index.shard_samples.tolist() == [7, 7, 7, 2] and index.class_counts == (8, 8, 7) and not index.refused
-    reader = Reader(index)
+    reader = ShardReader(index)
     read = []
     for shard, count in enumerate(index.shard_samples.tolist()):
         read += [reader.read(shard, sample) for sample in range(count)]
@@ -72,14 +72,14 @@ def test_json_labels_of_shard_writer_are_read_too(tmp_path):
         writer.write({"__key__": "b", "jpg": noise(2), "json": {"labels": [0, 1]}})
     index = build_index(tmp_path / "theirs")
     assert index.class_counts == (1, 1, 1)
-    assert [json.loads(label) for label in Reader(index).labels(0)][1] == {"labels": [0, 1]}
+    assert [json.loads(label) for label in ShardReader(index).labels(0)][1] == {"labels": [0, 1]}
 
 
 def test_compressed_shards_of_shard_writer_are_packed_anew(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs", suffix="tar.gz")
     assert main(["pack", "tars", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--name", "ours"]) == 0
     index = load_index(tmp_path / "ours")
-    reader = Reader(index)
+    reader = ShardReader(index)
     (count,) = index.shard_samples.tolist()
     read = [reader.read(0, sample)[1:] for sample in range(count)]
     assert read == [(sample["image"], str(sample["label"]).encode()) for sample in samples]

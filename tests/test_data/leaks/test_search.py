@@ -26,7 +26,7 @@ from data.shards.leaks import (
     write_leaks,
 )
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.shards.subset import Rule, make_subset
 from data.sources.samples import Sample
 from jobs.__main__ import main
@@ -187,17 +187,17 @@ def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, set
 def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, monkeypatch):
     train, test = sets
     looked_at = []
-    look_through = search.look_through
+    search_shard = search.search_shard
 
     def counted(job):
         looked_at.append(job.shard.shards[0].name)
-        return look_through(job)
+        return search_shard(job)
 
     def stop(done, total):
         if done == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(search, "look_through", counted)
+    monkeypatch.setattr(search, "search_shard", counted)
     with pytest.raises(KeyboardInterrupt):
         find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop)
     # The kill cut the last line of the journal: its shard is looked through once more.
@@ -263,7 +263,7 @@ def test_planted_copies_of_photographs_are_found(tmp_path):
     if not paths:
         pytest.skip("photographs are absent: ../shared/images")
     photographs = build_index([str(paths[0])], output=tmp_path / "test", name="test")
-    reader = Reader(photographs)
+    reader = ShardReader(photographs)
     train = []
     names = []
     for number in range(0, photographs.samples, 4):
@@ -366,7 +366,7 @@ def test_what_a_killed_search_of_other_training_sets_left_is_ignored(tmp_path):
 
 
 def thumbs(index) -> tuple[list[str], np.ndarray]:
-    reader = Reader(index)
+    reader = ShardReader(index)
     keys = []
     features = []
     for shard, samples in enumerate(index.shard_samples):

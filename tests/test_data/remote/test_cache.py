@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.decoder import tell
+from data.decoder import send_sign_of_life
 from data.errors import ConfigError, DataError, StorageError
 from data.loader import TrainLoader
 from data.order import Ledger, Order
@@ -30,7 +30,7 @@ from data.remote.cache import Cache, CacheConfig
 from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
@@ -334,7 +334,7 @@ def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path,
 
 
 def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, local, monkeypatch):
-    reader = Reader(replace(local, directory="s3://b"), cache=CacheConfig(str(tmp_path)))
+    reader = ShardReader(replace(local, directory="s3://b"), cache=CacheConfig(str(tmp_path)))
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     path, calls = Cache.path, []
 
@@ -346,13 +346,13 @@ def test_a_shard_that_is_evicted_before_it_is_open_is_fetched_again(tmp_path, lo
         return fetched
 
     monkeypatch.setattr(Cache, "path", evicting)
-    assert reader.read(0, 3) == Reader(local).read(0, 3) and len(calls) == 2 and asked
+    assert reader.read(0, 3) == ShardReader(local).read(0, 3) and len(calls) == 2 and asked
 
 
 def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_path, local, monkeypatch):
     cfg = CacheConfig(str(tmp_path))
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
-    Reader(replace(local, directory="s3://b"), cache=cfg).read(0, 3)
+    ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3)
     requests_of_a_fetch = len(asked)
     is_whole, evicted = cache_module.is_whole, []
 
@@ -364,7 +364,7 @@ def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_pa
         return was_whole
 
     monkeypatch.setattr(cache_module, "is_whole", evicting)
-    assert Reader(replace(local, directory="s3://b"), cache=cfg).read(0, 3) == Reader(local).read(0, 3)
+    assert ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3) == ShardReader(local).read(0, 3)
     assert evicted and len(asked) == 2 * requests_of_a_fetch
 
 
@@ -374,7 +374,7 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     fake_storage(monkeypatch, content)
     unread, there = Pipe()
     cache = Cache(CacheConfig(str(tmp_path)))
-    cache.progress = lambda: tell(there)
+    cache.progress = lambda: send_sign_of_life(there)
     fetching = threading.Thread(target=cache.path, args=("s3://b/x.tar", shard_of(content)), daemon=True)
     fetching.start()
     fetching.join(60)
@@ -391,7 +391,7 @@ def test_what_a_power_cut_left_in_the_cache_is_fetched_again(tmp_path, monkeypat
 def test_a_cache_folder_that_cannot_be_made_is_named(local, tmp_path):
     remote_index = build_index(local.directory, output=tmp_path / "i", name="train", at="s3://b/set")
     with pytest.raises(StorageError, match=r"/proc/x: cannot be made \(.*\); name another cache\.directory"):
-        Reader(remote_index, cache=CacheConfig("/proc/x")).read(0, 0)
+        ShardReader(remote_index, cache=CacheConfig("/proc/x")).read(0, 0)
 
 
 def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):

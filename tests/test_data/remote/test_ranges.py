@@ -25,7 +25,7 @@ from data.remote.cache import Cache, CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import digits
 from tests.stores import store
 
@@ -173,16 +173,16 @@ def test_a_sample_whose_halves_are_of_two_versions_of_the_shard_is_not_believed(
         overwrite(Bucket="images", Key=key, Body=other if read == "the rest, of another version" else first)
         return None
 
-    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path / "a"), **PATIENT), by_range=True)
+    by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "a"), **PATIENT), by_range=True)
     faulty.fault = fault
     # Of the image a half is the first version's: the other one's has other bytes there.
-    assert by_range.read(0, 0) == Reader(local).read(0, 0) != Reader(local).read(1, 0)
-    assert "is not what was indexed" in by_range.said and len(faulty.gets) == 3
+    assert by_range.read(0, 0) == ShardReader(local).read(0, 0) != ShardReader(local).read(1, 0)
+    assert "is not what was indexed" in by_range.given_up and len(faulty.gets) == 3
     by_range.stop()
     # Where it stays overwritten, the shard says so.
     overwrite(Bucket="images", Key=key, Body=other)
     faulty.fault = lambda path: None
-    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
+    by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path / "b"), **PATIENT), by_range=True)
     with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
         by_range.read(0, 0)
     by_range.stop()
@@ -193,12 +193,12 @@ def test_a_store_that_ignores_ranges_is_named(faulty, local, tmp_path, monkeypat
     """It answers 200 with all of the object: a gigabyte for each sample, and no shard of more than a piece."""
     faulty.fault = lambda path: "whole"
     cfg = CacheConfig(str(tmp_path), **PATIENT)
-    by_range = Reader(faulty.index, cache=cfg, by_range=True)
+    by_range = ShardReader(faulty.index, cache=cfg, by_range=True)
     size = local.shards[0].bytes
     # A shard that comes in one piece is asked for from its first byte to its last, which is what comes.
-    assert by_range.read(0, 0) == Reader(local).read(0, 0)
+    assert by_range.read(0, 0) == ShardReader(local).read(0, 0)
     pattern = rf"\(s3://images/set/train-000000.tar: the store ignores byte ranges: {size} bytes came, \d+ were asked"
-    assert re.search(pattern, by_range.said) and by_range.said.endswith("waiting for whole shards")
+    assert re.search(pattern, by_range.given_up) and by_range.given_up.endswith("waiting for whole shards")
     monkeypatch.setattr(cache_module, "PIECE", size // 2)
     with pytest.raises(
         DataError, match=f"train-000001.tar: the store ignores byte ranges: {size} bytes came, {size // 2}"
@@ -238,11 +238,11 @@ def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp
     loader.stop()
     batches.close()
     assert loader.decoder.reader.ranges.stopped
-    reader_that_gave_up = Reader(faulty.index, cache=cfg, by_range=True)
+    reader_that_gave_up = ShardReader(faulty.index, cache=cfg, by_range=True)
     reader_that_gave_up.ranges.give_up("s3://images/set/train-000000.tar", "too slow")
     reader_that_gave_up.stop()
     reader_that_gave_up.begin_again()
-    assert "too slow" in reader_that_gave_up.said and not reader_that_gave_up.ranges.stopped
+    assert "too slow" in reader_that_gave_up.given_up and not reader_that_gave_up.ranges.stopped
 
 
 def test_ranges_that_do_not_come_are_given_up_once_and_shards_are_waited_for(
@@ -348,16 +348,16 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
         return read_range(*piece)
 
     monkeypatch.setattr(cache_module, "read_range", late)
-    monkeypatch.setattr(ranges, "TELL_EVERY_S", 0.01)
+    monkeypatch.setattr(ranges, "REPORT_EVERY_S", 0.01)
     signs = []
-    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
+    by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
     by_range.cache.progress = lambda: signs.append(time.monotonic())
     sample = by_range.read(0, 0)
-    assert len(signs) > 5 and not by_range.said
+    assert len(signs) > 5 and not by_range.given_up
 
     monkeypatch.setattr(ranges, "LONGEST_S", 0.05)
     assert by_range.read(0, 0) == sample, "out of the whole shard"
-    assert "a sample did not come in 0.05 s" in by_range.said
+    assert "a sample did not come in 0.05 s" in by_range.given_up
     by_range.stop()
 
 
@@ -367,7 +367,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     monkeypatch.setattr(cache_module, "read_range", lambda *piece: entered.set() or (may_go.wait(30) and b"12345678"))
     running = ranges.Ranges(Cache(CacheConfig(str(tmp_path))))
     for sample in range(ranges.AT_ONCE + 1):
-        running.ask((0, sample), span)
+        running.request((0, sample), span)
     assert entered.wait(30)
     # The last one has no thread yet: it is cancelled while it is waited for.
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
@@ -376,7 +376,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     # As where the stop comes between the look at `stopped` and the request.
     running.stopped = False
     with pytest.raises(RuntimeError):
-        running.ask((1, 0), span)
+        running.request((1, 0), span)
     monkeypatch.setattr(running.pool, "submit", lambda *_: refuse(running))
     with pytest.raises(StorageError, match="left where it was"):
         running.take((1, 0), span)
@@ -389,8 +389,8 @@ def refuse(running: ranges.Ranges) -> None:
 
 
 def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
-    by_range = Reader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
-    monkeypatch.setattr(ranges.Ranges, "ask", lambda self, place, span: self.stop())
+    by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
+    monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, span: self.stop())
     with pytest.raises(StorageError, match="left where it was"):
         by_range.read(0, 0)
-    assert not faulty.gets and not by_range.said
+    assert not faulty.gets and not by_range.given_up

@@ -18,7 +18,7 @@ from data.index.refusals import MOST_TYPES
 from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample
 from data.sources.tars import tars
 from jobs.__main__ import main
@@ -63,7 +63,7 @@ def test_images_and_labels_that_lie_apart_are_joined(tmp_path):
     assert [set(sample) & {"jpg", "cls"} for sample in read_by_webdataset(path)] == [{"jpg"}] * 5 + [{"cls"}] * 5
     index = build_index(tmp_path, name="t")
     assert index.class_counts == (2, 2, 1) and not index.refused
-    reader = Reader(index)
+    reader = ShardReader(index)
     expected = [(str(n), picture(n), str(n % 3).encode()) for n in range(5)]
     assert [reader.read(0, sample) for sample in range(index.samples)] == expected
     assert check(index).ok
@@ -162,6 +162,6 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
     table["label"] = np.roll(table["label"], 1)
     np.save(path, table)
     with pytest.raises(DataError, match=r"its sha256 is .*altered or replaced"):
-        Reader(made).read(0, 0)
+        ShardReader(made).read(0, 0)
     assert main(["data", "check", str(tmp_path / "set")]) == 65
     assert "altered or replaced" in capsys.readouterr().out

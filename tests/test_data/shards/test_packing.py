@@ -25,7 +25,7 @@ from data.index.joined import exclude
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader, check_sizes
+from data.shards.reader import ShardReader, check_sizes
 from data.sources.folders import class_folders, image_parquet, path_table
 from data.sources.imagenet import train as imagenet_train
 from data.sources.imagenet import validation as imagenet_validation
@@ -107,7 +107,7 @@ def test_a_shard_that_is_left_out_may_be_missing(tmp_path):
 def test_an_oversize_image_is_read_one_byte_past_what_the_decoder_takes(tmp_path, monkeypatch):
     made = pack(samples(1), tmp_path)
     monkeypatch.setattr(reader, "MAX_BYTES", 20)
-    assert Reader(made).read(0, 0)[1] == picture(0)[:21]
+    assert ShardReader(made).read(0, 0)[1] == picture(0)[:21]
 
 
 def test_a_set_without_samples_has_no_classes(tmp_path):
@@ -135,7 +135,7 @@ def test_indexing_existing_tars_finds_what_packing_wrote(tmp_path):
         packed.shards,
         packed.class_counts,
     )
-    packed_reader, indexed_reader = Reader(packed), Reader(indexed)
+    packed_reader, indexed_reader = ShardReader(packed), ShardReader(indexed)
     assert packed_reader.read(2, 1) == indexed_reader.read(2, 1) == ("s00021", picture(21), b"1")
 
 
@@ -169,7 +169,7 @@ def test_shards_are_cut_by_bytes_too(tmp_path):
 
 def test_several_labels_are_kept_and_counted_once_each(tmp_path):
     made = pack([Sample("a", picture(0), (1, 3)), Sample("b", picture(0), (3,))], tmp_path)
-    assert made.class_counts == (0, 1, 0, 2) and Reader(made).read(0, 0)[2] == b"1 3"
+    assert made.class_counts == (0, 1, 0, 2) and ShardReader(made).read(0, 0)[2] == b"1 3"
 
 
 def test_class_folders_are_labelled_by_sorted_name_and_mixed(tmp_path):
@@ -224,11 +224,11 @@ def test_missing_short_and_altered_shards_are_named(tmp_path):
     (tmp_path / "train-000003.tar").write_bytes(data)
     with pytest.raises(DataError, match=r"(?s)2 of 4 shards.*000001.tar: No such.*000002.tar: 1000 bytes, the index"):
         check_sizes([made])
-    assert Reader(made).read(0, 0)[0] == "s00000"
+    assert ShardReader(made).read(0, 0)[0] == "s00000"
     with pytest.raises(DataError, match=r"train-000003.tar: its sha256 is not the one"):
-        Reader(made).read(3, 0)
+        ShardReader(made).read(3, 0)
     with pytest.raises(DataError, match="1000 bytes"):
-        Reader(made).read(2, 0)
+        ShardReader(made).read(2, 0)
     with pytest.raises(DataError, match=r"train-000002.tar: .*(short|wants)"):
         build_index(tmp_path)
 
@@ -268,7 +268,7 @@ def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
     (tmp_path / "t.tar").write_bytes(buffer.getvalue())
     index = build_index(tmp_path, name="t")
     assert index.samples == 3 and index.class_counts == (1, 1, 1)
-    assert Reader(index).read(0, 2)[0] == "x" * 200
+    assert ShardReader(index).read(0, 2)[0] == "x" * 200
     text = (tmp_path / "t.index.json").read_text()
     assert '"link, device or sparse member": 2' in text and '"member type .pyd": 1' in text
 
@@ -304,7 +304,7 @@ def test_a_journal_of_other_samples_is_not_trusted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pack(dying(), tmp_path, shard_samples=5)
     others = [Sample(f"x{s.key[1:]}", s.image, s.labels) for s in samples(8)]
-    assert Reader(made := pack(others, tmp_path, shard_samples=5)).read(0, 0)[0] == "x00000"
+    assert ShardReader(made := pack(others, tmp_path, shard_samples=5)).read(0, 0)[0] == "x00000"
     assert made.samples == 8
 
 
@@ -389,7 +389,7 @@ def test_tars_whose_keys_start_anew_are_packed_together(tmp_path):
     for name in ("x", "y"):
         (tmp_path / f"{name}.tar").write_bytes(tar_of({"0.jpg": picture(1), "0.cls": b"3"}))
     made = pack(tars(tmp_path), tmp_path / "set")
-    assert [Reader(made).read(0, n)[0] for n in (0, 1)] == ["x/0", "y/0"]
+    assert [ShardReader(made).read(0, n)[0] for n in (0, 1)] == ["x/0", "y/0"]
 
 
 def test_names_and_labels_that_cannot_be_are_named_by_file(tmp_path):
@@ -409,7 +409,7 @@ def test_names_and_labels_that_cannot_be_are_named_by_file(tmp_path):
 def test_restart_markers_change_bytes_but_no_pixel(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
     image = cv2.imencode(".jpg", noise)[1].tobytes()
-    packed = Reader(pack([Sample("a", image, (0,)), Sample("b", b"junk", (0,))], tmp_path, restarts=True))
+    packed = ShardReader(pack([Sample("a", image, (0,)), Sample("b", b"junk", (0,))], tmp_path, restarts=True))
     assert b"\xff\xd0" in packed.read(0, 0)[1] and packed.read(0, 1)[1] == b"junk"
     assert np.array_equal(decode(packed.read(0, 0)[1]), decode(image))
 

@@ -26,7 +26,7 @@ from data.remote.cache import Cache, CacheConfig
 from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import digits
 from jobs.__main__ import main
 
@@ -55,7 +55,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def read_all(index: Index) -> list[tuple[str, bytes, bytes]]:
-    reader = Reader(index)
+    reader = ShardReader(index)
     return [reader.read(shard, n) for shard, size in enumerate(index.shard_samples) for n in range(size)]
 
 
@@ -146,9 +146,9 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
 
     with monkeypatch.context() as patched:
         patched.setattr(reader_module, "map_shard", replacing)
-        Reader(made).read(0, 0)
+        ShardReader(made).read(0, 0)
     with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
-        Reader(made).read(0, 0)
+        ShardReader(made).read(0, 0)
 
 
 def test_an_evaluation_reads_no_sample_that_is_not_what_was_indexed(made):
@@ -227,7 +227,7 @@ def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypat
     monkeypatch.setattr(cache_module, "read_range", read)
     cfg = CacheConfig(str(tmp_path / "cache"))
     remote = replace(made, directory="s3://b/set")
-    readers = [Reader(remote, cache=cfg), Reader(remote, cache=cfg)]
+    readers = [ShardReader(remote, cache=cfg), ShardReader(remote, cache=cfg)]
     original = contents_by_tarfile(made)[:20]
     assert readers[0].read(0, 3) == readers[1].read(0, 3) == original[3] and len(asked) == 1
 
@@ -246,7 +246,7 @@ def test_a_cached_copy_that_rots_is_fetched_again_once(made, tmp_path, monkeypat
 
     monkeypatch.setattr(Cache, "path", rotting)
     with pytest.raises(DataError, match=r"s3://b/set/train-000000.tar: sample .*\n.*\n  fetch it into the store again"):
-        Reader(remote, cache=cfg).read(0, 5)
+        ShardReader(remote, cache=cfg).read(0, 5)
 
 
 # ------------------------------------------------------------------------------------------- tables and index
@@ -285,7 +285,7 @@ def test_a_table_of_another_set_is_refused_at_reading_and_by_data_check(made, tm
     with pytest.raises(
         DataError, match=r"train-000000.npy: no table of train-000000.tar.*\n.*\n  type: python -m jobs index /"
     ):
-        Reader(made).read(0, 0)
+        ShardReader(made).read(0, 0)
     assert main(["data", "check", str(tmp_path / "set")]) == 65
     assert "train-000000.npy: no table of train-000000.tar: its sha256" in capsys.readouterr().out
 
@@ -308,6 +308,6 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
     index = build_index(paths, output=tmp_path / "index", name="parts")
     (tmp_path / "index" / "part 1--0.npy").unlink()
     with pytest.raises(DataError, match=r"part 1--0.npy: no table of part 1/0.tar") as caught:
-        Reader(index).read(1, 0)
+        ShardReader(index).read(1, 0)
     assert main(shlex.split(str(caught.value).partition("type: ")[2])[3:]) == 0
-    assert load_index(tmp_path / "index") == index and Reader(index).read(1, 0)
+    assert load_index(tmp_path / "index") == index and ShardReader(index).read(1, 0)

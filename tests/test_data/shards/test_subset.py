@@ -20,7 +20,7 @@ from data.shards import subset
 from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
-from data.shards.reader import Reader, check_sizes
+from data.shards.reader import ShardReader, check_sizes
 from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset, read_all_labels
 from data.sources.samples import Sample
 from jobs.__main__ import main
@@ -44,7 +44,7 @@ def parent(tmp_path) -> Index:
 
 def held(index: Index) -> list[int]:
     """The numbers of an index's samples, read out of its tars in its order; each is compared with its label."""
-    reader = Reader(index)
+    reader = ShardReader(index)
     numbers = []
     for shard, samples in enumerate(index.shard_samples):
         for sample in range(samples):

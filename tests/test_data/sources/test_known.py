@@ -13,11 +13,11 @@ from data.errors import DataError
 from data.images.decode import decode
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources import objectnet
 from data.sources.known import FLOWERS, known_archive, listed_samples
 from data.sources.members import members
-from data.sources.published import Published, samples_of_archive
+from data.sources.samples import Published, samples_of_archive
 from jobs.__main__ import main
 from tests import archives
 from tests.archives import picture, tar_bytes, write_folder
@@ -26,7 +26,7 @@ from tests.archives import picture, tar_bytes, write_folder
 def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
     """Image and label of every sample of a packed set, by its key."""
     index = load_index(folder)
-    reader = Reader(index)
+    reader = ShardReader(index)
     samples = {}
     for shard, count in enumerate(index.shard_samples):
         for sample in range(count):

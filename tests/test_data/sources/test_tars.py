@@ -5,7 +5,7 @@ import lzma
 from pathlib import Path
 
 from data.index.document import load_index
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from tests.archives import picture, tar_bytes
 
@@ -13,7 +13,7 @@ from tests.archives import picture, tar_bytes
 def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
     """Image and label of every sample of a packed set, by its key."""
     index = load_index(folder)
-    reader = Reader(index)
+    reader = ShardReader(index)
     samples = {}
     for shard, count in enumerate(index.shard_samples):
         for sample in range(count):

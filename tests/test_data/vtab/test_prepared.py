@@ -12,8 +12,7 @@ import pytest
 
 from data.errors import DataError
 from data.index.document import load_index
-from data.sources.published import Published
-from data.sources.samples import Sample
+from data.sources.samples import Published, Sample
 from data.vtab import tasks
 from data.vtab.prepared import VTAB
 from jobs.__main__ import main

@@ -18,7 +18,7 @@ from data.index.joined import join
 from data.index.names import number, read_class_list
 from data.shards.doctor import check, repair
 from data.shards.packing import pack
-from data.shards.reader import Reader
+from data.shards.reader import ShardReader
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
@@ -45,7 +45,7 @@ def class_folders(root: Path, names: str, images: int = 3) -> Path:
 def labels_by_class(folder: Path) -> dict[str, set[bytes]]:
     """What the tars of a set say of every class, by the folder in the samples' keys."""
     index = load_index(folder)
-    reader = Reader(index)
+    reader = ShardReader(index)
     labels: dict[str, set[bytes]] = {}
     for shard, samples in enumerate(index.shard_samples):
         for sample in range(samples):

@@ -25,7 +25,7 @@ from jobs.run.session import run_campaign
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline.monitoring.telemetry import Record, read_metrics
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 FACTS = {"code": "c0de", "commit": "abc", "recipe": "1234", "config": {"optim": {"lr": 0.1}}}
 
 

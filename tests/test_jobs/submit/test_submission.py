@@ -8,22 +8,24 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
+from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.__main__ import main
 from jobs.cluster.embedded import LOOPBACK
-from jobs.cluster.ray import ROOT, connect, disconnect, explain
+from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
-from jobs.monitor import job_metadata
 from jobs.recipe.portable_recipe import VARIABLE, portable
 from jobs.stages.kinds import KINDS
 from jobs.submit import submission
@@ -32,17 +34,14 @@ from pipeline.versions import COMMIT_VARIABLE
 
 TRAIN = """
 import signal, sys, time
-from jobs.monitor import job_metadata
 def stop(number, frame):
     time.sleep(4)  # longer than Ray's own grace of 3 s
     print("committed", flush=True)
-    job_metadata.update({"progress": "committed"})
-    job_metadata.flush()
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
-job_metadata.update({"stage": "pretrain", "progress": "step 0"})
-job_metadata.update({"progress": "step 1"})
+print("step 0", flush=True)
 print("step 1 {braces}", flush=True)
+print("half a li", end="", flush=True)
 time.sleep(300)
 """
 
@@ -81,7 +80,7 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
     assert capsys.readouterr().out.startswith("no jobs: none was submitted since the cluster's head started; type ")
 
 
-def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout) -> None:
+def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
     said: list[str] = []
     command = [sys.executable, "-c", TRAIN]
     job = submission.submit("/runs/digits", command, root=checkout, say=said.append)
@@ -97,15 +96,14 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     while "step 1 {braces}" not in "".join(printed):  # a command's braces and quotes arrive as they were
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    # What the driver tells of itself is merged into what was given when it was submitted.
-    told = {"job_name": "digits", "run": "/runs/digits", "stage": "pretrain", "progress": "step 1"}
-    while submission.status("/runs/digits").metadata != told:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # The list shows the last whole line that its driver has printed.
+    assert main(["list"]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("RUNNING ") and first.endswith(f"  /runs/digits  ({job.id})")
+    assert second.strip() == "step 1 {braces}"
     assert submission.stop("/runs/digits", say=said.append).status == "STOPPED"
     follower.join(30)
     assert "committed" in "".join(printed) and "INFO" not in "".join(printed)
-    assert submission.status("/runs/digits").metadata == told | {"progress": "committed"}
     assert main(["logs", "/runs/digits"]) == 75
 
     again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout, say=said.append)
@@ -113,12 +111,6 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     assert [job.id for job in submission.list_jobs() if job.run == "/runs/digits"] == [again.id, job.id]
     ended = submission.logs("/runs/digits", write=printed.append)
     assert (ended.status, ended.exit_code) == ("FAILED", 1) and "ZeroDivisionError" in "".join(printed)
-
-
-def test_a_process_that_is_no_submitted_job_has_nothing_to_tell(monkeypatch) -> None:
-    monkeypatch.setattr(job_metadata, "_merge", lambda values: pytest.fail("it has no entry"))
-    job_metadata.update({"stage": "pretrain"})
-    job_metadata.flush()
 
 
 def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
@@ -180,8 +172,9 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
     until(f"held: {workers} CPUs by {low}", ["list"])
     lines = said.splitlines()
     assert lines[0].startswith("RUNNING ") and f"  {low}" in lines[0]
-    assert lines[1].startswith("PENDING ") and f"  {high}" in lines[1]
-    assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[2]
+    assert "step " in lines[1]
+    assert lines[2].startswith("PENDING ") and f"  {high}" in lines[2]
+    assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
     # Who holds the places commits and ends; who waits gets them.
     assert submission.stop(str(low), say=print).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
@@ -195,28 +188,48 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
 
 def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(monkeypatch, capsys) -> None:
     started = time.mktime((2026, 11, 22, 8, 30, 0, 0, 0, 0))
-    runs = {"queue": "RUNNING", "waits_for": "", "stage": "pretrain", "step": "40/700"}
-    first = {"queue": "PENDING", "waits_for": "room for 0 of 2 workers"}
-    second = {"queue": "PENDING", "waits_for": "room for 0 of 1"}
+    waiting = "waiting for the cluster: room for 0 of"
     jobs = [
-        submission.Job("old-001", "/runs/old", "FAILED", started - 60, 70, first),  # what it said last is true no more
-        submission.Job("c-001", "/runs/c", "RUNNING", started, None, second | {"stage": "finetune", "step": "9/20"}),
-        submission.Job("b-001", "/runs/b", "RUNNING", started + 60, None, first),
-        submission.Job("new-001", "/runs/new", "PENDING", started + 120, None, {}),
-        submission.Job("packs-001", "/runs/packs", "RUNNING", started, None, {}),
-        submission.Job("a-001", "/runs/a", "RUNNING", started + 60, None, runs),
-        submission.Job("other", "", "RUNNING", started, None, {}),
+        # id, run, status, seconds, what its driver has printed
+        ("old-001", "/runs/old", "FAILED", -60, "waiting for the cluster: true no more\n"),
+        ("c-001", "/runs/c", "RUNNING", 0, f"[pretrain] step 9/9\n{waiting} 1\n"),
+        ("b-001", "/runs/b", "RUNNING", 60, f"{waiting} 2 workers\n"),
+        ("new-001", "/runs/new", "PENDING", 120, None),
+        ("packs-001", "/runs/packs", "RUNNING", -1, ""),
+        ("away-001", "/runs/away", "RUNNING", -2, None),
+        ("a-001", "/runs/a", "RUNNING", 60, f"{waiting} 1\n[pretrain] step 40/700\nhalf a li"),
+        ("other", "", "RUNNING", 0, None),
+        (None, "/runs/joined", "RUNNING", 0, None),
     ]
-    monkeypatch.setattr(submission, "_connect", lambda: None)
-    monkeypatch.setattr(submission, "_submitted_jobs", lambda client: jobs)
+
+    class Client:
+        def list_jobs(self) -> list[SimpleNamespace]:
+            details = []
+            for job_id, run, status, seconds, _ in jobs:
+                milliseconds = int((started + seconds) * 1000)
+                job = SimpleNamespace(submission_id=job_id, status=status, start_time=milliseconds)
+                job.metadata = {"run": run} if run else None
+                job.driver_exit_code = None
+                details.append(job)
+            return details
+
+        def get_job_logs(self, job_id: str) -> str:
+            texts = {job[0]: job[4] for job in jobs}
+            if texts[job_id] is None:
+                raise RuntimeError("its node is away")
+            return texts[job_id]
+
+    monkeypatch.setattr(submission, "_connect", Client)
     assert main(["list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "RUNNING    2026-11-22 08:31  /runs/a  pretrain 40/700  (a-001)",
-        "RUNNING    2026-11-22 08:30  /runs/packs  (packs-001)",
+        "RUNNING    2026-11-22 08:31  /runs/a  (a-001)",
+        "           [pretrain] step 40/700",
+        "RUNNING    2026-11-22 08:29  /runs/packs  (packs-001)",
+        "RUNNING    2026-11-22 08:29  /runs/away  (away-001)",
         "PENDING    2026-11-22 08:32  /runs/new  its driver has not started  (new-001)",
         "PENDING    2026-11-22 08:31  /runs/b  (b-001)",
         "           room for 0 of 2 workers",
-        "PENDING    2026-11-22 08:30  /runs/c  finetune 9/20  (c-001)",
+        "PENDING    2026-11-22 08:30  /runs/c  (c-001)",
         "           room for 0 of 1",
         "FAILED     2026-11-22 08:29  /runs/old  (old-001)",
     ]
@@ -253,6 +266,32 @@ def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checko
     assert "largest: images/a.tar 90 MiB, images/b.tar 20 MiB," in str(caught.value)
     (checkout / ".rayignore").write_text("images/a.tar\n")
     assert submission.measure(checkout)["images/b.tar"] == 20 * 2**20
+
+
+def test_what_is_measured_is_what_ray_packs(checkout, tmp_path) -> None:
+    """Ignore files hold below their own folder, `!` takes an exclusion back, and Ray's package is the judge."""
+    root = checkout / "root"
+    contents = {
+        ".gitignore": "*.log\nbuild/\n/top\n",
+        "deep/.gitignore": "/inner\n",
+        "deep/.rayignore": "*.bin\n!keep.bin\n",
+    }
+    names = ["a.log", "build/x", "top", "inner", "b.bin", "runs/x", ".git/config"]
+    names += ["deep/top", "deep/inner", "deep/b.bin", "deep/keep.bin", "deep/er/c.bin", "deep/runs/y"]
+    names += ["deep/__pycache__/z"]
+    for name in names:
+        contents[name] = "x" * len(name)
+    for name, content in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    package = tmp_path / "package.zip"
+    create_package(str(root), package, include_gitignore=True, excludes=list(EXCLUDES))
+    packed: dict[str, int] = {}
+    for entry in zipfile.ZipFile(package).infolist():
+        if not entry.is_dir():
+            top = "/".join(entry.filename.split("/")[:2])
+            packed[top] = packed.get(top, 0) + entry.file_size
+    assert submission.measure(root) == packed
 
 
 def test_a_secret_in_the_environment_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a run shows outside of its folder: a view of each stage, gauges, metadata, and the files for Grafana."""
+"""What a run shows outside of its folder: a view of each stage, gauges, and the files for Grafana."""
 
 import json
 import math
@@ -14,12 +14,11 @@ import yaml
 from jobs.cluster.ray_nodes import WORKER_GAUGE
 from jobs.monitor import status_poller
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
-from jobs.monitor.metadata import metadata_of
 from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
 
 pytestmark = pytest.mark.quick
 
-DEPLOY = Path(__file__).parents[1] / "deploy" / "monitoring"
+DEPLOY = Path(__file__).parents[3] / "deploy" / "monitoring"
 REPORT = {
     "kind": "train",
     "time": 1000.0,
@@ -89,18 +88,6 @@ def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(s
     values = values_of(View(**{**vars(view), "report": {**REPORT, "loss": math.nan}}))
     assert values["is_finite"] == 0.0 and "loss" not in values
     assert set(values) <= {*OF_REPORT, *OF_DRIVER}
-
-
-def test_the_metadata_of_a_job_tell_what_somebody_asks_first(stage) -> None:
-    texts = metadata_of(StageStatus(stage)("working"))
-    assert (texts["stage"], texts["key"], texts["activity"]) == ("pre-train", "1a2b3c4d", "pre-train is working")
-    assert (texts["step"], texts["loss"], texts["images_per_s"]) == ("120/700", "2.8410", "41.2k")
-    assert (texts["eta"], texts["workers"], texts["restarts"]) == ("3d04h", "8", "1")
-    assert texts["last_checkpoint"].startswith("step 100 at 19")
-    # A stage that tells less, as few-shot does, leaves nothing of the one before on the page.
-    (stage / "metrics.jsonl").unlink()
-    without = metadata_of(StageStatus(stage)("waiting"))
-    assert without.keys() == texts.keys() and without["step"] == without["last_checkpoint"] == ""
 
 
 # ------------------------------------------------------------------------ the poller
