@@ -1,10 +1,12 @@
 """A recipe, resolved: which stages a campaign has, of which kinds, with which keys, and where each of them lies.
 
-- `StageKind` says all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
+- `StageKind` holds all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
   stands in a file of jobs/stages, and all of them in the table jobs/stages/kinds.py.
 - `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
   all else that works on a campaign reads them.
-- `CheckResult` is what a check says of a stage; `Available` is what a check looks at (jobs/recipe/validate.py).
+- `Context` is a stage of a campaign that runs: `StageKind.run` and the attempts of its workers are given it.
+- `CheckResult` is the outcome of a check of a stage; `Available` holds the data that checks compare a stage with
+  (jobs/recipe/validate.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,13 +17,16 @@ from typing import Any, Literal, Protocol
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
+from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage, open_storage
 from jobs.cluster_config import ClusterConfig
-from jobs.context import Context, index_if_made, reference
 from jobs.trackers_config import TrackersConfig
+from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.config import ConfigDataclass
 
 # ------------------------------------------------------------------------ kinds of stages
 
@@ -45,7 +50,8 @@ class SharedClasses:
     trained: Collection[str] = ()  # fields of the sets after which the model's own outputs are called
 
 
-SourceModel = Callable[[str], Any]  # `init` → the architecture of these weights; None where they are missing
+# `init` → the architecture of these weights; None where they are missing
+SourceModel = Callable[[str], ModelConfig | None]
 
 
 class Checks(Protocol):
@@ -64,9 +70,9 @@ class StageKind:
     """All that is known of a kind of stage. Its functions are given an instance of `config`."""
 
     name: str  # in a recipe
-    config: type  # frozen dataclass of the stage's section
-    run: Callable[[Any, Context], dict[str, Any]]  # does the work; returns what done.json holds of it
-    defaults: Any = None  # of the kind, where they are not those of `config`
+    config: type[ConfigDataclass]  # of the stage's section
+    run: "Callable[[Any, Context], Mapping[str, Any]]"  # does the work; returns what done.json holds of it
+    defaults: ConfigDataclass | None = None  # of the kind, where they are not those of `config`
     # Fields that name inputs, by dotted name; "*" stands for every name of a section.
     inputs: Mapping[str, Reads] = field(default_factory=dict)
     # Whether a set field of `inputs` names an input by its content, as all do but the images that are packed.
@@ -75,34 +81,37 @@ class StageKind:
     missing: Callable[[Any], list[str]] = lambda cfg: []  # messages about `files` at which there is nothing
     makes_weights: bool = False  # which other stages may start from
     sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
-    model: Callable[[Any, SourceModel], Any] = lambda cfg, source: None  # the architecture that it ends with
+    model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
     shared_classes: Callable[[Any], list[SharedClasses]] = lambda cfg: []
     # Whether the model has the head of its weights: given the config, their architecture, and the stage's own.
-    keeps_head: Callable[[Any, Any, Any], bool] = lambda cfg, source, model: True
+    keeps_head: Callable[[Any, ModelConfig | None, ModelConfig | None], bool] = lambda cfg, source, model: True
     checks: Checks = no_checks
     check_outputs: Checks = no_checks  # of a finished stage, beyond the digests of what it hands on
     metrics: Callable[[Any], list[str]] = lambda cfg: []  # names of the numbers that it will have
     needs_workers: bool = True  # otherwise the driver does its work
     trains: bool = False  # its config is a TrainConfig
 
-    def inputs_of(self, cfg: Any) -> dict[str, tuple[str, Reads]]:
+    def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
         """Return the fields that name inputs, where they are set: {"data.train": ("@shards/train", Reads.SET)}."""
-        inputs = {}
+        inputs: dict[str, tuple[str, Reads]] = {}
         for pattern, reads in self.inputs.items():
             for field_name, value in fields_matching(pattern, cfg).items():
-                if value is not None and self.is_input(cfg, field_name):
-                    inputs[field_name] = (value, reads)
+                if value is None or not self.is_input(cfg, field_name):
+                    continue
+                assert isinstance(value, str), "every field of `inputs` is a text or None"
+                inputs[field_name] = (value, reads)
         return inputs
 
 
-def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
+def fields_matching(pattern: str, stage_config: ConfigDataclass) -> dict[str, object]:
     """Return the config's fields that a pattern names, by dotted name; "*" stands for every name of a section."""
-    reached = {"": stage_config}
+    reached: dict[str, object] = {"": stage_config}
     # One level of the config a round: "data.mixture.*.train" goes to data, to mixture, to each set, to its train.
     for part in pattern.split("."):
-        deeper = {}
+        deeper: dict[str, object] = {}
         for path, section in reached.items():
             if part == "*":
+                assert isinstance(section, Mapping), "a * stands for the names of a section"
                 for name, entry in section.items():
                     deeper[f"{path}.{name}"] = entry
             else:
@@ -112,6 +121,14 @@ def fields_matching(pattern: str, stage_config: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------ a campaign
+
+
+def reference(value: str) -> tuple[str, str] | None:
+    """Return ("shards", "train") of "@shards/train"; None of a path."""
+    if not value.startswith("@"):
+        return None
+    stage, _, part = value[1:].partition("/")
+    return stage, part
 
 
 @dataclass(frozen=True)
@@ -125,14 +142,14 @@ class Stage:
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
 
     parents: Mapping[str, str] = field(default_factory=dict)  # input field → "@stage/part", or a path
-    model: Any = None  # the architecture that the stage ends with; None for one without, and where it is not known
+    model: ModelConfig | None = None  # that the stage ends with; None for one without, and where it is not known
     key: str = ""
     # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
     known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
-    # The finished stage that it judges anew, of a stage that no recipe names (jobs/run/stale_evaluations.py).
+    # The finished stage that it evaluates again, of a stage that no recipe names (jobs/run/stale_evaluations.py).
     judges: str = ""
 
     @property
@@ -190,6 +207,40 @@ class Campaign:
         return artifacts.read_done(self.directory(stage))
 
 
+@dataclass(frozen=True)
+class Context:
+    """One stage of one campaign, ready to run: how its work is logged, and how somebody may end it."""
+
+    campaign: Campaign
+    stage: Stage
+    log: Callable[[str], None]
+    tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
+    stopping: Callable[[], bool]  # somebody has requested that this process ends
+    class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
+    check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
+
+    @property
+    def name(self) -> str:
+        """Return the stage's name, with which its messages begin."""
+        return self.stage.name
+
+    @property
+    def directory(self) -> Path:
+        """Return the stage's own folder in the run directory."""
+        return self.campaign.directory(self.stage)
+
+    @property
+    def checkpoints(self) -> StageCheckpoints:
+        """Return the checkpoints of the stage."""
+        return StageCheckpoints(self.campaign.storage, self.directory.name)
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return the architecture that the stage ends with; a stage without one must not ask for it."""
+        assert self.stage.model is not None, f"{self.name} starts when the weights that tell its model are there"
+        return self.stage.model
+
+
 # ------------------------------------------------------------------------ checks
 
 INPUTS = "inputs"  # the subject of results about inputs that are missing
@@ -203,7 +254,7 @@ ERRORS: dict[int, type[PatchlineError]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check has found: `plan` and `run` refuse a FAIL with its exit code, `preflight` shows all of them."""
+    """The outcome of a check: `plan` and `run` refuse a FAIL with its exit code, `preflight` shows all of them."""
 
     level: Literal["OK", "WARN", "FAIL"]
     subject: str
@@ -224,8 +275,16 @@ class CheckResult:
         return error
 
 
+def index_if_made(path: str) -> Index | None:
+    """Return the index of a set; None where it cannot be read, as before the stage that makes it has run."""
+    try:
+        return load_index(path)
+    except PatchlineError:
+        return None
+
+
 class Available:
-    """What of a campaign is there at the moment; each set is read once."""
+    """The data of a campaign that exists at the moment; each set is read once."""
 
     def __init__(self, campaign: Campaign, *, looks_at_files: bool = True) -> None:
         self.campaign = campaign

@@ -1,15 +1,16 @@
-"""Typed configuration: how a recipe becomes frozen dataclasses, and what a change of it means for a resume.
+"""Typed configuration: how a recipe becomes frozen dataclasses, and the effect of a change on a resume.
 
 1. `read_recipe` reads the recipe, once a command: `read_yaml` puts the `key=value` overrides on top, `plain_yaml`
    resolves interpolations such as ${oc.env:USER}, `with_home` paths such as ~/runs.
 2. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
-3. `tagged` tells apart what a resume may change and what it may not; `digest` makes a stage's key of the latter.
+3. `tagged` separates the fields that a resume may change from those that it may not; `digest` makes a stage's key of
+   the latter.
 
     recipe.yaml  pretrain: {optim: {lr: 1e-3}}        override  pretrain.steps=100
     build(TrainConfig, {"optim": {"lr": 0.001}, "steps": 100}, "pretrain")  →  TrainConfig(steps=100, …)
 
 Every field of a config carries a resume tag: "free" may change when a stage is resumed, "warn" may change but is
-said, "forbid" stops with the diff. Only forbidden fields enter a stage's key.
+logged, "forbid" stops with the diff. Only forbidden fields enter a stage's key.
 """
 
 import dataclasses
@@ -37,6 +38,7 @@ class ConfigDataclass(Protocol):
 IN_ENVIRONMENT = "env:"  # before the name of a variable that holds a recipe's text
 
 Config = TypeVar("Config", bound=ConfigDataclass)
+Values = TypeVar("Values")  # nested and plain: a dict, a list or a single value
 
 
 def tags(**fields: str) -> Mapping[str, str]:
@@ -97,7 +99,7 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
     return _merged(recipe, overrides)
 
 
-def with_overrides(values: Mapping[str, object], overrides: Sequence[str]) -> dict[str, Any]:
+def with_overrides(values: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return nested plain values with `key=value` overrides on top. Raises ConfigError for one that cannot be read."""
     return plain_yaml(_merged(OmegaConf.create(dict(values)), overrides))
 
@@ -105,7 +107,14 @@ def with_overrides(values: Mapping[str, object], overrides: Sequence[str]) -> di
 def _merged(recipe: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return the values with `key=value` overrides on top."""
     try:
-        dotlist = OmegaConf.from_dotlist([_quoted(override) for override in overrides])
+        # key='@stage/part': bare, a value that begins with @ is not YAML.
+        quoted = []
+        for override in overrides:
+            key, reference_follows, rest = override.partition("=@")
+            if reference_follows:
+                override = f"{key}='@{rest}'"
+            quoted.append(override)
+        dotlist = OmegaConf.from_dotlist(quoted)
         merged = OmegaConf.merge(recipe, dotlist)
     except Exception as error:  # whatever the YAML parser or the merge raises: the user's text is wrong
         raise ConfigError(f"cannot read the overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
@@ -122,15 +131,7 @@ def _load(path: Path) -> Any:
     return OmegaConf.create(os.environ[variable])
 
 
-def _quoted(override: str) -> str:
-    """Put a reference in quotes, key='@stage/part': bare, a value that begins with @ is not YAML."""
-    key, reference_follows, rest = override.partition("=@")
-    if not reference_follows:
-        return override
-    return f"{key}='@{rest}'"
-
-
-def plain_yaml(values: DictConfig) -> dict[str, Any]:
+def plain_yaml(values: DictConfig) -> dict[str, object]:
     """Return nested plain values with interpolations resolved: environment values are in clear from here on."""
     try:
         return OmegaConf.to_container(values, resolve=True)  # type: ignore[return-value]
@@ -138,21 +139,22 @@ def plain_yaml(values: DictConfig) -> dict[str, Any]:
         raise ConfigError(str(error).splitlines()[0]) from None
 
 
-def with_home(values: Any) -> Any:
+def with_home(values: Values) -> Values:
     """Return nested plain values in which a text `~/…` or `~name/…` is the path that a shell makes of it.
 
     A shell leaves it as it is in `run=~/runs`, and a folder called `~` would be made. The section `cache` stays: it is
     of folders on every node, which may have other homes.
     """
     if isinstance(values, str):
-        return os.path.expanduser(values)
+        return os.path.expanduser(values)  # type: ignore[return-value]
     if isinstance(values, list):
-        return [with_home(value) for value in values]
+        return list(map(with_home, values))  # type: ignore[return-value]
     if isinstance(values, dict):
-        expanded = {}
+        expanded = dict(values)
         for name, value in values.items():
-            expanded[name] = value if name == "cache" else with_home(value)
-        return expanded
+            if name != "cache":
+                expanded[name] = with_home(value)
+        return expanded  # type: ignore[return-value]
     return values
 
 
@@ -175,11 +177,13 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
     _check_names(kind, values, where)
     values = _with_numbers(kind, values)
     try:
-        base = OmegaConf.structured(kind if defaults is None else defaults)
+        base = OmegaConf.structured(defaults or kind)
         merged = OmegaConf.merge(base, values)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        key = f"{where}.{error.full_key}" if error.full_key else where
+        key = where
+        if error.full_key:
+            key = f"{where}.{error.full_key}"
         reason = str(error).splitlines()[0]
         if "missing mandatory value" in reason:
             raise ConfigError(f"{key} is missing and has no default") from None
@@ -192,7 +196,9 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
 def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: str) -> None:
     """Raise ConfigError for a key that `kind` has no field for, at any depth, or a value where a section belongs."""
     hints = get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = []
+    for field in dataclasses.fields(kind):
+        known.append(field.name)
     for name, value in values.items():
         if name not in known:
             from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
@@ -203,8 +209,10 @@ def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: 
             _check_whole_numbers(value, path)
         inner = section_kind(hints[name])
         if inner is not None and is_number_or_section(hints[name]) and not isinstance(value, Mapping):
-            names = ", ".join(field.name for field in dataclasses.fields(inner))
-            expected = f"expected a whole number, or a section with the keys {names}"
+            names = []
+            for field in dataclasses.fields(inner):
+                names.append(field.name)
+            expected = f"expected a whole number, or a section with the keys {', '.join(names)}"
             require(_is_whole_number(value), f"{path} is {value!r}, {expected}")
             continue
         if inner is None or value is None:
@@ -242,10 +250,9 @@ def holds_whole_numbers(hint: object) -> bool:
 
 def _check_whole_numbers(value: object, path: str) -> None:
     """Raise ConfigError unless a value is a list of whole numbers: of an entry that is none, OmegaConf names no key."""
-    entries = value if isinstance(value, list | tuple) else [value]
     is_right = isinstance(value, list | tuple)
-    for entry in entries:
-        is_right = is_right and _is_whole_number(entry)
+    if isinstance(value, list | tuple):
+        is_right = all(map(_is_whole_number, value))
     require(is_right, f"{path} is {value}, expected whole numbers\n  type for example {path}=[1,5]")
 
 
@@ -324,9 +331,11 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
     return as_json(values)
 
 
-def has_default(field: dataclasses.Field[Any], value: object) -> bool:
+def has_default(field: dataclasses.Field[object], value: object) -> bool:
     """Return whether a value is its field's default, in kind too: a seed of 0 is not a missing seed."""
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
     # To Python 0 and False are equal, and a recipe's digest tells them apart.
     return type(value) is type(default) and value == default
 
@@ -335,7 +344,9 @@ def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
     """Return the configs that a field holds: {"optim": …}, {"mixture.a": …, "mixture.b": …}, or {} for a value."""
     entries: dict[str, object] = {name: value}
     if isinstance(value, dict):
-        entries = {f"{name}.{key}": entry for key, entry in value.items()}
+        entries = {}
+        for key, entry in value.items():
+            entries[f"{name}.{key}"] = entry
     sections: dict[str, ConfigDataclass] = {}
     for path, entry in entries.items():
         if not dataclasses.is_dataclass(entry) or isinstance(entry, type):
@@ -344,8 +355,8 @@ def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
     return sections
 
 
-def as_json(values: object) -> dict[str, Any]:
-    """Return what is left of `values` after a trip through JSON: tuples are lists, paths are texts."""
+def as_json(values: object) -> dict[str, object]:
+    """Return `values` after a trip through JSON: tuples are lists, paths are texts."""
     # A manifest is read back from JSON: without the trip a tuple would differ from its own list at every resume.
     return json.loads(json.dumps(values, default=str))
 

@@ -113,7 +113,7 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
         # A run in an object store leaves nothing on storage that nodes share.
         is_shared=storage.is_shared,
         device_bytes=job.device_bytes,
-        say=telemetry.log,
+        log=telemetry.log,
     )
     return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
 

@@ -75,7 +75,7 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
         claimed=task["claimed"],
         device=device,
         is_shared=True,
-        say=said.append,
+        log=said.append,
     )
     seconds = time.monotonic() - began
     phases.close()

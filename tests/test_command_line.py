@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits"),
+        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits, folder"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
@@ -249,7 +249,7 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert main(["plan", "digits", f"run={tmp_path}"]) == 0
     assert "shards (pack" in capsys.readouterr().out
     assert main(["plan", "digit"]) == 78
-    assert "recipes that ship: cifar10, digits, table3/bit_jft300m" in capsys.readouterr().err
+    assert "recipes that ship: cifar10, digits, folder, table3/bit_jft300m" in capsys.readouterr().err
 
 
 def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):
@@ -258,7 +258,9 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
-    assert "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits" in capsys.readouterr().err
+    assert (
+        "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits, folder" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])

@@ -11,7 +11,7 @@ from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.nodes import Nodes
 from jobs.cluster.worker_group import DrainEvent, WorkerGroupError
-from jobs.context import Context
+from jobs.resolved_recipe import Context
 from pipeline.monitoring.watchdog import Place
 
 GO_ON = "run the same command again to go on"
@@ -75,14 +75,14 @@ def move(
     """
     if growth.wanted is not None and not drain_events:
         sizes.grows(growth.wanted)
-        context.say(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
+        context.log(f"growing from {world} to {growth.wanted} workers, from {restart_point(context)}")
         return
     leaving = {event.node_id: f"{event.node} ({event.why})" for event in drain_events}
     text = f"about to leave: {', '.join(leaving.values())}"
     if any(event.rank is None for event in drain_events):
         raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
     nodes.avoid(list(leaving))
-    context.say(f"{text}; moving to other nodes, from {restart_point(context)}")
+    context.log(f"{text}; moving to other nodes, from {restart_point(context)}")
 
 
 def last_step(context: Context) -> int:
@@ -107,7 +107,7 @@ def write_incident(context: Context, failure: WorkerGroupError) -> None:
             file.write(f"{clock} {failure}\n{failure.traceback}\n")
     except OSError as refused:
         # A full disk may be the incident itself: say it, and let the supervisor go on.
-        context.say(f"the incident log could not be written ({refused}): {failure}")
+        context.log(f"the incident log could not be written ({refused}): {failure}")
 
 
 def fall_back(context: Context, nodes: Nodes, failure: WorkerGroupError, sizes: Sizes, world: int) -> bool:
@@ -120,7 +120,7 @@ def fall_back(context: Context, nodes: Nodes, failure: WorkerGroupError, sizes: 
         return False
     nodes.stay_on(proven.nodes)
     start = restart_point(context)
-    context.say(f"{failure}; no commit with {world} workers: back to {proven.world} on their nodes, from {start}")
+    context.log(f"{failure}; no commit with {world} workers: back to {proven.world} on their nodes, from {start}")
     return True
 
 
@@ -150,9 +150,9 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     # What has just made a checkpoint starts at once; what makes none is perhaps waiting for a disk or a node.
     wait_s = 0.0
     if attempts_without_progress:
-        wait_s = context.cluster.backoff_s * 2 ** (attempts_without_progress - 1)
+        wait_s = context.campaign.cluster.backoff_s * 2 ** (attempts_without_progress - 1)
     remark = f" in {wait_s:.0f}s" if wait_s else ""
-    context.say(f"{failure}; restarting from {start}{remark}")
+    context.log(f"{failure}; restarting from {start}{remark}")
 
     # In small pieces, so that a signal does not have to wait for the end of the wait.
     deadline = time.monotonic() + wait_s

@@ -59,8 +59,8 @@ from jobs.cluster.recovery import (
 from jobs.cluster.worker import Task, WorkerFunction
 from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.context import Context
 from jobs.ownership import claim_attempt
+from jobs.resolved_recipe import Context
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.watchdog import Watch
 
@@ -120,7 +120,7 @@ class Attempt:
             self.end_if_stuck()
             if self.growth.wanted is None and self.growth.is_due():
                 room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
-                self.context.say(f"{room}: committing the step, to go on with more")
+                self.context.log(f"{room}: committing the step, to go on with more")
             is_moved = bool(self.group.drain_events) or self.growth.wanted is not None
             if is_moved or self.context.stopping():
                 self.request_stop()
@@ -152,7 +152,7 @@ class Attempt:
         if slow is not None:
             rank, share = slow
             node = self.group.node_names[rank]
-            self.context.say(
+            self.context.log(
                 f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks"
             )
 
@@ -176,15 +176,15 @@ def supervise(
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
-    nodes = nodes_of(context.cluster)
-    failures = FailuresInARow(context.cluster.max_restarts)
+    nodes = nodes_of(context.campaign.cluster)
+    failures = FailuresInARow(context.campaign.cluster.max_restarts)
     sizes = Sizes(worlds)
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        run = context.storage.address()
-        world = nodes.reserve(run, sizes.open_worlds(), context.say, partial(end_if_asked, context))
+        run = context.campaign.storage.address()
+        world = nodes.reserve(run, sizes.open_worlds(), context.log, partial(end_if_asked, context))
         sizes.begins(world)
-        cluster = dataclasses.replace(context.cluster, workers=world)
+        cluster = dataclasses.replace(context.campaign.cluster, workers=world)
         growth = Growth(
             sizes.larger_than(world), cluster.patience_s, nodes.room, partial(last_step, context), sizes.not_before
         )
@@ -192,14 +192,14 @@ def supervise(
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context)
         context.check_owned()
-        number = claim_attempt(context.storage, context.directory.name)
+        number = claim_attempt(context.campaign.storage, context.directory.name)
         task = make_task(number)
         folder = attempt_folder(context.directory, number)
         folder.mkdir(parents=True)
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
-        group = WorkerGroup(nodes, cluster, folder, is_shared=context.storage.is_shared)
+        group = WorkerGroup(nodes, cluster, folder, is_shared=context.campaign.storage.is_shared)
         companion = accompany(task, folder, cluster)
         attempt = Attempt(context, number, group, watch, growth, companion, can_commit)
         try:

@@ -28,7 +28,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
 from data.sources.tars import tars
-from jobs.commands.weights import load, refuse_missing, verified
+from jobs.commands.weights import load, refuse_missing, verify
 from models import analysis
 from models.positions import ADDED
 from models.vit import ViTConfig
@@ -60,7 +60,8 @@ class Inside:
 def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
     """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
     refuse_missing(weights)
-    verification = verified(weights)
+    verification: list[str] = []
+    verify(weights, verification.append)
     model = load(weights, {}).to(device())
     try:
         config: ViTConfig = analysis.vit_of(model).config

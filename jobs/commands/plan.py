@@ -8,8 +8,9 @@
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-1. Each stage gets its lines; a trained one is a `TrainedStage`, which works out batch, data, compute, memory and time.
-2. What those came to makes the first three lines.
+1. Each stage gets its lines (`Plan.describe`); a trained one is a `TrainedStage`, which works out batch, data, compute,
+   memory and time.
+2. Their sums make the first three lines (`Plan.sum_up`).
 
 Time is that of trials on the cluster (`python -m jobs trial`), or an estimate, which is labelled as one. Nothing is
 started or written. What is not there yet (data, weights) is named, and the lines that need it are left out; then the
@@ -17,7 +18,7 @@ command ends as `run` would, with exit code 65, or with 0 where `--without-data`
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import models
@@ -25,15 +26,14 @@ from data.decoder import images_per_cpu_s
 from data.errors import ConfigError
 from data.files import memory_text
 from data.index.index import Index
+from data.index.names import some
 from data.mixture import shares as shares_of
-from jobs.cluster_config import ClusterConfig
 from jobs.commands.trial import trial_key
-from jobs.context import index_if_made, reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
 from jobs.recipe.choices import resolve_sweep
 from jobs.recipe.render import choice_text
-from jobs.resolved_recipe import Available, Campaign, Stage
+from jobs.resolved_recipe import Available, Campaign, Stage, index_if_made, reference
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
@@ -67,7 +67,7 @@ TRY = "python -m jobs trial RECIPE"
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Says what a plan is to assume beside the recipe."""
+    """Holds the assumptions of a plan that no recipe has."""
 
     gpu: str | None = None  # a key of GPUS, for an estimate and for whether it fits
     price: float | None = None  # of a worker and an hour
@@ -90,86 +90,170 @@ def plan(
     """Return the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
     campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
-    lines = [
+    workers = str(cluster.most)
+    if cluster.least < cluster.most:
+        workers = f"{cluster.least} to {cluster.most}"
+    made = Plan(campaign, assumed, log or (lambda _: None))
+    made.lines += [
         "",
         f"run directory  {campaign.place}",
-        f"cluster        {workers_text(cluster)} workers ({cluster.backend})",
+        f"cluster        {workers} workers ({cluster.backend})",
     ]
-    # Stages come parents first: when one is judged, it is known whether those that it reads would run.
-    would_run: set[str] = set()
-    to_train: list[TrainedStage] = []
     for stage in campaign.stages:
-        if campaign.done(stage) is None:
-            would_run.add(stage.name)
-        lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {why(campaign, stage, would_run)}"]
-        lines += stage_lines(campaign, stage)
+        made.describe(stage)
+    made.sum_up()
+    return [*made.first_lines, *made.lines]
+
+
+@dataclass
+class Plan:
+    """Collects the lines of all stages, parents first, and then the first three lines, which are about all of them."""
+
+    campaign: Campaign
+    assumed: Assumptions
+    log: Callable[[str], None]  # hears of waits
+    first_lines: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    would_run: set[str] = field(default_factory=set)  # names of stages that have not finished
+    to_train: "list[TrainedStage]" = field(default_factory=list)
+
+    def describe(self, stage: Stage) -> None:
+        """Add the lines of a stage; those that it reads have been described before."""
+        campaign = self.campaign
+        is_done = campaign.done(stage) is not None
+        # 1. Whether it would be skipped, resumed or run, and the reason.
+        if is_done:
+            status = "finished, would be skipped"
+        elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
+            status = "half done, would be resumed from its newest checkpoint"
+        # Without --fresh the command has ended before this (jobs/recipe/validate.py).
+        elif changes_since_half_done(campaign, stage):
+            status = "half done with another config, would start over"
+        else:
+            status = "would run"
+            # It ran once with other inputs: a stage before it has changed.
+            if any(campaign.run.glob(f"{stage.name}-*/done.json")):
+                for value in stage.parents.values():
+                    link = reference(value)
+                    if link is not None and link[0] in self.would_run:
+                        status = f"would run again, because {link[0]} would"
+                        break
+        self.lines += ["", f"{stage.name} ({stage.kind.name}, key {stage.key[:8]}): {status}"]
+        if not is_done:
+            self.would_run.add(stage.name)
+
+        # 2. What it reads and lacks, and its model.
+        for part, value in stage.parents.items():
+            # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
+            if stage.kind is not sweep.KIND and part not in stage.chosen:
+                self.lines.append(f"  reads   {part} = {value}")
+        if stage.model is not None:
+            model = stage.model
+            size = "×".join(str(side) for side in model.image_size)
+            self.lines.append(
+                f"  model   {model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} "
+                f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs an image"
+            )
+        # What a finished stage was made from is needed no more.
+        if not is_done:
+            for message in stage.missing:
+                self.lines.append(f"  MISSING {message}")
+
+        # 3. What sweeps have chosen for it, or, of the table of a sweep, what it will be made of.
+        for part in stage.chosen:
+            self.lines.append(f"  chosen  {part}: {choice_text(campaign, stage, part)}")
+        if len(stage.known) < len(stage.chosen):
+            self.lines.append("  chosen  until then the lines below have the first of these values")
+        if stage.kind is sweep.KIND:
+            cfg: sweep.Config = stage.config
+            rows = {run.row for run in cfg.runs.values()}
+            line = f"  table   {len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}"
+            if cfg.chooses:
+                line += f": chooses {sweep.TIES}"
+            self.lines.append(line)
+
+        # 4. Which names its classes have, and whose labels are taken on trust.
+        names, nameless = class_names.known_names(stage, Available(campaign))
+        if names:
+            self.lines.append(f"  names   {some(names)}")
+        if nameless:
+            self.lines.append(f"  names   none in {', '.join(nameless)}: labels are taken on trust")
+
+        # 5. What its training takes.
         if stage.kind.trains:
-            trained = TrainedStage(campaign, stage, assumed, log or (lambda _: None))
+            trained = TrainedStage(campaign, stage, self.assumed, self.log)
             trained.work_out()
-            lines += [f"  {line}" for line in trained.lines]
-            if stage.name in would_run:
-                to_train.append(trained)
-    return [*first_lines(to_train, assumed), *lines]
+            for line in trained.lines:
+                self.lines.append(f"  {line}")
+            if not is_done:
+                self.to_train.append(trained)
 
+    def sum_up(self) -> None:
+        """Write whether all that is still to be trained fits, how long it takes, and how much it costs."""
+        stages = self.to_train
+        if not stages:
+            self.first_lines = [
+                "fits    nothing is left to train",
+                "time    no time of training",
+                "cost    no worker-hours of training",
+            ]
+            return
+        # 1. What the stages come to together.
+        largest = stages[0]  # that needs the most
+        too_large = []
+        not_traced = []
+        timed = []
+        untimed = []
+        least_s = most_s = least_hours = most_hours = failures = 0.0
+        for stage in stages:
+            if stage.device_bytes > largest.device_bytes:
+                largest = stage
+            if not stage.fits:
+                too_large.append(stage.name)
+            elif not stage.device_bytes:
+                not_traced.append(stage.name)
+            if not stage.most_s:
+                untimed.append(stage.name)
+                continue
+            timed.append(stage)
+            failures += stage.failures
+            least_s += stage.least_s
+            most_s += stage.most_s
+            least_hours += stage.least_s * stage.world / HOUR_S
+            most_hours += stage.most_s * stage.world / HOUR_S
 
-def first_lines(stages: "Sequence[TrainedStage]", assumed: Assumptions) -> list[str]:
-    """Return whether all fits, how long it takes and how much it costs, of the stages that are still to be trained."""
-    if not stages:
-        return [
-            "fits    nothing is left to train",
-            "time    no time of training",
-            "cost    no worker-hours of training",
-        ]
-    # 1. What the stages come to together.
-    largest = stages[0]  # that needs the most
-    too_large = []
-    not_traced = []
-    timed = []
-    untimed = []
-    least_s = most_s = least_hours = most_hours = failures = 0.0
-    for stage in stages:
-        if stage.device_bytes > largest.device_bytes:
-            largest = stage
-        if not stage.fits:
-            too_large.append(stage.name)
-        elif not stage.device_bytes:
-            not_traced.append(stage.name)
-        if not stage.most_s:
-            untimed.append(stage.name)
-            continue
-        timed.append(stage)
-        failures += stage.failures
-        least_s += stage.least_s
-        most_s += stage.most_s
-        least_hours += stage.least_s * stage.world / HOUR_S
-        most_hours += stage.most_s * stage.world / HOUR_S
+        # 2. Whether they fit: the largest decides.
+        fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
+        if too_large:
+            fits = f"NO: of {', '.join(too_large)} a worker needs more than there is"
+        elif not largest.device_bytes:
+            fits = "not known"
+        elif largest.limit:
+            fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
+        elif largest.is_gpu:
+            fits = f"not known: {fits}; cluster.gpu_memory_gb=…, or --gpu, says what there is"
+        else:
+            fits = f"not known: {fits} of its node's"
+        if not_traced:
+            fits += f"; of {', '.join(not_traced)} it is not known"
 
-    # 2. Whether they fit: the largest decides.
-    fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
-    if too_large:
-        fits = f"NO: of {', '.join(too_large)} a worker needs more than there is"
-    elif not largest.device_bytes:
-        fits = "not known"
-    elif largest.limit:
-        fits = f"yes: {fits} of {memory_text(largest.limit)} ({largest.limit_source})"
-    elif largest.is_gpu:
-        fits = f"not known: {fits}; cluster.gpu_memory_gb=…, or --gpu, says what there is"
-    else:
-        fits = f"not known: {fits} of its node's"
-    if not_traced:
-        fits += f"; of {', '.join(not_traced)} it is not known"
-
-    # 3. How long and how much: a range where one of them is estimated.
-    if not timed:
-        return [f"fits    {fits}", f"time    not known: {stages[0].no_time}", "cost    not known without the time"]
-    time = f"{span(least_s, most_s)} for {counted(len(timed), 'trained stage')}"
-    if least_s < most_s:
-        time = f"ESTIMATE, not measured: {time}, without saves and failures"
-    elif assumed.mtbf_hours is not None:
-        time += f" with {failures:.1f} failures"
-    if untimed:
-        time += f"; NOT known of {', '.join(untimed)}"
-    return [f"fits    {fits}", f"time    {time}", f"cost    {bill(least_hours, most_hours, assumed.price)}"]
+        # 3. How long and how much: a range where one of them is estimated.
+        if not timed:
+            self.first_lines = [
+                f"fits    {fits}",
+                f"time    not known: {stages[0].no_time}",
+                "cost    not known without the time",
+            ]
+            return
+        time = f"{span(least_s, most_s)} for {counted(len(timed), 'trained stage')}"
+        if least_s < most_s:
+            time = f"ESTIMATE, not measured: {time}, without saves and failures"
+        elif self.assumed.mtbf_hours is not None:
+            time += f" with {failures:.1f} failures"
+        if untimed:
+            time += f"; NOT known of {', '.join(untimed)}"
+        cost = bill(least_hours, most_hours, self.assumed.price)
+        self.first_lines = [f"fits    {fits}", f"time    {time}", f"cost    {cost}"]
 
 
 def span(least_s: float, most_s: float) -> str:
@@ -191,65 +275,6 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
     if price is None:
         return f"{hours} worker-hours (--price 2.5 says what they cost)"
     return f"{hours} worker-hours, {money} at {price:g} each"
-
-
-def stage_lines(campaign: Campaign, stage: Stage) -> list[str]:
-    """Describe what a stage reads and lacks, its model, what was chosen for it, and what its classes are called."""
-    lines = []
-    for part, value in stage.parents.items():
-        # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-        if stage.kind is not sweep.KIND and part not in stage.chosen:
-            lines.append(f"  reads   {part} = {value}")
-    if stage.model is not None:
-        model = stage.model
-        size = "×".join(str(side) for side in model.image_size)
-        lines.append(
-            f"  model   {model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} parameters, "
-            f"{models.macs_of(model) / 1e9:.3f} GMACs an image"
-        )
-    # What a finished stage was made from is needed no more.
-    if campaign.done(stage) is None:
-        for message in stage.missing:
-            lines.append(f"  MISSING {message}")
-    for part in stage.chosen:
-        lines.append(f"  chosen  {part}: {choice_text(campaign, stage, part)}")
-    if len(stage.known) < len(stage.chosen):
-        lines.append("  chosen  until then the lines below have the first of these values")
-    if stage.kind is sweep.KIND:
-        # What the table of a sweep will be made of, and what it is for.
-        cfg = stage.config
-        rows = {run.row for run in cfg.runs.values()}
-        line = f"  table   {len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}"
-        if cfg.chooses:
-            line += f": chooses {sweep.TIES}"
-        lines.append(line)
-    for line in class_names.lines(stage, Available(campaign)):
-        lines.append(f"  {line}")
-    return lines
-
-
-def workers_text(cluster: ClusterConfig) -> str:
-    if cluster.least == cluster.most:
-        return str(cluster.most)
-    return f"{cluster.least} to {cluster.most}"
-
-
-def why(campaign: Campaign, stage: Stage, would_run: set[str]) -> str:
-    """Say whether a stage would be skipped, resumed or run, and the reason."""
-    if campaign.done(stage) is not None:
-        return "finished, would be skipped"
-    if any((campaign.directory(stage) / "checkpoints").glob("step-*")):
-        return "half done, would be resumed from its newest checkpoint"
-    # Without --fresh the command has ended before this (jobs/recipe/validate.py).
-    if changes_since_half_done(campaign, stage):
-        return "half done with another config, would start over"
-    # It ran once with other inputs: what changed is a stage before it.
-    ran_before = any(campaign.run.glob(f"{stage.name}-*/done.json"))
-    for value in stage.parents.values():
-        link = reference(value)
-        if ran_before and link is not None and link[0] in would_run:
-            return f"would run again, because {link[0]} would"
-    return "would run"
 
 
 # ------------------------------------------------------------------------------------------------ a trained stage
@@ -293,7 +318,10 @@ class TrainedStage:
         self.sets: list[TrainingSet] = []
         for name, (path, weight) in self.cfg.data.sets().items():
             self.sets.append(TrainingSet(name, index_if_made(self.campaign.resolve(path) or ""), weight))
-        self.indexes = [part.index for part in self.sets if part.index is not None]
+        self.indexes = []
+        for part in self.sets:
+            if part.index is not None:
+                self.indexes.append(part.index)
         self.all_there = len(self.indexes) == len(self.sets)
 
     def work_out(self) -> None:
@@ -327,11 +355,12 @@ class TrainedStage:
         if self.stage.model is None:
             self.lines.append("model   not known: the weights that it starts from are missing")
             return
-        whole = models.training_flops(self.stage.model, self.steps * cfg.batch_size)
+        self.model = self.stage.model
+        whole = models.training_flops(self.model, self.steps * cfg.batch_size)
         self.flops = whole
         if cfg.thinning.is_on:
-            in_order = phases(cfg.thinning, self.steps, self.stage.model)
-            self.flops = flops_of(in_order, self.stage.model, range(self.steps), cfg.batch_size)
+            in_order = phases(cfg.thinning, self.steps, self.model)
+            self.flops = flops_of(in_order, self.model, range(self.steps), cfg.batch_size)
             share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
             self.lines.append(f"compute {self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
             for phase in in_order:
@@ -353,7 +382,7 @@ class TrainedStage:
         self.describe_memory()
         # With the tuning of the user's own DeepSpeed file in it.
         tuned = engine_settings(cfg, micro_batches)["zero_optimization"]
-        summed = reduction_line(tuned, models.parameters_of(self.stage.model), self.world, cfg.exact_parts)
+        summed = reduction_line(tuned, models.parameters_of(self.model), self.world, cfg.exact_parts)
         if summed:
             self.lines.append(f"sums    {summed}")
         self.describe_time()
@@ -401,11 +430,11 @@ class TrainedStage:
         measured = None
         for index in self.indexes:
             if not index.remote:
-                measured = images_per_cpu_s(index, max(self.stage.model.image_size), cfg.data.augment)
+                measured = images_per_cpu_s(index, max(self.model.image_size), cfg.data.augment)
                 break
         rate = measured or CPU_RATE
         source = "measured here on this set" if measured else "assumed; the set is not here to measure"
-        needed = GPU_FLOPS / models.training_flops(self.stage.model, 1)  # images a second that a GPU takes
+        needed = GPU_FLOPS / models.training_flops(self.model, 1)  # images a second that a GPU takes
         cores = math.ceil(needed / rate)
         line = (
             f"feed    a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
@@ -442,8 +471,8 @@ class TrainedStage:
             self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
         self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
         try:
-            self.cfg = cfg = memory.with_blocks(cfg, self.stage.model, is_gpu=has_gpu)
-            need = memory.memory_need(cfg, self.stage.model, self.fewest, is_gpu=has_gpu)
+            self.cfg = cfg = memory.with_blocks(cfg, self.model, is_gpu=has_gpu)
+            need = memory.memory_need(cfg, self.model, self.fewest, is_gpu=has_gpu)
         except TraceFailed as error:
             self.lines.append(f"memory  not known: {error}")
             return

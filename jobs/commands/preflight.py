@@ -1,15 +1,15 @@
-"""The work of `patchline preflight RECIPE`: before a campaign starts, see whether its cluster can carry it.
+"""The work of `patchline preflight RECIPE`: before a campaign starts, check whether its cluster can carry it.
 
     OK   workers     2 on 2 nodes (h0: 0, h1: 1), on cpu
     FAIL run folder  not shared: worker 1 on h1 does not see what the driver has written
          → give the run a directory on storage that every node mounts at the same path: run=/shared/NAME
 
-1. Say what the recipe will ask: sets, bytes of gradients and checkpoints, GPUs.
+1. Collect the requirements of the recipe: sets, bytes of gradients and checkpoints, GPUs.
 2. Start the recipe's own worker group once, with a function that measures and trains nothing (pipeline/preflight);
    meanwhile answer in the run directory, so that the nodes know that the driver sees what they write there.
-3. Look at the nodes that have no worker of this group: an attempt may move there.
-4. Compare what they report with what the recipe asks (preflight_checks.py). What `plan` and `run` check of the recipe
-   comes first, as they say it (jobs/recipe/validate.py).
+3. Run the same on the nodes that have no worker of this group: an attempt may move there.
+4. Compare the reports with the requirements (preflight_checks.py). The checks that `plan` and `run` make of the recipe
+   come first (jobs/recipe/validate.py).
 
 Of the run nothing is changed: a folder in its directory is made and deleted. The exit code is 0 without a FAIL, else
 that of the first one.
@@ -26,17 +26,17 @@ import models
 from data.errors import ExitCode, PatchlineError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
-from jobs.commands.plan import GPU_FLOPS, workers_text
-from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
-from jobs.context import index_if_made
+from jobs.commands.plan import GPU_FLOPS
+from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
-from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage
+from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import warn_of_unused_gpus
 from jobs.run.temporary_run import temporary_run
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
@@ -48,17 +48,19 @@ LARGEST_ALL_REDUCE = 2**28  # bytes
 SMALLEST_ALL_REDUCE = 2**20
 
 
-def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
-    """Print a line for everything that was looked at; return the exit code."""
+def preflight(campaign: Campaign, log: Callable[[str], None]) -> int:
+    """Log a line for every check; return the exit code."""
     began = time.monotonic()
     cluster = campaign.cluster
-    workers = workers_text(cluster) + (" worker" if cluster.most == 1 else " workers")
-    say(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
+    workers = counted(cluster.most, "worker")
+    if cluster.least < cluster.most:
+        workers = f"{cluster.least} to {workers}"
+    log(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     results = validate_all(campaign, campaign.stages)
     try:
-        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), say, do_nothing)
+        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), log, do_nothing)
         requirements = requirements_of(campaign, world)
-        report, silent = look_everywhere(campaign, requirements, world)
+        report, silent = measure_everywhere(campaign, requirements, world)
         results += check_report(report, requirements)
         for node, why in silent.items():
             remedy = "look at that node, or take it out of the cluster: an attempt may move there"
@@ -66,23 +68,29 @@ def preflight(campaign: Campaign, say: Callable[[str], None]) -> int:
     except (PatchlineError, WorkerGroupError, OSError) as error:
         failure = CheckResult.of(error, "workers")
         # A worker that died has no exit code of its own.
-        code = ExitCode.UNAVAILABLE if failure.exit_code == ExitCode.INTERNAL else failure.exit_code
+        code = failure.exit_code
+        if code == ExitCode.INTERNAL:
+            code = ExitCode.UNAVAILABLE
         results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
 
-    for line in shown(results):
-        say(line)
-    counts = Counter(result.level for result in results)
-    say(
+    for result in results:
+        log(f"{result.level:4} {result.subject:11} {result.text}")
+        if result.remedy:
+            log(f"     → {' '.join(result.remedy.split())}")
+    counts: Counter[str] = Counter()
+    code = ExitCode.DONE  # of the first FAIL
+    for result in results:
+        counts[result.level] += 1
+        if result.level == "FAIL" and code == ExitCode.DONE:
+            code = result.exit_code
+    log(
         f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "
         f"{time.monotonic() - began:.1f} s"
     )
-    for result in results:
-        if result.level == "FAIL":
-            return result.exit_code
-    return ExitCode.DONE
+    return code
 
 
-# ------------------------------------------------------------------------ what the recipe asks
+# ------------------------------------------------------------------------ requirements
 
 
 def worlds_of_all(campaign: Campaign) -> list[int]:
@@ -99,29 +107,30 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
         if not first:
             first = list(allowed)
             common = list(allowed)
-        common = [world for world in common if world in allowed]
+        common = sorted(set(common).intersection(allowed), reverse=True)
     # Where all have finished, nothing asks for a number.
     return common or first or list(range(campaign.cluster.most, campaign.cluster.least - 1, -1))
 
 
 def requirements_of(campaign: Campaign, world: int) -> Requirements:
-    """Say what the stages that have not finished will ask of `world` workers, as far as it is known before they run."""
+    """Return the requirements of the stages that have not finished, as far as they are known before they run."""
     cluster = campaign.cluster
     stages = []
     sets: dict[str, float | None] = {}
-    not_made = []
+    not_made: set[str] = set()
     for stage in campaign.stages:
         if campaign.done(stage) is not None:
             continue
         if stage.kind.trains and stage.model is not None:
             stages.append(stage_requirements(campaign, stage, world))
+        # A set is read as fast as a GPU computes on its images; with CPUs the rate is not known.
         for value, reads in stage.kind.inputs_of(stage.config).values():
             if reads is not Reads.SET:
                 continue
             path = campaign.resolve(value) or ""
             index = index_if_made(path)
             if index is None:
-                not_made.append(path)
+                not_made.add(path)
                 continue
             rate = None
             if cluster.gpus_per_worker and stage.model is not None and index.samples:
@@ -138,20 +147,25 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         sets=sets,
         # A run in an object store leaves nothing on storage that nodes share.
         is_shared=campaign.storage.is_shared,
-        not_made=sorted(set(not_made)),
+        not_made=sorted(not_made),
         unused_gpus=unused_gpus,
     )
 
 
 def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) -> StageRequirements:
-    """Say what a trained stage will ask of workers, links and the disk."""
+    """Return the requirements of a trained stage: of workers, links and the disk."""
     cfg: TrainConfig = stage.config
     cluster = campaign.cluster
+    model = stage.model
+    assert model is not None, "of stages whose model is known"
     allowed = allowed_worlds(cfg, cluster)
     # The largest that the stage allows among so many workers as are measured.
-    world = max([size for size in allowed if size <= measured_world], default=allowed[-1])
+    world = allowed[-1]
+    for size in allowed:
+        if size <= measured_world:
+            world = max(world, size)
     arithmetic = batch_arithmetic(cfg, world)
-    parameters = models.parameters_of(stage.model)
+    parameters = models.parameters_of(model)
     # ZeRO 2 and 3 sum after every micro-batch, because no worker keeps a whole gradient; 3 also gathers the weights,
     # half as much again (Rajbhandari et al. 2020, section 7).
     reductions = 1.0
@@ -162,21 +176,21 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
     compute_s = None
     if cluster.gpus_per_worker:
         gpus = world * cluster.gpus_per_worker
-        compute_s = models.training_flops(stage.model, cfg.batch_size) / (gpus * GPU_FLOPS)
+        compute_s = models.training_flops(model, cfg.batch_size) / (gpus * GPU_FLOPS)
     is_gpu = cluster.gpus_per_worker > 0
     memory_bytes = None
     with suppress(TraceFailed):
-        memory_bytes = memory_need(cfg, stage.model, world, is_gpu=is_gpu).device_bytes
-    checkpoint = checkpoint_bytes(cfg, stage.model)
+        memory_bytes = memory_need(cfg, model, world, is_gpu=is_gpu).device_bytes
+    checkpoint = checkpoint_bytes(cfg, model)
     checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
-    disk_bytes, _ = bytes_to_come(cfg, stage.model, checkpoints)
+    disk_bytes, _ = bytes_to_come(cfg, model, checkpoints)
     return StageRequirements(
         name=stage.name,
         gradient_bytes=parameters * BYTES_FP32,  # summed in fp32, whatever computes (pipeline.engine.settings)
         reductions=reductions,
         compute_s=compute_s,
         memory_bytes=memory_bytes,
-        snapshot_bytes=snapshot_bytes(cfg, stage.model, world, is_gpu=is_gpu),
+        snapshot_bytes=snapshot_bytes(cfg, model, world, is_gpu=is_gpu),
         checkpoint_bytes=checkpoint,
         disk_bytes=disk_bytes,
     )
@@ -185,16 +199,18 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
 # ------------------------------------------------------------------------ the workers and the other nodes
 
 
-def look_everywhere(
+def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
 ) -> tuple[PreflightReport, Mapping[str, str]]:
-    """Run a worker group of `world` workers once, then look at the nodes that have none, and answer meanwhile.
+    """Run a worker group of `world` workers once, then the nodes that have none, and answer meanwhile.
 
-    Returns what was found out, and why a node told nothing, by its name. Raises ClusterError, WorkerGroupError, and
+    Returns the reports, and by the name of a node why it sent none. Raises ClusterError, WorkerGroupError, and
     OSError where the run directory cannot be written.
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
-    largest = max((stage.gradient_bytes for stage in requirements.stages), default=0)
+    largest = 0
+    for stage in requirements.stages:
+        largest = max(largest, stage.gradient_bytes)
     with temporary_run(campaign.run) as folder:
         shared = folder / "shared"
         shared.mkdir()
@@ -214,11 +230,13 @@ def look_everywhere(
                 directory=folder / "preflight" / "attempts",
                 is_shared=requirements.is_shared,
             )
-            found_out = cast(PreflightReport, report)
+            measured = cast(PreflightReport, report)
             silent: Mapping[str, str] = {}
             if cluster.backend == "ray":
                 from jobs.cluster.spare_nodes import run_on_spare_nodes  # ray takes seconds to import
 
-                used = {worker["identity"]["node"] for worker in found_out["workers"]}
-                found_out["spares"], silent = run_on_spare_nodes(look_at_node, task, used, cluster.start_timeout_s)
-    return found_out, silent
+                used = set()
+                for worker in measured["workers"]:
+                    used.add(worker["identity"]["node"])
+                measured["spares"], silent = run_on_spare_nodes(look_at_node, task, used, cluster.start_timeout_s)
+    return measured, silent

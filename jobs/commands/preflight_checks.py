@@ -1,4 +1,4 @@
-"""The checks of a preflight: what nodes and workers have reported against what the campaign will ask of them.
+"""The checks of a preflight: the reports of nodes and workers against the requirements of the campaign.
 
 In:  a PreflightReport (pipeline/preflight/worker.py), and the campaign's Requirements
 Out: OK   clocks      within 3 ms of the driver's, give or take 4 ms
@@ -8,8 +8,8 @@ Out: OK   clocks      within 3 ms of the driver's, give or take 4 ms
 Nothing here measures, reads or waits: the same reports have the same results.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,8 @@ from data.errors import ExitCode
 from data.files import memory_text, size_text
 from jobs.resolved_recipe import CheckResult
 from pipeline.monitoring.telemetry import counted, milliseconds
-from pipeline.preflight.identity import and_more, named, other_code, other_devices, other_packages
+from pipeline.preflight.folder import FolderReport
+from pipeline.preflight.identity import Identity, named, other_code, other_devices, other_packages
 from pipeline.preflight.network import Network, PairTime
 from pipeline.preflight.start import SKEW_S
 from pipeline.preflight.worker import PreflightReport
@@ -82,14 +83,17 @@ class Checks:
         self.workers = report["workers"]
         self.network = report["network"]
         self.requirements = requirements
-        # Nodes without a worker are looked at too: an attempt may move there.
+        # Nodes without a worker are checked too: an attempt may move there.
         self.everywhere = [*report["workers"], *report["spares"]]
-        self.identities = [place["identity"] for place in self.everywhere]
-        self.folders = []  # each node once, with what it says of the run's folder
+        self.identities: list[Identity] = []
+        self.folders: list[tuple[Identity, FolderReport]] = []  # each node once, with its report of the run's folder
         for place in self.everywhere:
+            self.identities.append(place["identity"])
             if place["folder"] is not None:
                 self.folders.append((place["identity"], place["folder"]))
-        self.workers_on = Counter(worker["identity"]["node"] for worker in self.workers)
+        self.workers_on: Counter[str] = Counter()  # by node
+        for worker in self.workers:
+            self.workers_on[worker["identity"]["node"]] += 1
         self.results: list[CheckResult] = []
 
     def add(
@@ -101,18 +105,24 @@ class Checks:
         code: ExitCode = ExitCode.UNAVAILABLE,
     ) -> None:
         """Keep a result; `code` is of a FAIL."""
-        self.results.append(CheckResult(level, subject, text, remedy, code if level == "FAIL" else ExitCode.DONE))
+        if level != "FAIL":
+            code = ExitCode.DONE
+        self.results.append(CheckResult(level, subject, text, remedy, code))
 
     def check_group(self) -> None:
         """Check which workers lie where, on which devices, with which code and packages."""
-        identities = [worker["identity"] for worker in self.workers]
+        # Where the workers lie: the first nodes by name, with their ranks.
+        identities = self.identities[: len(self.workers)]
         ranks_of: dict[str, list[str]] = {}
         for worker in identities:
             ranks_of.setdefault(worker["node"], []).append(str(worker["rank"]))
-        nodes = ", ".join(f"{node}: {','.join(ranks)}" for node, ranks in list(ranks_of.items())[:MOST_NODES])
+        nodes = []
+        for node, ranks in list(ranks_of.items())[:MOST_NODES]:
+            nodes.append(f"{node}: {','.join(ranks)}")
         if len(ranks_of) > MOST_NODES:
-            nodes += ", …"
-        text = f"{len(identities)} on {counted(len(ranks_of), 'node')} ({nodes}), on {identities[0]['device']}"
+            nodes.append("…")
+        text = f"{len(identities)} on {counted(len(ranks_of), 'node')} ({', '.join(nodes)}), "
+        text += f"on {identities[0]['device']}"
         if identities[0]["driver"]:
             text += f", GPU driver {identities[0]['driver']}"
         spares = len(self.everywhere) - len(self.workers)
@@ -121,10 +131,11 @@ class Checks:
         differences = other_devices(identities)
         if differences:
             remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
-            self.add("WARN", "workers", f"{text}; {'; '.join(differences)}", remedy)
+            self.add("WARN", "workers", f"{text}; {'; '.join(map(str, differences))}", remedy)
         else:
             self.add("OK", "workers", text)
 
+        # The code is compared with this command's, the packages with those of rank 0.
         others = other_code(self.identities, self.requirements.code)
         if others:
             remedy = "bring the checkout of that node up to date, or take it off its PYTHONPATH; then run this again"
@@ -135,19 +146,27 @@ class Checks:
         remedy = "install there what constraints.txt pins"
         must = other_packages(self.identities, MUST_BE_EQUAL)
         should = other_packages(self.identities, SHOULD_BE_EQUAL)
-        if must or should:
-            self.add("FAIL" if must else "WARN", "versions", "; ".join(must or should), remedy)
+        if must:
+            self.add("FAIL", "versions", "; ".join(map(str, must)), remedy)
+        elif should:
+            self.add("WARN", "versions", "; ".join(map(str, should)), remedy)
         else:
-            packages = ", ".join(f"{name} {version}" for name, version in identities[0]["packages"].items())
-            self.add("OK", "versions", f"{packages}, in all workers")
+            packages = map(" ".join, identities[0]["packages"].items())
+            self.add("OK", "versions", f"{', '.join(packages)}, in all workers")
 
-        present = sum(worker["machine"]["gpus_present"] for worker in self.workers if worker["folder"] is not None)
+        # A node's GPUs are in the report of its first worker, as its folder is.
+        present = 0
+        on_cpu = []
+        for report in self.workers:
+            if report["folder"] is not None:
+                present += report["machine"]["gpus_present"]
+            if report["identity"]["device"] == "cpu":
+                on_cpu.append(report["identity"])
         asked = self.requirements.workers * self.requirements.gpus_per_worker
         text = f"{asked} asked for, {present} on the workers' nodes"
-        on_cpu = [identity for identity in identities if identity["device"] == "cpu"]
         if asked and on_cpu:
             remedy = "python -c 'import torch; print(torch.cuda.is_available())' there: driver, torch's CUDA build"
-            self.add("FAIL", "GPUs", f"{text}; {named(on_cpu[0])}{and_more(on_cpu)} computes on the CPU", remedy)
+            self.add("FAIL", "GPUs", f"{text}; {named(on_cpu[0], len(on_cpu) - 1)} computes on the CPU", remedy)
         elif self.requirements.unused_gpus:
             self.add("WARN", "GPUs", f"{text}; {self.requirements.unused_gpus[0]}")
         elif present and not asked:
@@ -161,13 +180,16 @@ class Checks:
         if network is None:
             self.add("OK", "links", "one worker: nothing is sent")
             return
-        interfaces = sorted({worker["interface"] or "the default" for worker in self.workers})
+        interfaces = set()
+        for worker in self.workers:
+            interfaces.add(worker["interface"] or "the default")
         rate = network["bytes"] / network["seconds"]
         text = (
             f"{size_text(network['bytes'])} in {milliseconds(network['seconds'])} ({size_text(round(rate))}/s), one "
-            f"number in {milliseconds(network['latency_s'])}, over {', '.join(interfaces)}"
+            f"number in {milliseconds(network['latency_s'])}, over {', '.join(sorted(interfaces))}"
         )
         self.add("OK", "all-reduce", text)
+        # What the summing of gradients costs a step, at that rate.
         for stage in self.requirements.stages:
             seconds = stage.reductions * (network["latency_s"] + stage.gradient_bytes / rate)
             text = (
@@ -189,7 +211,9 @@ class Checks:
 
     def check_pairs(self, network: Network) -> None:
         """Name the slowest pair of workers, and warn where its link is far slower than others of its kind."""
-        nodes = [worker["identity"]["node"] for worker in self.workers]
+        nodes = []  # by rank
+        for worker in self.workers:
+            nodes.append(worker["identity"]["node"])
         pairs = network["pairs"]
         which = f"all {counted(len(pairs), 'pair')} of workers"
         if not network["all_pairs"]:
@@ -205,22 +229,29 @@ class Checks:
         worst = 1.0
         for is_within in (True, False):
             kind: list[tuple[PairTime, set[str]]] = []
+            fastest_s = math.inf
             for pair in pairs:
-                nodes_of_pair = {nodes[rank] for rank in pair["ranks"]}
-                if (len(nodes_of_pair) == 1) == is_within:
-                    kind.append((pair, nodes_of_pair))
+                first, second = pair["ranks"]
+                if (nodes[first] == nodes[second]) == is_within:
+                    kind.append((pair, {nodes[first], nodes[second]}))
+                    fastest_s = min(fastest_s, pair["seconds"])
             for pair, nodes_of_pair in kind:
-                ratio = pair["seconds"] / min(other["seconds"] for other, _ in kind)
+                ratio = pair["seconds"] / fastest_s
                 if ratio > SLOW_PAIR:
                     slow.append(nodes_of_pair)
                     worst = max(worst, ratio)
         if not slow:
             self.add("OK", "links", text)
             return
+        # A node that is in all slow pairs is the one to look at.
         common = set.intersection(*slow)
-        where = f"{min(common)}'s" if len(common) == 1 else "these nodes'"
+        where = "these nodes'"
+        if len(common) == 1:
+            where = f"{min(common)}'s"
         remedy = f"look at {where} cable, switch port and routes; NCCL_SOCKET_IFNAME names another interface"
-        count = "it is" if len(slow) == 1 else f"{len(slow)} pairs are"
+        count = f"{len(slow)} pairs are"
+        if len(slow) == 1:
+            count = "it is"
         self.add("WARN", "links", f"{text}; {count} up to {worst:.0f} × as slow as the fastest of their kind", remedy)
 
     def check_folder(self) -> None:
@@ -231,9 +262,17 @@ class Checks:
             self.add("OK", "run folder", "each node's own: the run lies in an object store")
             self.add("OK", "clocks", "not measured: that takes a folder which the driver and the nodes share")
             return
-        lacks = [(who, folder) for who, folder in self.folders if folder["lacks"]]
-        unseen = [who for who, folder in self.folders if not folder["sees_driver"]]
-        unanswered = [who for who, folder in self.folders if not folder["is_answered"]]
+        # 1. Whether it is the same storage; only then do locks and links of a node tell something.
+        lacks = []
+        unseen = []
+        unanswered = []
+        for who, folder in self.folders:
+            if folder["lacks"]:
+                lacks.append((who, folder))
+            if not folder["sees_driver"]:
+                unseen.append(who)
+            if not folder["is_answered"]:
+                unanswered.append(who)
         if unseen:
             text = f"not shared: {named(unseen[0])} does not see what the driver has written"
             self.add("FAIL", "run folder", text, SHARED_RUN)
@@ -250,6 +289,7 @@ class Checks:
             text = f"the same for the driver and {counted(len(self.folders), 'node')}; locks, links, rename, fsync work"
             self.add("OK", "run folder", text)
 
+        # 2. The clock that is furthest from the driver's.
         worst_s = 0.0
         uncertainty_s = 0.0
         furthest = ""
@@ -272,24 +312,35 @@ class Checks:
 
     def check_disk(self) -> None:
         """Check the space in the run directory, and how fast it takes files, against the checkpoints to come."""
-        written = [folder for _, folder in self.folders if folder["written_bytes"]]
-        if not written:
+        free: float = math.inf
+        written_bytes = 0
+        written_s = 0.0  # all nodes wrote at the same time: a commit waits for the last of them
+        writers = 0
+        for _, folder in self.folders:
+            if not folder["written_bytes"]:
+                continue
+            writers += 1
+            free = min(free, folder["free_bytes"])
+            written_bytes += folder["written_bytes"]
+            written_s = max(written_s, folder["written_s"])
+        if not writers:
             self.add("WARN", "disk", "not measured: no node could write into the run directory")
             return
-        free = min(folder["free_bytes"] for folder in written)
-        needed = sum(stage.disk_bytes for stage in self.requirements.stages)
-        text = f"{size_text(free)} free, {size_text(needed)} needed for the checkpoints and weights to come"
+        needed = 0
+        largest = 0
+        for stage in self.requirements.stages:
+            needed += stage.disk_bytes
+            largest = max(largest, stage.checkpoint_bytes)
+        text = f"{size_text(int(free))} free, {size_text(needed)} needed for the checkpoints and weights to come"
         if free < needed:
             remedy = "make room there, lower keep, or give the run another disk: run=/elsewhere"
             self.add("FAIL", "disk", text, remedy, ExitCode.IO)
         else:
             self.add("OK", "disk", text)
 
-        # All nodes wrote at the same time; the last to finish tells what a commit waits for.
-        rate = sum(folder["written_bytes"] for folder in written) / max(folder["written_s"] for folder in written)
-        largest = max((stage.checkpoint_bytes for stage in self.requirements.stages), default=0)
+        rate = written_bytes / written_s
         text = (
-            f"{size_text(round(rate))}/s written by {counted(len(written), 'node')} at once, fsync included: "
+            f"{size_text(round(rate))}/s written by {counted(writers, 'node')} at once, fsync included: "
             f"a checkpoint of {size_text(largest)} takes about {largest / rate:.1f} s"
         )
         if largest / rate > LONG_SAVE_S:
@@ -308,7 +359,12 @@ class Checks:
         count = self.workers_on[node]
         stages = self.requirements.stages
         needed = 0
+        gpu_needed = 0
+        untraced = []
         for stage in stages:
+            gpu_needed = max(gpu_needed, stage.memory_bytes or 0)
+            if stage.memory_bytes is None:
+                untraced.append(stage.name)
             # On a GPU only the copy that a save makes lies in the host's memory.
             bytes_here = stage.snapshot_bytes
             if not self.requirements.gpus_per_worker:
@@ -316,10 +372,8 @@ class Checks:
             needed = max(needed, bytes_here * count)
         text = f"{memory_text(free)} free on {node} for {counted(count, 'worker')}, about {memory_text(needed)} needed"
         gpu_free = tightest["machine"]["gpu_memory_free"]
-        gpu_needed = max((stage.memory_bytes or 0 for stage in stages), default=0)
         if gpu_free is not None and free >= needed:
             text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
-        untraced = [stage.name for stage in stages if stage.memory_bytes is None]
         if free < needed:
             remedy = "lower micro_batch, activation_gb or data.processes, or add nodes"
             self.add("WARN", "memory", text, remedy)
@@ -340,7 +394,9 @@ class Checks:
             if free is not None and (least is None or free < least):
                 least = free
                 node = place["identity"]["node"]
-        wanted = SHM_WITH_GPUS if self.requirements.gpus_per_worker else SHM
+        wanted = SHM
+        if self.requirements.gpus_per_worker:
+            wanted = SHM_WITH_GPUS
         if least is None:
             self.add("WARN", "/dev/shm", "not there, so not measured")
         elif least < wanted:
@@ -399,13 +455,3 @@ class Checks:
             self.add("WARN", "data", text, remedy)
         else:
             self.add("OK", "data", text)
-
-
-def shown(results: Sequence[CheckResult]) -> list[str]:
-    """Return results as a terminal shows them."""
-    lines = []
-    for result in results:
-        lines.append(f"{result.level:4} {result.subject:11} {result.text}")
-        if result.remedy:
-            lines.append(f"     → {' '.join(result.remedy.split())}")
-    return lines

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
-from jobs.context import Context, index_if_made
 from jobs.recipe import class_names
-from jobs.recipe.choices import resolve_sweep
-from jobs.resolved_recipe import Available, Campaign, Stage
+from jobs.recipe.choices import resolve_sweep, with_field
+from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
 from jobs.run.temporary_run import temporary_run
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
@@ -111,37 +110,34 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         probe=ProbeConfig(),
         init=cfg.init if has_weights else None,
     )
+    # In the temporary folder "@stage" leads nowhere: the inputs are those of the campaign.
+    for field, (value, _reads) in stage.kind.inputs_of(cfg).items():
+        cfg = with_field(cfg, field.split("."), campaign.resolve(value))
 
     # 2. The steps, as `run` would have the workers take them.
     workers = counted(campaign.cluster.most, "worker")
     say(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
     with temporary_run(campaign.run) as folder:
-        directory = folder / stage.name
         remote = None
         if campaign.remote is not None:
             # Its saves go where the run's go, into a folder of their own.
             remote = f"{campaign.remote}/{folder.name}"
+        temporary = dataclasses.replace(campaign, run=folder, remote=remote)
         context = Context(
-            name=stage.name,
-            run=folder,
-            directory=directory,
-            key=stage.key,
-            cluster=campaign.cluster,
-            resolve=campaign.resolve,
-            model=stage.model,
-            say=say,
+            campaign=temporary,
+            stage=stage,
+            log=say,
             tick=steps_said(stage.name, say),
             stopping=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
-            remote=remote,
         )
-        directory.mkdir()
+        context.directory.mkdir()
         try:
             stage.kind.run(cfg, context)
-            records = read_metrics(directory, kind=None)
+            records = read_metrics(context.directory, kind=None)
         finally:
             # Nothing stays in a bucket either.
-            context.storage.delete(context.storage.list())
+            temporary.storage.delete(temporary.storage.list())
 
     # 3. What they took.
     result = Trial(

@@ -8,7 +8,7 @@ patchline export runs/digits/finetune-1a2b3c4d digits-hf --format hf
 import json
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,23 @@ UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZip
 
 
 def import_weights(
-    path: str, directory: str, overrides: Sequence[str] = (), class_list: str | None = None
-) -> list[str]:
-    """Write foreign weights into a folder that a recipe's `init:` can name; returns the report.
+    path: str,
+    directory: str,
+    log: Callable[[str], None],
+    *,
+    overrides: Sequence[str] = (),
+    class_list: str | None = None,
+) -> None:
+    """Write foreign weights into a folder that a recipe's `init:` can name; log the report when it is written.
 
-    `class_list` is a file of the class names, in the order of the outputs; else they are what the weights' own file
-    says.
+    `class_list` is a file of the class names, in the order of the outputs; without it they are those of the weights'
+    own file.
     """
     refuse_existing(directory)
     refuse_missing(path)
     changes = overrides_of(overrides)
-    verification = verified(path)
+    verification: list[str] = []
+    verify(path, verification.append)
     model = load(path, changes)
     names = class_names(path) if class_list is None else read_class_list(class_list)
     if len(names) > model.config.classes:
@@ -54,17 +60,18 @@ def import_weights(
     models.save(model, directory, writing=whole_file, class_names=names)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
     artifacts.record_weights(Path(directory), record)
-    lines = [*described(model, path), *named(model, names), *verification, *numerics(model)]
-    return [*lines, f"written  {directory}"]
+    describe(model, path, names, verification, log)
+    log(f"written  {directory}")
 
 
-def export_weights(directory: str, path: str, format: str) -> list[str]:
-    """Write our weights into a file or folder of others, read it back and compare; returns the report."""
+def export_weights(directory: str, path: str, format: str, log: Callable[[str], None]) -> None:
+    """Write our weights into a file or folder of others, read it back and compare; log the report when it is there."""
     refuse_existing(path)
     refuse_wrong_suffix(path, format)
     refuse_missing(directory)
     refuse_unfinished(Path(directory))
-    verification = verified(directory)
+    verification: list[str] = []
+    verify(directory, verification.append)
     model = load(directory, {})
     names = class_names(directory)
     config = model.config
@@ -86,15 +93,22 @@ def export_weights(directory: str, path: str, format: str) -> list[str]:
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
         artifacts.record_weights(Path(path), record)
-    lines = [*described(model, directory), *named(model, names), *verification, *numerics(model)]
+    describe(model, directory, names, verification, log)
     if names and format == "npz":
-        lines.append("INEXACT  an .npz has no place for class names")
+        log("INEXACT  an .npz has no place for class names")
     for warning in inexact:
-        lines.append(f"INEXACT  {warning.message}")
-    lines += read_back(model, exported)
+        log(f"INEXACT  {warning.message}")
+    # How the exported model differs: in its config, and in the outputs for one random image.
+    for change in differences(models.to_dict(config), models.to_dict(exported.config)):
+        log(f"becomes  {change}")
+    # Values from −1 to 1, as those of normalised images.
+    generator = torch.Generator().manual_seed(0)
+    image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
+    largest = (outputs(model, image) - outputs(exported, image)).abs().max()
+    log(f"checked  read back; outputs of one random image differ by {largest:.1e} at most")
     if format in ("timm", "hf"):
-        lines.append("open     the folder, not its tensors alone: its config.json selects the activation")
-    return [*lines, f"written  {path}"]
+        log("open     the folder, not its tensors alone: its config.json selects the activation")
+    log(f"written  {path}")
 
 
 def refuse_existing(target: str) -> None:
@@ -172,20 +186,16 @@ def overrides_of(items: Sequence[str]) -> dict[str, object]:
     return overrides
 
 
-def verified(path: str) -> list[str]:
-    """Whether weights of ours are what their maker wrote, as a line; none for foreign ones, which have no digests.
+def verify(path: str, log: Callable[[str], None]) -> None:
+    """Compare weights of ours with what their maker wrote, and log it; nothing of foreign ones, which have no digests.
 
-    Raises DataError where they are not.
+    Raises DataError where they differ.
     """
     file = Path(path)
     folder = file if file.is_dir() else file.parent
     is_ours = (folder / CONFIG).is_file() and ".npz" not in file.name
-    if not is_ours:
-        return []
-    lines: list[str] = []
-    if artifacts.check_weights(folder, lines.append).is_verified:
-        lines.append("verified the sha256 of weights.safetensors and model.json")
-    return lines
+    if is_ours and artifacts.check_weights(folder, log).is_verified:
+        log("verified the sha256 of weights.safetensors and model.json")
 
 
 def load(path: str, overrides: Mapping[str, object]) -> models.Model:
@@ -206,61 +216,49 @@ def class_names(path: str) -> tuple[str, ...]:
         raise DataError(f"cannot read the class names of {path}: {error}") from None
 
 
-def named(model: models.Model, names: Sequence[str]) -> list[str]:
-    """Say what the classes are called; where nobody knows, that their labels are taken on trust."""
-    if not model.config.classes:
-        return []
-    if not names:
-        return ["classes  without names: nobody can tell whether a set numbers them as these weights do"]
-    line = f"classes  {some(names)}"
-    if len(names) < model.config.classes:
-        line += f"; the other {model.config.classes - len(names):,} have no names"
-    return [line]
-
-
-def described(model: models.Model, path: str) -> list[str]:
-    """Say what kind of model was read, and that every tensor of it has its place."""
+def describe(
+    model: models.Model, path: str, names: Sequence[str], verification: Sequence[str], log: Callable[[str], None]
+) -> None:
+    """Log which model was read, its class names, the result of its verification, and its numerics."""
     config = model.config
+    # 1. The kind of the model. Every tensor has its place: the loader refuses files in which some are left over.
     height, width = config.image_size
     fields = []
     for name in ("width", "depth", "heads", "patch", "pool", "positions", "representation"):
         value = getattr(config, name, None)
         if value is not None:
             fields.append(f"{name} {value}")
-    return [
+    log(
         f"found    {path}: {config.family}, {height}×{width} px, {config.classes} classes, "
-        f"{models.parameters_of(config):,} parameters",
-        f"model    {'  '.join(fields)}",
-        f"mapped   {len(model.state_dict())} tensors, none missing, none unknown",
-    ]
+        f"{models.parameters_of(config):,} parameters"
+    )
+    log(f"model    {'  '.join(fields)}")
+    log(f"mapped   {len(model.state_dict())} tensors, none missing, none unknown")
 
+    # 2. The names of its classes. Without them the labels of every set are taken on trust.
+    if config.classes and not names:
+        log("classes  without names: nobody can tell whether a set numbers them as these weights do")
+    elif config.classes:
+        line = f"classes  {some(names)}"
+        if len(names) < config.classes:
+            line += f"; the other {config.classes - len(names):,} have no names"
+        log(line)
+    for line in verification:
+        log(line)
 
-def numerics(model: models.Model) -> list[str]:
-    """Say which activation and norm_eps the model has, in which the paper's code and others differ."""
-    activation = getattr(model.config, "activation", None)
-    norm_eps = getattr(model.config, "norm_eps", None)
+    # 3. The activation and norm_eps, in which the paper's code and others differ.
+    activation = getattr(config, "activation", None)
+    norm_eps = getattr(config, "norm_eps", None)
     if activation is None or norm_eps is None:
-        return []
+        return
     line = f"computes {activation}, norm_eps {norm_eps:g}"
     if (activation, norm_eps) == ("gelu_tanh", 1e-6):  # SPEC 1.1
-        return [f"{line} as the paper's code"]
-    return [f"{line}; the paper's code: gelu_tanh, 1e-06"]
+        log(f"{line} as the paper's code")
+    else:
+        log(f"{line}; the paper's code: gelu_tanh, 1e-06")
 
 
 @torch.no_grad()
-def read_back(model: models.Model, exported: models.Model) -> list[str]:
-    """Say how the exported model differs from ours: in its config, and in the outputs for one random image."""
-    config = model.config
-    lines = []
-    for change in differences(models.to_dict(config), models.to_dict(exported.config)):
-        lines.append(f"becomes  {change}")
-    # Values from −1 to 1, as those of normalised images.
-    generator = torch.Generator().manual_seed(0)
-    image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
-    largest = (outputs(model, image) - outputs(exported, image)).abs().max()
-    return [*lines, f"checked  read back; outputs of one random image differ by {largest:.1e} at most"]
-
-
 def outputs(model: models.Model, image: Tensor) -> Tensor:
     """Return the logits; of a masked model, which has none, the features."""
     config = model.config

@@ -1,27 +1,41 @@
 """A campaign: one recipe, its stages in order, one run directory.
 
 How a recipe becomes a campaign, in order (`load`):
-1. the YAML file is read, once a command, and its sections become typed stages, parents first (parse.py);
-2. each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (key.py);
-3. what sweeps have chosen already is put into the configs that wait for it (choices.py);
-4. each stage is compared with the cluster, and with the indexes that are there already (validate.py).
+1. `read_recipe` reads the YAML file, once a command.
+2. `parse` takes out `run`, `cluster` and `trackers`; any other section is a stage, whose kind is its name or its
+   `kind:`. A section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key
+   stops here. Stages are put in order: a stage that names another's output ("@stage" or "@stage/part") comes after it.
+3. Each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (key.py).
+4. The choices that sweeps have made already are put into the configs that wait for them (choices.py).
+5. Each stage is compared with the cluster, and with the indexes that are there already (validate.py).
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from data.bucket import check_store_url
+from data.checks import check_name
+from data.errors import ConfigError
 from data.files import state_folder
+from jobs.cluster_config import ClusterConfig
 from jobs.ownership import check_place
-from jobs.recipe import key
+from jobs.recipe import key, sweeps
 from jobs.recipe.choices import resolve_sweep
-from jobs.recipe.parse import parse
 from jobs.recipe.validate import refuse, validate
-from jobs.resolved_recipe import Available, Campaign, Stage
-from pipeline.config import Recipe, read_recipe, require
+from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
+from jobs.stages.kinds import KINDS
+from jobs.trackers_config import TrackersConfig
+from models.checks import did_you_mean
+from pipeline import config
+from pipeline.config import ConfigDataclass, Recipe, read_recipe, require
+
+NOT_STAGES = ("run", "cluster", "trackers")  # keys of a recipe that belong to the whole campaign
 
 
 def load(recipe: Path, overrides: list[str]) -> Campaign:
@@ -38,8 +52,12 @@ def resolve(recipe: Recipe) -> Campaign:
     for name, stage in parsed.stages.items():
         stages[name] = key.resolve(stage, stages, outside)
 
-    remote = check_store_url(parsed.run) if "://" in parsed.run else None
-    folder = Path(parsed.run).resolve() if remote is None else scratch_folder(remote, parsed.cluster.scratch)
+    # A run in an object store has a local folder as well, the same on every node.
+    remote = None
+    folder = Path(parsed.run).resolve()
+    if "://" in parsed.run:
+        remote = check_store_url(parsed.run)
+        folder = scratch_folder(remote, parsed.cluster.scratch)
     campaign = Campaign(folder, parsed.cluster, tuple(stages.values()), parsed.trackers, remote)
     check_place(campaign.run)
     for stage in campaign.stages:
@@ -66,3 +84,104 @@ def scratch_folder(remote: str, base: str) -> Path:
     if base:
         return Path(base).expanduser().resolve() / name
     return (state_folder() / "runs" / name).resolve()
+
+
+# ------------------------------------------------------------------------ sections
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A recipe whose sections are typed."""
+
+    run: str  # a path, or the URL of a run in an object store
+    cluster: ClusterConfig
+    trackers: TrackersConfig
+    stages: Mapping[str, Stage]  # by name, parents first; without inputs, models and keys
+
+
+def parse(recipe: Recipe) -> Parsed:
+    """Return the typed sections of a recipe. Raises ConfigError, which names the key."""
+    run = recipe.values.get("run", recipe.default_run)
+    # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
+    require(run not in (None, ""), f"run is empty, expected a folder\n  type run={recipe.default_run}")
+    require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
+    # A `~` that is left names a user without a home here; a folder of this name would be no home either.
+    require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
+    cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
+    trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
+
+    sections = dict(recipe.values)
+    for name in NOT_STAGES:
+        sections.pop(name, None)
+    require(bool(sections), f"{recipe.source} names no stage; known kinds: {', '.join(KINDS)}")
+    stages = {}
+    for name, written in sweeps.expand(sections, read_section).items():
+        kind, stage_config = read_section(name, written.values)
+        stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
+    return Parsed(run, cluster, trackers, in_order(stages))
+
+
+def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass]:
+    """Return the kind of a stage's section, and its config, an instance of the kind's config."""
+    check_name(name, "a stage", "rename it, and what reads it as @stage")
+    hint = ""
+    if name not in KINDS:
+        hint = did_you_mean(name, KINDS)
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"{name} is {section!r}, expected a stage's section{hint}\n"
+            f"  take {name} out of the recipe, or give it keys: {name}.kind=…"
+        )
+    values = dict(section)
+    kind_name = values.pop("kind", name)
+    kinds = ", ".join(KINDS)
+    require(isinstance(kind_name, str), f"{name}.kind is {kind_name!r}, expected one of {kinds}")
+    if kind_name not in KINDS and "kind" in section:
+        raise ConfigError(f"{name}.kind is {kind_name!r}, expected one of {kinds}{did_you_mean(kind_name, KINDS)}")
+    if kind_name not in KINDS:
+        nearest = did_you_mean(kind_name, [*KINDS, *NOT_STAGES])
+        raise ConfigError(f"unknown stage or key {kind_name!r}{nearest}; or give the section a kind: {kinds}")
+
+    # The defaults of a kind name its length in steps or in passes; a recipe may use the other way.
+    if "steps" in values:
+        values.setdefault("passes", None)
+    if "passes" in values:
+        values.setdefault("steps", None)
+    kind = KINDS[kind_name]
+    return kind, config.build(kind.config, values, name, kind.defaults)
+
+
+def in_order(stages: Mapping[str, Stage]) -> dict[str, Stage]:
+    """Return the stages by name: each after the stages that it reads, otherwise in the recipe's order."""
+    reads: dict[str, set[str]] = {}
+    for name, stage in stages.items():
+        reads[name] = set()
+        values = dict(stage.chosen)
+        for field, (value, _reads) in stage.kind.inputs_of(stage.config).items():
+            values.setdefault(field, value)
+        for field, value in values.items():
+            link = reference(value)
+            if link is None:
+                continue
+            # The sorter would take a name that does not exist for one more stage: refuse it here.
+            parent, _ = link
+            require(parent in stages, f"{name}.{field} is @{parent}, no such stage{did_you_mean(parent, stages)}")
+            reads[name].add(parent)
+
+    sorter = TopologicalSorter(reads)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ConfigError(f"stages read each other in a circle: {' ← '.join(error.args[1])}") from None
+
+    # Of the stages that could come next, take the first in the recipe.
+    recipe_order = list(stages)
+    ordered: dict[str, Stage] = {}
+    ready: set[str] = set()
+    while sorter.is_active():
+        ready.update(sorter.get_ready())
+        first = min(ready, key=recipe_order.index)
+        ready.remove(first)
+        ordered[first] = stages[first]
+        sorter.done(first)
+    return ordered

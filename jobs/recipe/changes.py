@@ -1,12 +1,10 @@
-"""What of a stage has changed since its folder was last worked in, by the stage.json that is left there.
+"""The changes of a stage since its folder was last worked in, by the stage.json that is left there.
 
 - Fields tagged "forbid" may not have changed while the stage is half done: `changes_since_half_done`.
-- A change of a field tagged "warn" is said, and the stage goes on: `changed_warnings`.
+- A change of a field tagged "warn" is logged, and the stage goes on: `changed_warnings`.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 import models
 from jobs.recipe.key import MISSING
@@ -15,7 +13,7 @@ from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
-def forbidden_fields(stage: Stage) -> dict[str, Any]:
+def forbidden_fields(stage: Stage) -> dict[str, object]:
     """Return the fields that the key is of, flat and as JSON has them, with the resolved model for the recipe's."""
     fields = config.tagged(stage.config, "forbid")
     fields.pop("model", None)
@@ -25,7 +23,7 @@ def forbidden_fields(stage: Stage) -> dict[str, Any]:
     for field, key in stage.inputs.items():
         fields[f"content of {field}"] = key
     # Through JSON, because this is compared with a stage.json, where tuples have become lists.
-    return json.loads(json.dumps(fields, default=str))
+    return config.as_json(fields)
 
 
 def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
@@ -53,7 +51,7 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
 
 
 def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
-    """Say what may not change and has, since an unfinished stage of this name was last run; empty where nothing has."""
+    """Return the changes that are forbidden, since an unfinished stage of this name was last run; [] without any."""
     # A folder is named by the key: where this key's is there, nothing has changed that may not.
     if campaign.directory(stage).exists():
         return []

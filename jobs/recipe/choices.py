@@ -9,14 +9,16 @@ stays the same afterwards.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from data.errors import DataError
-from jobs.context import reference
 from jobs.recipe.key import model_of
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.resolved_recipe import Campaign, Stage, reference
 from jobs.stages import sweep
 from pipeline import artifacts, config
+
+Config = TypeVar("Config")  # a dataclass, or a dict of some
 
 
 def resolve_sweep(campaign: Campaign) -> Campaign:
@@ -27,7 +29,7 @@ def resolve_sweep(campaign: Campaign) -> Campaign:
     stages: dict[str, Stage] = {}
     is_changed = False
     # A table is read once for all that wait for it: a benchmark of 19 tasks has a hundred runs and more.
-    chosen: dict[str, dict[str, Any] | None] = {}
+    chosen: dict[str, Mapping[str, object] | None] = {}
     for stage in campaign.stages:
         known = values_known(campaign, stage, chosen)
         if known != stage.known:
@@ -44,21 +46,22 @@ def resolve_sweep(campaign: Campaign) -> Campaign:
     return dataclasses.replace(campaign, stages=tuple(stages.values()))
 
 
-def values_known(campaign: Campaign, stage: Stage, chosen: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the fields of a stage that sweeps have chosen a value for; `chosen` remembers what each table says."""
-    known = {}
+def values_known(campaign: Campaign, stage: Stage, chosen: dict[str, Mapping[str, object] | None]) -> dict[str, object]:
+    """Return the fields of a stage that sweeps have chosen a value for; `chosen` holds the tables that were read."""
+    known: dict[str, object] = {}
     for field, value in stage.chosen.items():
         if value not in chosen:
             folder = campaign.directory(table_of(campaign, value))
-            is_made = artifacts.read_done(folder) is not None
-            chosen[value] = sweep.chosen_values(folder) if is_made else None
+            chosen[value] = None
+            if artifacts.read_done(folder) is not None:
+                chosen[value] = sweep.chosen_values(folder)
         values = chosen[value]
         if values is not None:
             known[field] = values[field]
     return known
 
 
-def check_as_chosen(campaign: Campaign, stage: Stage, known: dict[str, Any]) -> None:
+def check_as_chosen(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
     """Raise DataError where the stage's folder is of other values than those that its sweep has chosen."""
     folder = campaign.directory(stage)
     if not (folder / "stage.json").exists():
@@ -80,11 +83,13 @@ def table_of(campaign: Campaign, value: str) -> Stage:
     return campaign.stage(link[0])
 
 
-def with_field(section: Any, path: list[str], value: Any) -> Any:
-    """Return a config with one field changed, which a dotted name leads to; its checks are made again."""
+def with_field(section: Config, path: Sequence[str], value: object) -> Config:
+    """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
     first, *rest = path
     if isinstance(section, dict):
-        return {**section, first: with_field(section[first], rest, value) if rest else value}
+        if rest:
+            value = with_field(section[first], rest, value)
+        return {**section, first: value}  # type: ignore[return-value]
     if rest:
         value = with_field(getattr(section, first), rest, value)
-    return dataclasses.replace(section, **{first: value})
+    return dataclasses.replace(section, **{first: value})  # type: ignore[type-var]

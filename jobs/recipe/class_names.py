@@ -1,9 +1,9 @@
-"""What the classes of a stage's sets and weights are called: the same id must mean the same class in all of them.
+"""The names of the classes of a stage's sets and weights: the same id must mean the same class in all of them.
 
-1. `check` compares the sets of which a kind says that they share their classes (`StageKind.shared_classes`), and the
+1. `check` compares the sets that share their classes (`StageKind.shared_classes`), and the
    weights whose head the stage goes on with. Where an id has two names the stage is refused.
-2. `of_stage` says what the outputs of a stage's model are called, which is handed on with its weights (classes.json).
-3. `lines` says for `plan` which names there are, and whose labels are taken on trust because nobody knows any.
+2. `of_stage` returns the names of a stage's model's outputs, which are handed on with its weights (classes.json).
+3. `known_names` returns for `plan` which names there are, and the sets without names, whose labels are taken on trust.
 
     pretrain: data.train is called airplane, bird, cat; data.evaluate is called bird, cat      refused: class 0 has two
 """
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import models
 from data.errors import DataError
-from data.index.names import Names, agreed, some
-from jobs.context import reference
+from data.index.names import Names, agreed
 from jobs.recipe.key import model_at
-from jobs.resolved_recipe import Available, Stage
+from jobs.resolved_recipe import Available, Stage, reference
 from jobs.stages import any_weights
 from models.weights.files import CLASSES, CONFIG
 
@@ -77,19 +76,16 @@ def goes_on_with_head(stage: Stage, there: Available) -> bool:
     return stage.kind.keeps_head(stage.config, source, stage.model)
 
 
-def lines(stage: Stage, there: Available) -> list[str]:
-    """Return what `plan` says of the classes' names: which there are, and which sets have none."""
-    nameless: list[str] = []
-    said: list[str] = []
+def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
+    """Return the class names of the first set of a stage that has any, and the sets that have none: field and path."""
     paths: dict[str, str] = {}
     for shared in stage.kind.shared_classes(stage.config):
         paths |= shared.sets
+    names: Names = ()
+    nameless: list[str] = []
     for field, path in paths.items():
         for index in there.made([path]):
             if not index.names:
                 nameless.append(f"{field} ({path})")
-            elif not said:
-                said.append(f"names   {some(index.names)}")
-    if nameless:
-        said.append(f"names   none in {', '.join(nameless)}: labels are taken on trust")
-    return said
+            names = names or index.names
+    return names, nameless

@@ -276,8 +276,11 @@ def configuration_page() -> str:
     """Return docs/configuration.md as it should be: the campaign's own sections, every kind of stage, `model`."""
     lines = [INTRODUCTION.rstrip(), ""]
     shared = {"`cluster`": ClusterConfig, "`trackers`": TrackersConfig, "`sweep`": SweepConfig}
-    headed = [(f"## {name}", kind, None) for name, kind in shared.items()]
-    headed += [(f"## Stage `{stage_kind.name}`", stage_kind.config, stage_kind.defaults) for stage_kind in ALL]
+    headed: list[tuple[str, Kind, ConfigDataclass | None]] = []
+    for name, shared_kind in shared.items():
+        headed.append((f"## {name}", shared_kind, None))
+    for stage_kind in ALL:
+        headed.append((f"## Stage `{stage_kind.name}`", stage_kind.config, stage_kind.defaults))
     shown: dict[Kind, StageKind] = {}
     for stage_kind in reversed(ALL):
         shown[stage_kind.config] = stage_kind  # the first of those with this config

@@ -1,4 +1,4 @@
-"""The key of a stage: what it reads, which model its weights are of, and the digest of all that it depends on.
+"""The key of a stage: its inputs, the model of its weights, and the digest of all that it depends on.
 
     pretrain: {data: {train: "@shards/train"}}     a set of the pack stage `shards`: its key stands for it
     finetune: {init: weights/b16}                  a folder from outside the campaign: the sha256 of its weights
@@ -11,17 +11,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import models
 from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.context import reference
-from jobs.resolved_recipe import Campaign, Reads, Stage
+from jobs.resolved_recipe import Campaign, Reads, Stage, reference
 from jobs.stages import any_weights
 from jobs.stages.kinds import KINDS
+from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.files import CONFIG
 from pipeline import artifacts, config
@@ -43,7 +42,7 @@ class Inputs:
         Raises DataError where it does not exist or is not what its maker wrote, OSError.
         """
         if (reads, path) not in self.digests:
-            # A stage says what is to be said of its weights when it starts from them; reading a recipe prints nothing.
+            # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
             if reads is Reads.FILE:
                 digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
             elif reads is Reads.WEIGHTS:
@@ -76,32 +75,44 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], outside: Inputs) -> Stag
             keys[field_name] = MISSING
             text = str(error)
             if isinstance(error, OSError):
-                is_weights = reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS)
-                expected = "a folder that holds the weights, or @stage" if is_weights else "a file that is there"
+                expected = "a file that is there"
+                if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
+                    expected = "a folder that holds the weights, or @stage"
                 text = f"cannot be read: {error}\n  give {expected}"
             missing.append(f"{stage.name}.{field_name}: {text}")
-    missing += [f"{stage.name}.{message}" for message in stage.kind.missing(stage.config)]
+    for message in stage.kind.missing(stage.config):
+        missing.append(f"{stage.name}.{message}")
 
     # 2. The inputs that the key is of: those that may not change on resume. A test set may change half way: it is
     # tagged otherwise. A value that a sweep is still to choose stands in the config as the first of its grid, and here
     # with the key of the table that chooses.
     forbidden = config.tagged(stage.config, "forbid")
-    inputs_in_key = {name: key for name, key in keys.items() if name in forbidden}
+    inputs_in_key: dict[str, str] = {}
+    eval_inputs: dict[str, str] = {}
+    for name, key in keys.items():
+        if name in forbidden:
+            inputs_in_key[name] = key
+        else:
+            eval_inputs[name] = key
     for name, value in stage.chosen.items():
         require(name not in keys, f"{stage.name}: {name} names an input, which a grid with held_out cannot choose")
         inputs_in_key[name] = f"{earlier[value[1:]].key}/{name}"
-    warned = config.tagged(stage.config, "warn") if stage.is_run else {}
-    # The numbers of a sweep's run depend on more than its weights: it is there to be judged.
+    # The numbers of a sweep's run depend on more than its weights: it is there to be compared.
+    warned: dict[str, object] = {}
+    if stage.is_run:
+        warned = config.tagged(stage.config, "warn")
     for name, warned_value in warned.items():
         if name in ("data.evaluate", "data.preprocess") or name.startswith("probe."):
             inputs_in_key[name] = keys.get(name, str(warned_value))
 
     # 3. The key. Inputs are in it by content and not by path: the same data in another place is the same stage.
-    input_fields = {*keys, *stage.kind.inputs}
-    identity: dict[str, Any] = {
+    values = dict(forbidden)
+    for name in (*keys, *stage.kind.inputs):
+        values.pop(name, None)
+    identity: dict[str, object] = {
         "schema": SCHEMA,
         "kind": stage.kind.name,
-        "config": {name: value for name, value in forbidden.items() if name not in input_fields},
+        "config": values,
         "inputs": inputs_in_key,
     }
     # Only where there are any: the keys of all other stages stay what they were.
@@ -109,12 +120,15 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], outside: Inputs) -> Stag
     if corrected:
         identity["corrected"] = corrected
 
+    parents = {}
+    for name, (value, _reads) in inputs.items():
+        parents[name] = value
     stage = replace(
         stage,
-        parents={**{name: value for name, (value, _reads) in inputs.items()}, **stage.chosen},
+        parents={**parents, **stage.chosen},
         key=config.digest(identity),
         inputs=inputs_in_key,
-        eval_inputs={name: key for name, key in keys.items() if name not in forbidden},
+        eval_inputs=eval_inputs,
     )
     # 4. Weights that are missing or have changed tell nothing about the model.
     if keys.get("init") != MISSING:
@@ -135,12 +149,15 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
             raise ConfigError(
                 f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}"
             )
-        makers = ", ".join(kind.name for kind in KINDS.values() if kind.makes_weights)
-        require(
-            parent.kind.makes_weights and not part,
-            f"{field_name} is {value}: that is no weights\n"
-            f"  expected @stage, of one of the kinds {makers}, or a folder of weights",
-        )
+        if not parent.kind.makes_weights or part:
+            makers = []
+            for kind in KINDS.values():
+                if kind.makes_weights:
+                    makers.append(kind.name)
+            raise ConfigError(
+                f"{field_name} is {value}: that is no weights\n"
+                f"  expected @stage, of one of the kinds {', '.join(makers)}, or a folder of weights"
+            )
     elif reads is not Reads.OUTCOME:
         sets = parent.kind.sets(parent.config)
         require(
@@ -148,21 +165,22 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
             f"{field_name} is {value}: a {parent.kind.name} stage makes no data\n"
             "  expected @stage/set of a pack stage, or the path of an index",
         )
-        require(
-            part in sets,
-            f"{field_name} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
-            f"  expected one of its sets: {', '.join(f'@{parent.name}/{name}' for name in sets)}",
-        )
+        if part not in sets:
+            references = [f"@{parent.name}/{name}" for name in sets]
+            raise ConfigError(
+                f"{field_name} is {value}: {parent.name} packs no set {part!r}{did_you_mean(part, sets)}\n"
+                f"  expected one of its sets: {', '.join(references)}"
+            )
 
 
-def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> Any:
+def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> ModelConfig | None:
     """Return the architecture that a stage ends with: that of its recipe, or of its weights with what it changes.
 
     It is None for a stage without one, and where the weights that the stage starts from do not exist yet; where they
     do, and tell nothing of their model, that is noted in `missing`.
     """
 
-    def source_model(init: str) -> Any:
+    def source_model(init: str) -> ModelConfig | None:
         link = reference(init)
         if link is not None:
             parent_name, _ = link
@@ -181,7 +199,7 @@ def model_of(stage: Stage, earlier: Mapping[str, Stage], missing: list[str]) -> 
         raise ConfigError(f"{stage.name}.{error}") from None
 
 
-def model_at(folder: str) -> Any:
+def model_at(folder: str) -> ModelConfig | None:
     """Return the architecture of the weights in a folder; None where nothing there tells it. Raises DataError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -192,18 +210,20 @@ def model_at(folder: str) -> Any:
         raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
 
 
-def corrected_ops(fields: Mapping[str, Any]) -> dict[str, int]:
+def corrected_ops(fields: Mapping[str, object]) -> dict[str, int]:
     """Return the corrections of the preprocessing that a stage's fields, by dotted name, ask for; {} of most."""
     corrected: dict[str, int] = {}
     for field_name, value in fields.items():
         if field_name.endswith("augment.crop") and value == "random":
             corrected |= corrections(RESIZE_BEFORE_RANDOM_CROP)
         elif field_name.split(".")[-1] == "preprocess" and value is not None:
-            corrected |= corrections(value)
+            corrected |= corrections(str(value))
     return corrected
 
 
 def recipe_digest(campaign: Campaign) -> str:
     """Return a short digest of all stages' keys: campaigns that have the same one compute the same."""
-    keys = {stage.name: stage.key for stage in campaign.stages}
+    keys = {}
+    for stage in campaign.stages:
+        keys[stage.name] = stage.key
     return config.digest(keys)[:12]

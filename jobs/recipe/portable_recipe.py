@@ -16,12 +16,11 @@ import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe import sweeps
-from jobs.recipe.parse import NOT_STAGES
+from jobs.recipe.campaign import NOT_STAGES
 from jobs.stages.kinds import KINDS
 from pipeline import config
 from pipeline.config import Recipe
@@ -59,24 +58,26 @@ def portable(recipe: Recipe, run: str, folder: Path) -> tuple[str, list[str]]:
     return text, changed
 
 
-def make_absolute(section: Any, parts: list[str], where: str, folder: Path, changed: list[str]) -> None:
-    """Make the paths absolute that a pattern names in a section, where it has them; `changed` is told their keys."""
+def make_absolute(section: object, parts: list[str], where: str, folder: Path, changed: list[str]) -> None:
+    """Make the paths absolute that a pattern names in a section, where it has them; append their keys to `changed`."""
     # What the section leaves to its defaults is no path.
-    if not isinstance(section, Mapping):
+    if not isinstance(section, dict):
         return
-    names = [parts[0]] if parts[0] != "*" else list(section)
+    names = [parts[0]]
+    if names == ["*"]:
+        names = list(section)
     for name in names:
         value = section.get(name)
         if len(parts) > 1:
             make_absolute(value, parts[1:], f"{where}.{name}", folder, changed)
         elif isinstance(value, str) and is_relative(value):
-            section[name] = os.path.abspath(folder / value)  # type: ignore[index]
+            section[name] = os.path.abspath(folder / value)
             changed.append(f"{where}.{name}")
 
 
 def absolute_fields(
-    fields: Mapping[str, Any], patterns: Sequence[str], where: str, folder: Path, changed: list[str]
-) -> dict[str, Any]:
+    fields: Mapping[str, object], patterns: Sequence[str], where: str, folder: Path, changed: list[str]
+) -> dict[str, object]:
     """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
     values = sweeps.flat(fields, where)
     for key, value in values.items():
@@ -84,16 +85,21 @@ def absolute_fields(
         is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
         if not is_path:
             continue
-        paths = list(value) if isinstance(value, list) else [value]
+        # A field of `each` has a path, a field of `grid` a list of them.
+        paths = [value]
+        if isinstance(value, list):
+            paths = list(value)
         for number, path in enumerate(paths):
             if isinstance(path, str) and is_relative(path):
                 paths[number] = os.path.abspath(folder / path)
                 changed.append(f"{where}.{key}")
-        values[key] = paths if isinstance(value, list) else paths[0]
+        values[key] = paths[0]
+        if isinstance(value, list):
+            values[key] = paths
     return sweeps.with_fields({}, values, where)
 
 
 def is_relative(value: str) -> bool:
-    """Tell whether a value is a path that depends on the folder in which a command is typed."""
+    """Return whether a value is a path that depends on the folder in which a command is typed."""
     is_elsewhere = value.startswith(("@", "/")) or "://" in value
     return not is_elsewhere

@@ -1,7 +1,5 @@
 """A campaign as text: the resolved recipe, as its golden text has it, and as records and people are shown it."""
 
-from typing import Any
-
 from jobs.recipe import sweeps
 from jobs.recipe.choices import table_of
 from jobs.resolved_recipe import Campaign, Stage
@@ -13,7 +11,10 @@ def resolved(campaign: Campaign) -> str:
 
     Of the runs of a sweep the first is written out; of the others, what is different.
     """
-    sections: dict[str, Any] = {"cluster": config.plain(campaign.cluster), "trackers": config.plain(campaign.trackers)}
+    sections: dict[str, object] = {
+        "cluster": config.plain(campaign.cluster),
+        "trackers": config.plain(campaign.trackers),
+    }
     first_runs: dict[tuple[str, str], Stage] = {}  # by the sweep and the kind
     for stage in campaign.stages:
         first = first_runs.setdefault((stage.source, stage.kind.name), stage)
@@ -32,21 +33,17 @@ def resolved(campaign: Campaign) -> str:
     return config.to_yaml(sections)
 
 
-def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, Any]:
+def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
     """Return a stage's config as nested plain values, with a text for what is still to be chosen."""
-    values: dict[str, Any] = config.plain(stage.config)
+    values = config.plain(stage.config)
     for field in stage.chosen:
         if field not in stage.known:
-            *path, last = field.split(".")
-            section = values
-            for part in path:
-                section = section[part]
-            section[last] = choice_text(campaign, stage, field)
+            values = sweeps.with_fields(values, {field: choice_text(campaign, stage, field)}, stage.name)
     return values
 
 
 def choice_text(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Say what a chosen field of a stage is: a value, or the best of several that is not known yet."""
+    """Return a chosen field of a stage in words: a value, or the best of several that is not known yet."""
     table = table_of(campaign, stage.chosen[field])
     values = []
     for run in table.config.runs.values():

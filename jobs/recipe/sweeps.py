@@ -1,6 +1,6 @@
 """Sweeps: one section of a recipe becomes many stages, of which a table is made in the end.
 
-`sweep:` in a section names what varies, and `expand` writes the section once for every run of it:
+`sweep:` in a section names the fields that vary, and `expand` writes the section once for every run of it:
 1. `each`: one run a name, with the fields that stand below the name, such as the tasks of a benchmark;
 2. `grid`: one run for every combination of the fields' values;
 3. `seeds`: every run once a seed;
@@ -22,15 +22,17 @@ What they read, they share. Nothing is known here of keys and folders: this is a
 import copy
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from data.errors import ConfigError
 from jobs.stages.sweep import in_words
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import Tags, require, tags
+
+Section: TypeAlias = Mapping[str, object]  # of a recipe: nested, plain, not yet checked
 
 TABLE = "sweep"  # the kind of stage that makes the table (jobs/stages/sweep.py)
 GRID = "grid"  # the last part of the name of a grid's table
@@ -69,12 +71,12 @@ class SweepConfig:
 class Written:
     """A stage's section as it would stand in a recipe that spells everything out."""
 
-    values: Any  # the section
+    values: object  # the section, or a value where the recipe has one in its place
     source: str  # the section of the recipe that it comes from
-    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that will tell its value
+    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that will choose its value
 
 
-def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> dict[str, Written]:
+def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str, Written]:
     """Return the sections of a recipe by the names of their stages; those with a `sweep` have become many.
 
     `check` is given the section of every sweep with the first of all that varies: a wrong key is named as it was typed.
@@ -84,7 +86,7 @@ def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> di
         if not isinstance(section, Mapping) or section.get("sweep") is None:
             sections[name] = Written(section, name)
             continue
-        base = {"kind": name, **section}
+        base: dict[str, object] = {"kind": name, **section}
         sweep = config.build(SweepConfig, base.pop("sweep"), f"{name}.sweep")
         check(name, first_section(name, base, sweep))
         for run, written in stages_of(name, base, sweep).items():
@@ -96,16 +98,16 @@ def expand(recipe: Mapping[str, Any], check: Callable[[str, Any], object]) -> di
     return sections
 
 
-def first_section(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[str, Any]:
+def first_section(name: str, base: Section, sweep: SweepConfig) -> Section:
     """Return the section of a sweep with the fields of its first name and the first values of its grid."""
     where = f"{name}.sweep"
     fields = dict(next(iter(sweep.each.values()), None) or {})
     fields.pop("held_out", None)
-    values = next(iter(grid_of(sweep, where).values()), {})
+    values: Section = next(iter(grid_of(sweep, where).values()), {})
     return with_fields(with_fields(base, flat(fields, where), where), values, where)
 
 
-def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[str, Written]:
+def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written]:
     """Return the runs and tables of a sweep; the table of all has the name of the section, and comes last."""
     where = f"{name}.sweep"
     grid = grid_of(sweep, where)
@@ -114,7 +116,9 @@ def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[st
     for row, fields in (sweep.each or {"": {}}).items():
         own = dict(fields or {})
         held_out = flat(own.pop("held_out", sweep.held_out), where)
-        stem = f"{name}.{row}" if row else name
+        stem = name
+        if row:
+            stem = f"{name}.{row}"
         section = with_fields(base, flat(own, f"{where}.each.{row}"), where)
         chosen: dict[str, str] = {}
         runs: dict[str, Run] = {}
@@ -127,12 +131,14 @@ def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[st
             candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
             stages |= written_runs(name, candidates, {})
             stages[choice] = Written(table_section(candidates, sweep, chooses=True), name)
-            # The first values stand for the best, which nobody knows yet.
+            # The first values stand for the best, which are not known yet.
             first_values = next(iter(grid.values()))
             section = with_fields(section, first_values, where)
             chosen = dict.fromkeys(first_values, f"@{choice}")
-            alone = stem if row else f"{stem}.{FINAL}"
-            runs = seeded(alone if not sweep.seeds else stem, section, sweep.seeds, row or name)
+            # The table of all has the section's name, so that a single run needs another.
+            if not row and not sweep.seeds:
+                stem = f"{name}.{FINAL}"
+            runs = seeded(stem, section, sweep.seeds, row or name)
         else:
             require(not row, f"{where} has each and grid\n  expected held_out too, on which the best values are chosen")
             runs = grid_runs(stem, section, grid, sweep.seeds, where)
@@ -147,15 +153,13 @@ def stages_of(name: str, base: Mapping[str, Any], sweep: SweepConfig) -> dict[st
 class Run:
     """One run of a sweep: its section, and where it stands in the table."""
 
-    section: Mapping[str, Any]
+    section: Section
     row: str  # runs of one row differ by their seed
     seed: int | None
-    values: Mapping[str, Any]  # of the grid
+    values: Section  # of the grid, by dotted name
 
 
-def seeded(
-    stem: str, section: Mapping[str, Any], seeds: list[int], row: str, values: Mapping[str, Any] | None = None
-) -> dict[str, Run]:
+def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
     """Return the runs of a row by name: one a seed, or one alone where there are no seeds."""
     if not seeds:
         return {stem: Run(section, row, None, values or {})}
@@ -165,9 +169,7 @@ def seeded(
     return runs
 
 
-def grid_runs(
-    stem: str, section: Mapping[str, Any], grid: Mapping[str, dict[str, Any]], seeds: list[int], where: str
-) -> dict[str, Run]:
+def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: list[int], where: str) -> dict[str, Run]:
     """Return the runs of a grid by name: a row for every combination of values."""
     runs: dict[str, Run] = {}
     for suffix, values in grid.items():
@@ -178,41 +180,56 @@ def grid_runs(
 
 def written_runs(source: str, runs: Mapping[str, Run], chosen: Mapping[str, str]) -> dict[str, Written]:
     """Return the sections of runs, by their names."""
-    return {name: Written(run.section, source, chosen) for name, run in runs.items()}
+    sections = {}
+    for name, run in runs.items():
+        sections[name] = Written(run.section, source, chosen)
+    return sections
 
 
-def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool) -> dict[str, Any]:
+def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool) -> Section:
     """Return the section of the stage that makes a table of these runs."""
-    entries = {}
+    entries: dict[str, Section] = {}
     for name, run in runs.items():
         entries[name] = {"stage": f"@{name}", "row": run.row, "seed": run.seed, "values": dict(run.values)}
-    groups = {} if chooses else sweep.groups
-    return {"kind": TABLE, "runs": entries, "best": sweep.best, "chooses": chooses, "groups": groups}
+    section = {"kind": TABLE, "runs": entries, "best": sweep.best, "chooses": chooses, "groups": {}}
+    # A choice is made among the rows of one grid; means are of a table that reports.
+    if not chooses:
+        section["groups"] = sweep.groups
+    return section
 
 
 # ------------------------------------------------------------------------------------------------ fields and names
 
 
-def grid_of(sweep: SweepConfig, where: str) -> dict[str, dict[str, Any]]:
+def grid_of(sweep: SweepConfig, where: str) -> dict[str, Section]:
     """Return every combination of a grid's values by the name of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
-    values_of = flat(sweep.grid, f"{where}.grid")
+    values_of: dict[str, list[object]] = {}
+    for key, values in flat(sweep.grid, f"{where}.grid").items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}.grid.{key} is {values!r}, expected a list of values")
+        check_twice(f"{where}.grid.{key}", values)
+        values_of[key] = values
     if not values_of:
         return {}
-    for key, values in values_of.items():
-        is_list = isinstance(values, list) and len(values) > 0
-        require(is_list, f"{where}.grid.{key} is {values!r}, expected a list of values")
-        check_twice(f"{where}.grid.{key}", values)
-    names = short_names(list(values_of))
-    grid: dict[str, dict[str, Any]] = {}
+    # A field is called by the last part of its name, or by all of it where two end alike.
+    lasts = [key.rpartition(".")[2] for key in values_of]
+    names: dict[str, str] = {}
+    for key, last in zip(values_of, lasts, strict=True):
+        names[key] = last
+        if lasts.count(last) > 1:
+            names[key] = key
+    grid: dict[str, Section] = {}
     for combination in itertools.product(*values_of.values()):
-        values = dict(zip(values_of, combination, strict=True))
-        suffix = ".".join(f"{names[key]}-{NO_NAME.sub('_', str(value))}" for key, value in values.items())
+        parts = []
+        for key, value in zip(values_of, combination, strict=True):
+            parts.append(f"{names[key]}-{NO_NAME.sub('_', str(value))}")
+        suffix = ".".join(parts)
         require(suffix not in grid, f"{where}.grid: two of its runs would be called {suffix}")
-        grid[suffix] = values
+        grid[suffix] = dict(zip(values_of, combination, strict=True))
     return grid
 
 
-def check_no_sections(grid: Mapping[str, Mapping[str, Any]], where: str) -> None:
+def check_no_sections(grid: Mapping[str, Section], where: str) -> None:
     """Raise ConfigError where a grid lists sections: a choice among them cannot be put into a config made of others."""
     for values in grid.values():
         for key, value in values.items():
@@ -223,21 +240,15 @@ def check_no_sections(grid: Mapping[str, Mapping[str, Any]], where: str) -> None
             )
 
 
-def short_names(keys: list[str]) -> dict[str, str]:
-    """Return what a field is called in the names of runs: the last part of it, or all of it where two end alike."""
-    lasts = [key.rpartition(".")[2] for key in keys]
-    return {key: last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)}
-
-
-def flat(fields: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
+def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
     """Return nested fields by dotted name, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay what they are.
 
     Raises ConfigError for a field that is given both ways.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, value in fields.items():
         key = f"{prefix}{name}"
-        entries = {key: value}
+        entries: dict[str, object] = {key: value}
         # An empty section is a value: it takes the place of what stands there.
         if isinstance(value, Mapping) and value:
             entries = flat(value, where, f"{key}.")
@@ -247,14 +258,15 @@ def flat(fields: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, A
     return values
 
 
-def with_fields(section: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+def with_fields(section: Section, fields: Section, where: str) -> dict[str, object]:
     """Return a copy of a section with fields set by dotted name. Raises ConfigError where one leads into a value."""
     changed = copy.deepcopy(dict(section))
     for key, value in fields.items():
         *path, last = key.split(".")
         place = changed
+        # Down to the section in which the field stands; the sections on the way that are missing are made.
         for part in path:
-            deeper = place.get(part)
+            deeper = place.setdefault(part, {})
             if deeper is None:
                 deeper = place[part] = {}
             if not isinstance(deeper, dict):
@@ -264,7 +276,7 @@ def with_fields(section: Mapping[str, Any], fields: Mapping[str, Any], where: st
     return changed
 
 
-def check_twice(where: str, values: list[Any]) -> None:
+def check_twice(where: str, values: Sequence[object]) -> None:
     """Raise ConfigError where a list has an entry twice."""
     for value in values:
         require(values.count(value) == 1, f"{where} has {value!r} twice")

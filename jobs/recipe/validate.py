@@ -1,4 +1,4 @@
-"""What is wrong with a stage, or worth a word, before it runs: the one check that `plan`, `run` and `preflight` make.
+"""The checks of a stage before it runs, which `plan`, `run` and `preflight` make alike.
 
 `validate(stage, there)` → [CheckResult("FAIL", "inputs", "pretrain.data.train: data/train: there is no index", …), …]
 
@@ -15,26 +15,29 @@ Data that an earlier stage makes may not be there yet: `run` validates a stage o
 from collections.abc import Iterable, Iterator, Sequence
 
 from data.errors import DataError, ExitCode, PatchlineError
-from jobs.context import reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
-from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage
+from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
 from pipeline import artifacts
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
-    """Return what is wrong with a stage and what is to be said of it.
+    """Return the results of all checks of a stage.
 
     `fresh` lets a stage start over that is half done with another config. Raises OSError.
     """
     is_done = there.looks_at_files and there.campaign.done(stage) is not None
     results: list[CheckResult] = []
     try:
-        for result in results_of_finished(stage, there) if is_done else results_of(stage, there, fresh):
+        checked = results_of(stage, there, fresh)
+        if is_done:
+            checked = results_of_finished(stage, there)
+        # Result by result: those before an error are kept.
+        for result in checked:
             results.append(result)
     except PatchlineError as error:
-        # What comes after a failure may go by what has failed.
+        # Later checks may rely on the one that has failed.
         results.append(CheckResult.of(error, stage.name))
     return results
 
@@ -44,7 +47,9 @@ def results_of(stage: Stage, there: Available, fresh: bool) -> Iterator[CheckRes
     if there.looks_at_files:
         for message in stage.missing:
             yield CheckResult.of(DataError(message), INPUTS)
-        changes = [] if fresh else changes_since_half_done(there.campaign, stage)
+        changes: list[str] = []
+        if not fresh:
+            changes = changes_since_half_done(there.campaign, stage)
         if changes:
             yield CheckResult(
                 "FAIL",
@@ -59,9 +64,9 @@ def results_of(stage: Stage, there: Available, fresh: bool) -> Iterator[CheckRes
 
 def results_of_finished(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Check that what a finished stage handed on is what it wrote. Raises DataError where it is not."""
-    said: list[str] = []
-    artifacts.check_files(there.campaign.directory(stage), said.append)
-    for text in said:
+    texts: list[str] = []
+    artifacts.check_files(there.campaign.directory(stage), texts.append)
+    for text in texts:
         yield CheckResult("OK", "files", text)
     yield from stage.kind.check_outputs(stage, there)
 
@@ -69,8 +74,9 @@ def results_of_finished(stage: Stage, there: Available) -> Iterator[CheckResult]
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:
     """Return the results of these stages, and of the finished stages that they read."""
     there = Available(campaign)
-    names = {stage.name for stage in stages}
+    names = set()
     for stage in stages:
+        names.add(stage.name)
         if campaign.done(stage) is not None:
             continue
         # A stage that goes on from a checkpoint of its own does not read the weights that it started from: they may
@@ -96,8 +102,13 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
 
 def refuse(results: Iterable[CheckResult]) -> None:
     """Raise the error of the first FAIL; inputs that are missing come first, and all in one."""
-    failures = [result for result in results if result.level == "FAIL"]
-    missing = [result for result in failures if result.subject == INPUTS]
+    failures = []
+    missing = []
+    for result in results:
+        if result.level == "FAIL":
+            failures.append(result)
+            if result.subject == INPUTS:
+                missing.append(result)
     if len(missing) > 1:
         # On one line with the first, because status.json keeps one line.
         messages = [str(result.error()) for result in missing]

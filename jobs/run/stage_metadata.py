@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import models
-from jobs.context import Context
 from jobs.recipe.changes import forbidden_fields
 from jobs.recipe.key import recipe_digest
 from jobs.recipe.render import config_as_known
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.resolved_recipe import Campaign, Context, Stage
 from pipeline import artifacts, config
 from pipeline.versions import code_version, git_commit
 
@@ -58,7 +57,7 @@ def provenance_of(
     """Return the content of provenance.json: everything that the stage's numbers trace back to."""
     provenance: dict[str, Any] = {
         "stage": context.name,
-        "key": context.key,
+        "key": context.stage.key,
         "config": stage_config,
         "inputs": inputs,
         "code": code_version(),

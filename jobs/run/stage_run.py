@@ -18,11 +18,10 @@ from typing import Any
 
 from data.errors import ConfigError, Diverged
 from jobs.cluster.recovery import StageFailed
-from jobs.context import Context, reference
 from jobs.recipe import class_names
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.validate import refuse, validate
-from jobs.resolved_recipe import Available, Campaign, Reads, Stage
+from jobs.resolved_recipe import Available, Campaign, Context, Reads, Stage, reference
 from jobs.run.stage_metadata import first_started, provenance_of, stage_record
 from jobs.stages import sweep
 from pipeline import artifacts
@@ -74,18 +73,12 @@ def run_stage(
 
     # 4.
     context = Context(
-        name=stage.name,
-        run=campaign.run,
-        directory=directory,
-        key=stage.key,
-        cluster=campaign.cluster,
-        resolve=campaign.resolve,
-        model=stage.model,
-        say=say,
+        campaign=campaign,
+        stage=stage,
+        log=say,
         tick=tick,
         stopping=stopping,
         class_names=class_names.of_stage(stage, there),
-        remote=campaign.remote,
         check_owned=check_owned,
     )
     try:

@@ -27,20 +27,22 @@ UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZip
 
 
 def is_ours(path: str) -> bool:
-    """Tell whether a path is a folder that a stage or `import` wrote."""
+    """Return whether a path is a folder that a stage or `import` wrote."""
     return (Path(path) / CONFIG).is_file()
 
 
 def is_foreign(path: str) -> bool:
-    """Tell whether there are weights of another project at a path."""
-    return not is_ours(path) and any(file.is_file() for file in files_of(path)[:1])
+    """Return whether there are weights of another project at a path."""
+    return not is_ours(path) and files_of(path)[0].is_file()
 
 
 def files_of(path: str) -> list[Path]:
     """Return the file of foreign weights, and the config beside it; `file.npz:img` names a part of a file."""
     if ".npz" in Path(path).name:
         file = Path(path)
-        return [file if file.exists() else Path(path.rpartition(":")[0] or path)]
+        if not file.exists():
+            file = Path(path.rpartition(":")[0] or path)
+        return [file]
     file = Path(path)
     if file.is_dir():
         file = file / THEIR_WEIGHTS
@@ -53,20 +55,28 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
         return artifacts.check_weights(Path(path), say).sha256
     file, *beside = files_of(path)
     digest = artifacts.digest_of(file)["sha256"]
-    described = [artifacts.digest_of(config)["sha256"] for config in beside if config.is_file()]
-    part = path.rpartition(":")[2] if not Path(path).exists() else ""
+    # The config beside the file decides the model, and the part after a colon which tensors are read.
+    described = []
+    for config in beside:
+        if config.is_file():
+            described.append(artifacts.digest_of(config)["sha256"])
+    part = ""
+    if not Path(path).exists():
+        part = path.rpartition(":")[2]
     if not described and not part:
         return digest
     return hashlib.sha256(" ".join([digest, *described, part]).encode()).hexdigest()
 
 
-def load(path: str, overrides: Mapping[str, Any]) -> models.Model:
+def load(path: str, overrides: Mapping[str, object]) -> models.Model:
     """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
     refuse_other_pixels(path)
     # JSON and YAML have lists where a model's config has tuples.
     options: dict[str, Any] = {}
     for name, value in overrides.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            value = tuple(value)
+        options[name] = value
     try:
         return models.load(path, **options)
     except UNREADABLE as error:
@@ -80,11 +90,15 @@ def refuse_other_pixels(path: str) -> None:
     """
     if not is_foreign(path) or ".npz" in Path(path).name:
         return
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = folder.parent
     for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
         try:
             described = json.loads((folder / name).read_text())
-            values = described.get(section, {}) if section else described
+            values = described
+            if section:
+                values = described.get(section, {})
             means = values.get("mean", values.get("image_mean")) or [0.5]
             deviations = values.get("std", values.get("image_std")) or [0.5]
         except (OSError, ValueError, AttributeError):  # there is none, or it is no JSON object

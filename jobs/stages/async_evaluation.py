@@ -30,7 +30,7 @@ from jobs.cluster.placement import spare_place_of
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.context import Context
+from jobs.resolved_recipe import Context
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.evaluate import AsyncOutcome, evaluate_commit
 from pipeline.evaluation import async_evaluation
@@ -136,7 +136,7 @@ class AsyncEvaluation:
                     )
                 if has_requests and time.monotonic() > next_line:
                     waited = duration(time.monotonic() - began)
-                    self.context.say(f"training has ended; {waited} of waiting for the evaluations of steps {left}")
+                    self.context.log(f"training has ended; {waited} of waiting for the evaluations of steps {left}")
                     next_line = time.monotonic() + NEXT_LINE_S
                 time.sleep(POLL_S)
         finally:
@@ -147,7 +147,7 @@ class AsyncEvaluation:
         try:
             self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
         except OSError as error:
-            self.context.say(f"old checkpoints stay: {error}")
+            self.context.log(f"old checkpoints stay: {error}")
 
     def report_records(self) -> None:
         """Report the records that rank 0 could not report any more."""
@@ -159,7 +159,7 @@ class AsyncEvaluation:
         left = [path.name for path in async_evaluation.records(self.stage)]
         if left:
             folder = self.stage / async_evaluation.FOLDER
-            self.context.say(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
+            self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
         self.context.tick(self.attempt_folder, attempt)
 
     # -------------------------------------------------------------------- the thread
@@ -176,7 +176,7 @@ class AsyncEvaluation:
                 # The head may be away, or the disk be full: the next look tries again.
                 trouble = f"no evaluation beside training for now: {type(error).__name__}: {error}"
             if trouble not in ("", self.trouble) and not has_ended.is_set():
-                self.context.say(trouble)
+                self.context.log(trouble)
             self.trouble = trouble or self.trouble
             has_ended.wait(POLL_S if self.training_has_ended else LOOK_S)
 
@@ -232,7 +232,7 @@ class AsyncEvaluation:
                 raise NoPlace("what seemed to be free was not")
             judged = cast(AsyncOutcome, group.run(judge_beside, task, lambda: self.look_at_evaluation(group, watch)))
             for remark in judged["remarks"]:
-                self.context.say(remark)
+                self.context.log(remark)
             where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
             remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
             line = async_evaluation.evaluation_line(step, async_evaluation.metrics_of(judged["values"]), remark)
@@ -244,7 +244,7 @@ class AsyncEvaluation:
             shutil.rmtree(folder, ignore_errors=True)
         except NoPlace as reason:
             shutil.rmtree(folder, ignore_errors=True)
-            self.context.say(f"evaluate step {step}: put off, {reason}; tried again where a place is free")
+            self.context.log(f"evaluate step {step}: put off, {reason}; tried again where a place is free")
         except WorkerGroupError as error:
             self.record_failure(step, error)
         finally:
@@ -273,7 +273,7 @@ class AsyncEvaluation:
         self.deaths[step] += 1
         is_known = error.exit_code is not None  # it knew what it wanted: to try again would end in the same way
         if not is_known and self.deaths[step] < TRIES:
-            self.context.say(
+            self.context.log(
                 f"evaluate step {step}: the process beside training failed ({error.cause}), "
                 f"{self.deaths[step]} of {TRIES} times; training is not touched, it is tried again"
             )

@@ -31,10 +31,10 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
-from jobs.context import Context
-from jobs.resolved_recipe import Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+from models import ModelConfig
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import async_evaluation, document
@@ -101,7 +101,10 @@ class Config:
         more_than_0(self, "stall_s")
         for name, evaluated in self.sets.items():
             check_name(name, "a set of sets", "rename it")
-            learned = [protocol for protocol in self.protocols if protocol in FEATURES]
+            learned = []
+            for protocol in self.protocols:
+                if protocol in FEATURES:
+                    learned.append(protocol)
             require(
                 evaluated.train is not None or not learned,
                 f"sets.{name}.train is missing: {', '.join(learned)} learn from a training set\n"
@@ -124,10 +127,15 @@ class Config:
             values += value_names(protocol, self)
         if len(self.sets) == 1:
             return values
-        return [f"{name} {value}" for name in self.sets for value in values]
+        # Of several sets each value begins with the set's name.
+        names = []
+        for name in self.sets:
+            for value in values:
+                names.append(f"{name} {value}")
+        return names
 
     def uses_head(self) -> bool:
-        """Tell whether a protocol looks at the outputs of the head."""
+        """Return whether a protocol looks at the outputs of the head."""
         return any(protocol not in FEATURES for protocol in self.protocols)
 
 
@@ -152,22 +160,23 @@ class LeaksFile:
     leaks: Leaks
 
 
-def run(cfg: Config, context: Context) -> dict[str, Any]:
+def run(cfg: Config, context: Context) -> dict[str, object]:
     """Compute the results that no earlier evaluation of this run has, and write the document."""
-    init = context.resolve(cfg.init) or ""
-    weights_digest = any_weights.digest_of(init, context.say)
+    init = context.campaign.resolve(cfg.init) or ""
+    weights_digest = any_weights.digest_of(init, context.log)
     leaks = None
-    leaks_path = context.resolve(cfg.leaks)
+    leaks_path = context.campaign.resolve(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
     all_named = requests_of(cfg, context, leaks)
 
+    # Results that an earlier evaluation has are carried over; the workers compute the others.
     results = earlier_results(context, weights_digest)
     unanswered: list[NamedRequest] = []
     for named in all_named:
         if named.digests in results:
             source = results[named.digests]["from"]
-            context.say(f"{context.name}: {named.name} {named.request.protocol.name} carried over from {source}")
+            context.log(f"{context.name}: {named.name} {named.request.protocol.name} carried over from {source}")
         else:
             unanswered.append(named)
     if unanswered:
@@ -180,20 +189,26 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             cache=cfg.cache,
             model=cfg.model,
         )
-        requests = [named.request for named in unanswered]
+        requests = []
+        for named in unanswered:
+            requests.append(named.request)
         computed = evaluate_on_workers(worker_config, init, requests, context)
         for named, result in zip(unanswered, computed, strict=True):
             results[named.digests] = {**result, "code": code_version()}
 
+    # The document has them in the order of the recipe, under today's names.
+    in_order = []
+    for named in all_named:
+        in_order.append(with_names(results[named.digests], named, leaks))
     written: Entry = {
         "schema": document.SCHEMA,
         "weights": {"path": init, "digest": weights_digest, "model": models.to_dict(context.model)},
-        "results": [with_names(results[named.digests], named, leaks) for named in all_named],
+        "results": in_order,
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
-    say_warnings(cfg, context, written["results"])
+    log_warnings(cfg, context, written["results"])
     for line in document.table(written):
-        context.say(line)
+        context.log(line)
     return {"metrics": document.metrics_of(written)}
 
 
@@ -219,10 +234,12 @@ def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[
     if corrected:
         common["corrected"] = corrected
     protocols = protocols_of(cfg.protocols, cfg, common)
-    leaks_digest = leaks.digest if leaks else None
+    leaks_digest = None
+    if leaks is not None:
+        leaks_digest = leaks.digest
     all_named: list[NamedRequest] = []
     for name, evaluated in cfg.sets.items():
-        test = context.resolve(evaluated.test) or ""
+        test = context.campaign.resolve(evaluated.test) or ""
         index = load_index(test)
         leaked = None
         if leaks is not None:
@@ -234,7 +251,7 @@ def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[
             train = None
             train_digest = None
             if not protocol.best:  # the head has learned already
-                train = context.resolve(evaluated.train) or ""
+                train = context.campaign.resolve(evaluated.train) or ""
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
             digests = (index.digest, train_digest, protocol.digest, leaks_digest)
@@ -246,10 +263,10 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
     """Return the results of earlier evaluations of these weights in this run, each with its folder as "from"."""
     results: dict[Digests, Entry] = {}
     model = json.loads(json.dumps(models.to_dict(context.model)))
-    for path in sorted(context.run.glob(f"*/{document.NAME}")):
+    for path in sorted(context.campaign.run.glob(f"*/{document.NAME}")):
         try:
             # Only of a finished stage, whose record has the digest of the document.
-            if path.parent == context.directory or not artifacts.check_files(path.parent, context.say):
+            if path.parent == context.directory or not artifacts.check_files(path.parent, context.log):
                 continue
             earlier = json.loads(path.read_text())
         except (DataError, OSError, ValueError):
@@ -263,36 +280,46 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
 
 def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None) -> Entry:
     """Return a result with today's names and paths, on which it does not depend."""
-    signed = {name: value for name, value in result.items() if name != "from"}
+    signed = dict(result)
+    signed.pop("from", None)
     # Names and paths come first in the document, also where an earlier one had others.
     signed["set"] = {"name": "", "path": "", **result["set"]} | {"name": named.name, "path": named.request.test}
     if named.request.train is not None:
         signed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
     if leaks is not None:
-        compared = [asdict(train) for train in leaks.leaks.train]
-        of_result = {name: result["leaks"][name] for name in ("leaked", "values")}
-        signed["leaks"] = {"path": leaks.path, "digest": leaks.digest, "train": compared, **of_result}
+        signed["leaks"] = {
+            "path": leaks.path,
+            "digest": leaks.digest,
+            "train": list(map(asdict, leaks.leaks.train)),
+            "leaked": result["leaks"]["leaked"],
+            "values": result["leaks"]["values"],
+        }
     return signed
 
 
-def say_warnings(cfg: Config, context: Context, results: Iterable[Mapping[str, Any]]) -> None:
-    """Say which sets have samples that could not be read, and where labels are taken on trust."""
-    sets = {result["set"]["name"]: result["set"] for result in results}
+def log_warnings(cfg: Config, context: Context, results: Iterable[Entry]) -> None:
+    """Log which sets have samples that could not be read, and where labels are taken on trust."""
+    # A set has a result for every protocol, and is named once.
+    sets: dict[str, Entry] = {}
+    for result in results:
+        sets[result["set"]["name"]] = result["set"]
     for name, evaluated in sets.items():
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
-            context.say(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
-        nameless = [] if context.class_names else ["the weights"]
+            context.log(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
+        nameless = []
+        if not context.class_names:
+            nameless.append("the weights")
         if not load_index(evaluated["path"]).names:
             nameless.append(f"the set {name}")
         if nameless and cfg.uses_head():
-            context.say(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
+            context.log(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
 
 
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def model_of(cfg: Config, source_model: SourceModel) -> Any:
+def model_of(cfg: Config, source_model: SourceModel) -> ModelConfig | None:
     """Return the architecture of the weights, which may be of another project; None where they are missing."""
     if any_weights.is_foreign(cfg.init):
         return any_weights.load(cfg.init, cfg.model).config
@@ -316,7 +343,10 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     cfg: Config = stage.config
     paths = list(cfg.paths().values())
     if stage.model is not None:
-        indexes = {path: index for path in paths for index in there.made([path])}
+        indexes: dict[str, Index] = {}
+        for path in paths:
+            for index in there.made([path]):
+                indexes[path] = index
         check_head(cfg, stage.model, indexes, stage.name)
     if there.looks_at_files:
         require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
@@ -324,7 +354,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     yield from ()
 
 
-def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str) -> None:
+def check_head(cfg: Config, model: ModelConfig, indexes: Mapping[str, Index], stage: str) -> None:
     """Raise ConfigError or DataError where a set or a protocol does not fit the weights; `indexes` are by path.
 
     Names are compared in jobs/recipe/class_names.py.
@@ -344,7 +374,8 @@ def check_head(cfg: Config, model: Any, indexes: Mapping[str, Index], stage: str
     for name, evaluated in cfg.sets.items():
         index = indexes.get(evaluated.test)
         if index is not None and index.classes > model.classes:
-            more = ", ".join(index.class_name(label) for label in range(model.classes, index.classes)[:5])
+            unknown = range(model.classes, index.classes)[:5]
+            more = ", ".join(map(index.class_name, unknown))
             raise DataError(
                 f"{stage}.sets.{name}: {evaluated.test} has {index.classes} classes, the weights {model.classes}: "
                 f"they know no {more}\n"

@@ -12,7 +12,7 @@ Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, 
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from data.remote.cache import CacheConfig
 from data.storage import open_storage
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
-from jobs.context import Context
+from jobs.resolved_recipe import Context
 from jobs.stages import any_weights
 from jobs.worlds import allowed_worlds
 from pipeline import config
@@ -68,7 +68,7 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
         worker,
         partial(make_task, cfg, init, requests, context),
         context,
-        worlds=allowed_worlds(cfg, context.cluster),
+        worlds=allowed_worlds(cfg, context.campaign.cluster),
         stall_s=cfg.stall_s,
         can_commit=False,
     )
@@ -78,24 +78,24 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
 
 def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context: Context, attempt: int) -> Task:
     """Return the task of an attempt's workers. Raises DataError where the weights have changed."""
-    any_weights.digest_of(init, context.say)
+    any_weights.digest_of(init, context.log)
     return {
-        "run": str(context.run),
+        "run": str(context.campaign.run),
         "attempt": attempt,
         "claimed": time.time(),
         "code": code_version(),
         "folder": str(attempt_folder(context.directory, attempt)),
-        "remote": context.remote,
+        "remote": context.campaign.remote,
         "config": config.plain(cfg),
         "init": init,
-        "requests": [asdict(request) for request in requests],
+        "requests": list(map(asdict, requests)),
     }
 
 
 # ------------------------------------------------------------------------------------------------ in a worker
 
 
-def worker(task: Mapping[str, Any]) -> dict[str, Any]:
+def worker(task: Task) -> dict[str, list[Entry]]:
     """Do one worker's share; rank 0's value holds the results.
 
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
@@ -123,11 +123,13 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         claimed=task["claimed"],
         device=device,
         is_shared=storage.is_shared,
-        say=partial(print, file=phases.log, flush=True),
+        log=partial(print, file=phases.log, flush=True),
     )
     phases.enter("build", 0)
     fetch_init(storage, task["init"])
-    dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
+    dtype = torch.float32
+    if cfg.precision == "bf16":
+        dtype = torch.bfloat16
 
     def log(text: str) -> None:
         """Write a line into the stage's log, which the driver shows."""
@@ -146,12 +148,17 @@ def worker(task: Mapping[str, Any]) -> dict[str, Any]:
         world=dist.get_world_size(),
         log=log,
     )
-    requests = [Request(**{**request, "protocol": Protocol(**request["protocol"])}) for request in task["requests"]]
+    requests = []
+    for values in task["requests"]:
+        protocol = Protocol(**values["protocol"])
+        requests.append(Request(**{**values, "protocol": protocol}))
     try:
         results = evaluator.evaluate(requests)
     except EvaluationFailed as error:
-        # Where a protocol failed its message says what to change.
-        remedy = "" if error.path is None else "\n  repair the set, then run the same command again"
+        # Where a protocol failed, and no set, its message has the remedy.
+        remedy = ""
+        if error.path is not None:
+            remedy = "\n  repair the set, then run the same command again"
         raise EvaluationFailed(f"{error}{remedy}", error.exit_code, error.path) from error
     except EvaluationStopped:
         raise Preempted("stopped between two batches; run the same command again to begin anew") from None

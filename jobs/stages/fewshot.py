@@ -7,13 +7,12 @@ the test sample's first label, as in training, so that its numbers compare with 
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from data.checks import at_least, more_than_0
 from data.files import write_whole
 from data.remote.cache import CacheConfig
-from jobs.context import Context
-from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages import training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from pipeline.config import Tags, require, tags
@@ -43,7 +42,7 @@ class Config:
         more_than_0(self, "stall_s")
 
 
-def run(cfg: Config, context: Context) -> dict[str, Any]:
+def run(cfg: Config, context: Context) -> dict[str, object]:
     """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
     worker_config = WorkerConfig(
         preprocess=cfg.preprocess or f"resize({context.model.image_size})",
@@ -53,13 +52,14 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         stall_s=cfg.stall_s,
         cache=cfg.cache,
     )
-    init = context.resolve(cfg.init) or ""
-    test = context.resolve(cfg.probe.test) or ""
-    train = context.resolve(cfg.probe.train)
+    init = context.campaign.resolve(cfg.init) or ""
+    test = context.campaign.resolve(cfg.probe.test) or ""
+    train = context.campaign.resolve(cfg.probe.train)
     request = Request(test, train, cfg.probe.protocol(), first_label=True)
     (result,) = evaluate_on_workers(worker_config, init, [request], context)
+    metrics = document.metrics_with_seeds(result)
     results = {
-        "metrics": document.metrics_with_seeds(result),
+        "metrics": metrics,
         "train_samples": result["train"]["used"],
         "test_samples": result["set"]["judged"],
         "probe": asdict(cfg.probe),
@@ -67,8 +67,10 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
 
     # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
-    means = [f"{name} {value:.4f}" for name, value in without_single_seeds(results["metrics"]).items()]
-    context.say("  ".join(means))
+    means = []
+    for name, value in without_single_seeds(metrics).items():
+        means.append(f"{name} {value:.4f}")
+    context.log("  ".join(means))
     return results
 
 

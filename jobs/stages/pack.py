@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, TypedDict
 
 from data.checks import at_least, check_name
 from data.errors import DataError
@@ -14,9 +14,8 @@ from data.index.shard import table_name
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, problem_of
 from data.shards.subset import make_subset, summary
-from jobs.context import Context
 from jobs.progress import Progress
-from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
@@ -43,10 +42,18 @@ class Config:
         at_least(self, 1, "shard_samples shard_bytes workers")
 
 
-def check_packed(folder: Path, packed: Mapping[str, Mapping[str, Any]], dropped: Sequence[str]) -> None:
+class PackedSet(TypedDict):
+    """A set in the done.json of the stage that packed it."""
+
+    samples: int
+    shards: int
+    digest: str  # of its index
+
+
+def check_packed(folder: Path, packed: Mapping[str, PackedSet], dropped: Sequence[str]) -> None:
     """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
 
-    `packed` is what the stage's done.json says of its sets; shards in `dropped` (`data.drop`) may be lost. The content
+    `packed` has the sets of the stage's done.json; shards in `dropped` (`data.drop`) may be lost. The content
     of a shard is compared when it is read.
     """
     problems: dict[Path, str] = {}  # path → what is wrong with it
@@ -61,7 +68,11 @@ def check_packed(folder: Path, packed: Mapping[str, Mapping[str, Any]], dropped:
         lines.append(f"  {path}: {problems[path]}")
     if len(problems) > MOST_LINES:
         lines.append(f"  … and {len(problems) - MOST_LINES} more")
-    unreadable = [str(path) for path, problem in problems.items() if problem == UNREADABLE]
+    # An index that cannot be read would stop the packing as well: it has to go first.
+    unreadable = []
+    for path, problem in problems.items():
+        if problem == UNREADABLE:
+            unreadable.append(str(path))
     removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
     lines.append("  expected the set as the stage packed it")
     lines.append(f"  bring them back from a copy, or {removal}")
@@ -82,7 +93,8 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     problems: dict[Path, str] = {}
     for number, shard in enumerate(index.shards):
         place = index.location(number)
-        if any(f"/{place}".endswith(f"/{name}") for name in dropped):
+        # A dropped shard is named by the end of its path.
+        if f"/{place}".endswith(tuple(f"/{name}" for name in dropped)):
             continue
         problem = problem_of(place, shard)
         if problem:
@@ -93,22 +105,22 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     return problems
 
 
-def run(cfg: Config, context: Context) -> dict[str, Any]:
+def run(cfg: Config, context: Context) -> dict[str, object]:
     """Pack every set into a folder of its own; safe to kill and to run again."""
     packed = {}
     samples_seen = 0
     sets = {}
     for name, set_config in cfg.sets.items():
-        sets[name] = replace(set_config, classes_of=context.resolve(set_config.classes_of))
+        sets[name] = replace(set_config, classes_of=context.campaign.resolve(set_config.classes_of))
         if set_config.source == "subset":
-            sets[name] = replace(set_config, path=context.resolve(set_config.path))
-    numberings = numberings_of(sets, context.say)
+            sets[name] = replace(set_config, path=context.campaign.resolve(set_config.path))
+    numberings = numberings_of(sets, context.log)
     for name, set_config in sets.items():
         if set_config.source == "subset":
-            index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.say)
+            index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.log)
             packed[name] = record_of(index)
             continue
-        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.say, every_s=10.0)
+        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.log, every_s=10.0)
 
         # A default binds the progress of this set now; the name means another one in the next round.
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
@@ -129,12 +141,12 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
         )
         packed[name] = record_of(index)
         samples_seen += index.samples
-        context.say(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
+        context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
     return {"sets": packed, "samples_seen": samples_seen}
 
 
-def record_of(index: Index) -> dict[str, Any]:
-    """Return what done.json says of a set."""
+def record_of(index: Index) -> PackedSet:
+    """Return the entry of a set in done.json."""
     return {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
 
 
@@ -153,7 +165,7 @@ def make_subset_of(cfg: SetConfig, folder: Path, name: str, workers: int, say: C
 
 
 def is_input(cfg: Config, field: str) -> bool:
-    """Tell whether a field names an input by its content: a subset's set does, a path to images does not."""
+    """Return whether a field names an input by its content: a subset's set does, a path to images does not."""
     _, name, key = field.split(".")
     return key != "path" or cfg.sets[name].source == "subset"
 

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import models
 from data.files import whole_file, write_whole
-from jobs.context import Context
-from jobs.resolved_recipe import Reads, SourceModel, StageKind
+from jobs.resolved_recipe import Context, Reads, SourceModel, StageKind
 from pipeline import artifacts
 from pipeline.config import Tags, tags
 from pipeline.training_config import model_config
@@ -23,18 +22,18 @@ class Config:
     RESUME: ClassVar[Tags] = tags(forbid="init image_size")
 
 
-def run(cfg: Config, context: Context) -> dict[str, Any]:
+def run(cfg: Config, context: Context) -> dict[str, object]:
     """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
-    folder = context.resolve(cfg.init)
+    folder = context.campaign.resolve(cfg.init)
     assert folder is not None, "init has no default that is None"
-    artifacts.check_weights(Path(folder), context.say)
+    artifacts.check_weights(Path(folder), context.log)
     weights, source = models.load_weights(folder)
     weights, report = models.transfer(weights, source, context.model)
     names = context.class_names
     models.save_weights(weights, context.directory, context.model, writing=whole_file, class_names=names)
     write_whole(context.directory / "report.txt", f"{report}\n")
     for line in str(report).splitlines():
-        context.say(line)
+        context.log(line)
     return {
         "kept": len(report.kept),
         "resized": len(report.resized),
@@ -43,10 +42,12 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
     }
 
 
-def model_of(cfg: Config, source_model: SourceModel) -> Any:
+def model_of(cfg: Config, source_model: SourceModel) -> models.ModelConfig | None:
     """Return the architecture at the new size; None where the weights are missing."""
     source = source_model(cfg.init)
-    return None if source is None else model_config({"image_size": cfg.image_size}, source)
+    if source is None:
+        return None
+    return model_config({"image_size": cfg.image_size}, source)
 
 
 KIND = StageKind(

@@ -96,10 +96,12 @@ class SetConfig:
     def __post_init__(self) -> None:
         at_least(self, 1, "image_size classes shots")
         check_seed(self.seed)
-        lowest = min((entry for entry in self.keep or [] if isinstance(entry, int)), default=0)
-        require(lowest >= 0, f"keep is {self.keep}, expected classes from 0 on, or names")
+        for entry in self.keep or []:
+            is_class = isinstance(entry, str) or entry >= 0
+            require(is_class, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
         require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        # A subset is chosen by a rule, and has the classes of its set; other sources have no such rule.
         if self.source == "subset":
             subset_rule(self)  # raises ConfigError where it chooses by nothing
             renumbers = self.names or self.classes_of or self.rename or self.classes
@@ -109,13 +111,21 @@ class SetConfig:
                 "  leave out names, classes_of, rename and classes, or pack the set again with them",
             )
         else:
-            chooses = [field for field in SUBSET_FIELDS if getattr(self, field) is not None]
+            chooses = []
+            for field_name in SUBSET_FIELDS:
+                if getattr(self, field_name) is not None:
+                    chooses.append(field_name)
             require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
-        has_task = self.task in VTAB if self.source == "vtab" else self.task is None
+        # Tasks, splits and parts are of the sources that know which samples were published.
+        has_task = self.task is None
+        if self.source == "vtab":
+            has_task = self.task in VTAB
         require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
         require(not (self.wnids and self.real), "wnids and real are two kinds of labels: give one of them")
         known = known_set(self)
-        splits = tuple(known.published) if known else ("train", "test")
+        splits: tuple[str, ...] = ("train", "test")
+        if known is not None:
+            splits = tuple(known.published)
         require(self.split in splits, f"source {self.source} has the splits {', '.join(splits)}; split is {self.split}")
         require(not self.partial or known is not None, f"partial is of known data sets; {self.source} is none of them")
         require(
@@ -131,32 +141,39 @@ def subset_rule(cfg: SetConfig) -> Rule:
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
-    """Return what is known of a set by its source, and by its task for VTAB; None for images of one's own."""
+    """Return the published data set that a source is, by its task for VTAB; None for images of a user's own."""
     if cfg.source == "vtab" and cfg.task is not None:
         return VTAB[cfg.task]
-    return known_archive(cfg.source, path_of(cfg.wnids), path_of(cfg.real))
-
-
-def path_of(text: str | None) -> Path | None:
-    """Return a field that names a file or folder as a path; None where it is not set."""
-    return None if text is None else Path(text)
+    wnids = None
+    if cfg.wnids is not None:
+        wnids = Path(cfg.wnids)
+    real = None
+    if cfg.real is not None:
+        real = Path(cfg.real)
+    return known_archive(cfg.source, wnids, real)
 
 
 # ------------------------------------------------------------------------------------------------ numbering
 
 
-def numberings_of(sets: Mapping[str, SetConfig], say: Callable[[str], None]) -> dict[str, Numbering]:
-    """Return how the classes of each set are numbered, so that a class has one id in all; `say` is told who follows.
+def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> dict[str, Numbering]:
+    """Return how the classes of each set are numbered, so that a class has one id in all; log which sets follow.
 
     Subsets are not among them: they have the numbering of their set. Raises DataError as `numbering_of`.
     """
-    sets = {name: cfg for name, cfg in sets.items() if cfg.source != "subset"}
-    if not sets:
-        return {}
-    giver = "train" if "train" in sets else next(iter(sets))
-    first = numbering_of(sets[giver], giver)
-    numberings = {}
+    packed_sets = {}
     for name, cfg in sets.items():
+        if cfg.source != "subset":
+            packed_sets[name] = cfg
+    if not packed_sets:
+        return {}
+    # The others take the numbering of the training set; without one, of the first.
+    giver = next(iter(packed_sets))
+    if "train" in packed_sets:
+        giver = "train"
+    first = numbering_of(packed_sets[giver], giver)
+    numberings = {}
+    for name, cfg in packed_sets.items():
         if name == giver:
             numberings[name] = first
             continue
@@ -164,7 +181,7 @@ def numberings_of(sets: Mapping[str, SetConfig], say: Callable[[str], None]) -> 
         follows = not cfg.names and not cfg.classes_of
         changed = any(label != own for own, label in (numberings[name].ids or {}).items())
         if follows and changed:
-            say(f"{name}: classes are numbered as those of {giver}")
+            log(f"{name}: classes are numbered as those of {giver}")
     return numberings
 
 
@@ -173,12 +190,15 @@ def numberings_of(sets: Mapping[str, SetConfig], say: Callable[[str], None]) -> 
 
 def paths_of(cfg: SetConfig) -> dict[str, str]:
     """Return the fields that name a file or folder of a source, where they are set."""
-    if cfg.source == "digits":
+    # The path of a subset may be "@stage/set": a campaign checks it as any other input.
+    if cfg.source in ("digits", "subset"):
         return {}
-    paths = {"path": cfg.path, "root": cfg.root, "wnids": cfg.wnids, "real": cfg.real, "names": cfg.names}
-    if cfg.source == "subset":  # whose path may be "@stage/set": a campaign looks at it as at any other input
-        paths = {}
-    return {key: path for key, path in paths.items() if path is not None}
+    paths = {}
+    for field_name in ("path", "root", "wnids", "real", "names"):
+        path = getattr(cfg, field_name)
+        if path is not None:
+            paths[field_name] = path
+    return paths
 
 
 def source_names(cfg: SetConfig) -> Names:
@@ -197,7 +217,9 @@ def source_names(cfg: SetConfig) -> Names:
     known = known_set(cfg)
     if known is not None:
         return known.classes(Path(cfg.path))
-    return folder_classes(cfg.path) if cfg.source == "folder" else parquet_classes(cfg.path)
+    if cfg.source == "folder":
+        return folder_classes(cfg.path)
+    return parquet_classes(cfg.path)
 
 
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
@@ -222,8 +244,10 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
             )
     elif own and first is not None:
         wanted = first.names
-    # Labels of tars that are names are renamed as they are read (`samples_of`): nobody knows the tars' own numbering.
-    rename = {} if cfg.source == "tars" and not own else cfg.rename
+    # Labels of tars that are names are renamed as they are read (`samples_of`): tars have no numbering of their own.
+    rename = cfg.rename
+    if cfg.source == "tars" and not own:
+        rename = {}
     return number(own, wanted, rename=rename, keep=cfg.keep, name=name, giver=giver)
 
 
@@ -252,9 +276,13 @@ def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
     if known is not None:
         # The word for a split says nothing where there is no choice of them.
         has_splits = cfg.source != "imagenet-validation"
-        label = f"{cfg.task or cfg.source}, {cfg.split}" if has_splits else cfg.source
+        label: str = cfg.source
+        if has_splits:
+            label = f"{cfg.task or cfg.source}, {cfg.split}"
         return samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
-    return class_folders(cfg.path) if cfg.source == "folder" else image_parquet(cfg.path)
+    if cfg.source == "folder":
+        return class_folders(cfg.path)
+    return image_parquet(cfg.path)
 
 
 def check_paths(cfg: SetConfig) -> None:
@@ -266,7 +294,7 @@ def check_paths(cfg: SetConfig) -> None:
 
 
 def is_there(path: str) -> bool:
-    """Tell whether something lies at a path, the last part of which may stand for several files: a/train-*.tar."""
+    """Return whether something lies at a path, the last part of which may stand for several files: a/train-*.tar."""
     place = Path(path)
     return place.exists() or ("*" in place.name and any(place.parent.glob(place.name)))
 
@@ -284,6 +312,10 @@ def expected_samples(cfg: SetConfig) -> int | None:
     if cfg.source == "tars":
         # Tars without an index would have to be read whole to be counted.
         index_path = path / f"{path.name}.index.json"
-        return load_index(index_path).samples if index_path.exists() else None
+        if not index_path.exists():
+            return None
+        return load_index(index_path).samples
     known = known_set(cfg)
-    return known.published[cfg.split].samples if known else None
+    if known is None:
+        return None
+    return known.published[cfg.split].samples

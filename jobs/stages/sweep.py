@@ -1,4 +1,4 @@
-"""The table of a sweep: what its runs came to, mean ± standard deviation over the seeds, and which values did best.
+"""The table of a sweep: the metrics of its runs, mean ± standard deviation over the seeds, and which values did best.
 
 In:  the finished runs that jobs/recipe/sweeps.py has written into the recipe, each a stage with its metrics
 Out: sweep.json, the record of runs, rows and choice, with its own sha256, and report.txt, the same for people
@@ -24,8 +24,7 @@ from typing import Any, ClassVar
 
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
-from jobs.context import Context
-from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, tags
@@ -62,7 +61,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to."""
+    """The metrics of one run, or that it has diverged."""
 
     stage: str
     key: str
@@ -99,52 +98,55 @@ class Row:
     name: str
     means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged
     values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
-
-    @property
-    def remark(self) -> str:
-        """Return "diverged", or the values that were chosen for the row; "" where its name says them."""
-        if not self.means:
-            return "diverged"
-        text = in_words(self.values)
-        # The rows of a grid are called by their values.
-        return text if text != self.name else ""
+    remark: str = ""  # "diverged", or the values that were chosen for the row, where they are not its name
 
 
-def run(cfg: Config, context: Context) -> dict[str, Any]:
-    """Make the table and say it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
-    results = [result_of(name, run_config, cfg.best, context) for name, run_config in cfg.runs.items()]
+def run(cfg: Config, context: Context) -> dict[str, object]:
+    """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
+    results = []
+    for name, run_config in cfg.runs.items():
+        results.append(result_of(name, run_config, cfg.best, context))
     rows = rows_of(results)
     best: Row | None = None
     for row in rows:
         # Of equal rows the first wins.
         if cfg.chooses and row.means and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
             best = row
-    diverged = [result for result in results if result.diverged]
-    for result in diverged:
-        context.say(f"{context.name}: {result.stage} has diverged: {result.diverged}")
+    diverged: list[str] = []
+    folders = set()
+    for result in results:
+        if not result.diverged:
+            continue
+        context.log(f"{context.name}: {result.stage} has diverged: {result.diverged}")
+        diverged.append(result.stage)
+        folder = context.campaign.directory(context.campaign.stage(result.stage))
+        folders.add(str(folder / artifacts.DONE))
+    # One run that has not diverged is enough for a choice; a mean needs all of them.
     if diverged and best is None:
-        names = ", ".join(result.stage for result in diverged)
-        folders = {str(Path(context.resolve(f"@{result.stage}") or "") / artifacts.DONE) for result in diverged}
-        expected = "one that has not, to choose from" if cfg.chooses else "all of them for the table"
+        expected = "all of them for the table"
+        if cfg.chooses:
+            expected = "one that has not, to choose from"
         raise Diverged(
-            f"{context.name}: {len(diverged)} runs of the sweep have diverged: {names}\n"
+            f"{context.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
             f"  expected {expected}\n"
             f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
         )
 
-    means = [] if cfg.chooses else means_of(results, cfg.groups)
-    lines = table_lines(f"{context.name}, in %", cfg.best, rows, means, best)
-    for line in lines:
-        context.say(line)
-    write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
+    means: list[Row] = []
+    if not cfg.chooses:
+        means = means_of(results, cfg.groups)
+    write_table(context, cfg.best, rows, means, best)
+    chosen: dict[str, object] = {}
+    if best is not None:
+        chosen.update(best.values)
     record = {
         "sweep": context.name,
         "metric": cfg.best,
         "rule": TIES,
-        "chosen": dict(best.values) if best is not None else {},
-        "runs": [asdict(result) for result in results],
-        "rows": {row.name: {metric: asdict(mean) for metric, mean in row.means.items()} for row in rows},
-        "means": {row.name: {metric: asdict(mean) for metric, mean in row.means.items()} for row in means},
+        "chosen": chosen,
+        "runs": list(map(asdict, results)),
+        "rows": rows_as_json(rows),
+        "means": rows_as_json(means),
     }
     artifacts.write_record(context.directory / DOCUMENT, record)
 
@@ -157,21 +159,31 @@ def run(cfg: Config, context: Context) -> dict[str, Any]:
             part = str(row.means[cfg.best])
             if row.name != context.name:
                 part = f"{row.name} {part}"
-            if row in rows and row.remark:
+            if row.remark:
                 part += f" ({row.remark})"
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
     return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
 
-def chosen_values(folder: Path) -> dict[str, Any]:
+def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
+    """Return {row: {metric: its mean as nested plain values}}."""
+    values: dict[str, dict[str, object]] = {}
+    for row in rows:
+        values[row.name] = {}
+        for metric, mean in row.means.items():
+            values[row.name][metric] = asdict(mean)
+    return values
+
+
+def chosen_values(folder: Path) -> dict[str, object]:
     """Return the values that the table in this folder has chosen, by dotted field. Raises DataError, OSError."""
     return artifacts.read_record(folder / DOCUMENT)["chosen"]
 
 
 def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
-    """Read what a finished run came to. Raises DataError where it has no number for the metric."""
-    folder = Path(context.resolve(cfg.stage) or "")
+    """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
+    folder = Path(context.campaign.resolve(cfg.stage) or "")
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
@@ -188,15 +200,19 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     intervals = {}
     if (folder / document.NAME).exists():
         entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
-        intervals = {metric: (entry["low"], entry["high"]) for metric, entry in entries.items()}
+        for metric, entry in entries.items():
+            intervals[metric] = (entry["low"], entry["high"])
     return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, intervals)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
     """Return the rows of the table in the order of their first runs."""
     rows = []
-    for name in dict.fromkeys(result.row for result in results):
-        runs = [result for result in results if result.row == name]
+    runs_of: dict[str, list[Result]] = {}
+    for result in results:
+        runs_of.setdefault(result.row, []).append(result)
+    for name, runs in runs_of.items():
+        # A run that has diverged has no metrics, and a mean of the others would be a number of nothing.
         means: dict[str, Mean] = {}
         if not any(result.diverged for result in runs):
             means = means_by_metric([result.metrics for result in runs])
@@ -204,7 +220,13 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         if len(runs) == 1 and means:
             for metric, interval in runs[0].intervals.items():
                 means[metric] = replace(means[metric], interval=interval)
-        rows.append(Row(name, means, runs[0].values))
+        # The rows of a grid are called by their values.
+        remark = in_words(runs[0].values)
+        if not means:
+            remark = "diverged"
+        elif remark == name:
+            remark = ""
+        rows.append(Row(name, means, runs[0].values, remark))
     return rows
 
 
@@ -213,9 +235,12 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
     means: dict[str, Mean] = {}
     for metric in runs[0]:
         values = [run[metric] for run in runs if metric in run]
-        if len(values) == len(runs):
-            sd = statistics.stdev(values) if len(values) > 1 else None
-            means[metric] = Mean(statistics.fmean(values), sd, len(values))
+        if len(values) < len(runs):
+            continue
+        sd = None
+        if len(values) > 1:
+            sd = statistics.stdev(values)
+        means[metric] = Mean(statistics.fmean(values), sd, len(values))
     return means
 
 
@@ -227,44 +252,64 @@ def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list
     """
     if not groups:
         return []
+    all_rows: list[str] = []
+    for result in results:
+        if result.row not in all_rows:
+            all_rows.append(result.row)
     means = []
-    for name, members in {**groups, "mean": list(dict.fromkeys(result.row for result in results))}.items():
+    for name, members in {**groups, "mean": all_rows}.items():
         by_seed: dict[int | None, list[Mapping[str, float]]] = {}
         for result in results:
             if result.row in members:
                 by_seed.setdefault(result.seed, []).append(result.metrics)
-        repeats = []
+        repeats: list[dict[str, float]] = []
         for runs in by_seed.values():
-            repeats.append({metric: value.mean for metric, value in means_by_metric(runs).items()})
+            of_seed = {}
+            for metric, value in means_by_metric(runs).items():
+                of_seed[metric] = value.mean
+            repeats.append(of_seed)
         means.append(Row(f"{name} of {len(members)}", means_by_metric(repeats)))
     return means
 
 
-def in_words(values: Mapping[str, Any]) -> str:
+def in_words(values: Mapping[str, object]) -> str:
     """Return values for people: "optim.lr=0.01, steps=100"."""
     return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
-def table_lines(title: str, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> list[str]:
-    """Return the table as lines: the metric that decides first, then the others."""
+def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
+    """Log the table and write it to report.txt: the metric that decides first, then the others."""
+    all_rows = [*rows, *means]
+    title = f"{context.name}, in %"
+    # 1. The metrics that are in any row, and the widths of the columns.
     metrics = [metric]
-    cells = []
-    for row in (*rows, *means):
-        metrics += [other for other in row.means if other not in metrics]
-        cells += [str(mean) for mean in row.means.values()]
-    width = max(len(title), *(len(row.name) for row in (*rows, *means)))
-    column = max(16, *(len(text) + 3 for text in (*metrics, *cells)))
-    lines = [title.ljust(width) + "".join(f"{name:>{column}}" for name in metrics)]
-    for row in (*rows, *means):
+    width = len(title)
+    column = 16
+    for row in all_rows:
+        width = max(width, len(row.name))
+        for name, mean in row.means.items():
+            if name not in metrics:
+                metrics.append(name)
+            column = max(column, len(name) + 3, len(str(mean)) + 3)
+    column = max(column, len(metric) + 3)
+
+    # 2. A line for every row.
+    heading = title.ljust(width)
+    for name in metrics:
+        heading += f"{name:>{column}}"
+    lines = [heading]
+    for row in all_rows:
         line = row.name.ljust(width)
         for name in metrics:
             line += f"{row.means.get(name, '-')!s:>{column}}"
         if row is best:
             line += "   the best"
-        elif row in rows and row.remark:
+        elif row.remark:
             line += f"   {row.remark}"
         lines.append(line)
-    return lines
+    for line in lines:
+        context.log(line)
+    write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
 
 
 # ------------------------------------------------------------------------ what is known before it runs

@@ -1,17 +1,17 @@
-"""What pretrain and finetune share: they are checked, the workers are told what to do, and how to be stopped.
+"""The stages pretrain and finetune: their checks, the tasks of their workers, and how they stop.
 
-1. `checks` compares a stage with the cluster, the data and the memory that there are: a stage that could not be judged
-   or saved must not begin.
-2. The supervisor runs attempts; for each one `make_training_task` writes down what its workers are told.
-3. To stop, the driver asks the agents; rank 0 hears it at the end of a step, and all workers commit and end.
+1. `checks` compares a stage with the cluster, the data and the memory that there are: a stage that could not be
+   evaluated or saved must not begin.
+2. The supervisor runs attempts; for each of them `make_training_task` writes the task of its workers.
+3. To stop, the driver sends a request to the agents; rank 0 reads it at the end of a step, and all workers commit and
+   end.
 """
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import models
 from data.errors import ConfigError, DataError
@@ -19,12 +19,23 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.index.joined import exclude
 from data.shards.reader import check_sizes
-from jobs.cluster.supervisor import alone, supervise
+from jobs.cluster.supervisor import Companion, alone, supervise
 from jobs.cluster.worker import Task
-from jobs.context import Context
-from jobs.resolved_recipe import MEMORY, Available, CheckResult, Reads, SharedClasses, SourceModel, Stage, StageKind
+from jobs.cluster_config import ClusterConfig
+from jobs.resolved_recipe import (
+    MEMORY,
+    Available,
+    CheckResult,
+    Context,
+    Reads,
+    SharedClasses,
+    SourceModel,
+    Stage,
+    StageKind,
+)
 from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
+from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.disk_space import check_disk_space
@@ -47,92 +58,99 @@ from pipeline.versions import code_version
 from pipeline.worker import Job
 
 
-def run(cfg: TrainConfig, context: Context) -> dict[str, Any]:
+def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     """Train until the stage is done; its sets have been checked.
 
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
-    say_what_is_dropped(cfg, context)
+    log_dropped_shards(cfg, context)
     check_disk_space(cfg, context.model, context.checkpoints)
     make_task = partial(make_training_task, cfg, context)
-    worlds = allowed_worlds(cfg, context.cluster)
-    evaluations = evaluations_beside(cfg, context)
+    worlds = allowed_worlds(cfg, context.campaign.cluster)
+    evaluations = async_evaluation_of(cfg, context)
+    accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone
+    if evaluations is not None:
+        accompany = evaluations.accompany
     outcome = supervise(
         train,
         make_task,
         context,
         worlds=worlds,
         stall_s=cfg.stall_s,
-        accompany=alone if evaluations is None else evaluations.accompany,
+        accompany=accompany,
     )
     if evaluations is not None:
         evaluations.finish()
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
-        artifacts.bring(context.storage, f"{context.directory.name}/{name}", record)
+        artifacts.bring(context.campaign.storage, f"{context.directory.name}/{name}", record)
     return outcome
 
 
-def evaluations_beside(cfg: TrainConfig, context: Context) -> AsyncEvaluation | None:
-    """Return what has commits judged beside training; None where the recipe wants none, or they cannot be."""
-    is_judged = bool(cfg.data.evaluate or cfg.probe.train)
-    if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not is_judged:
+def async_evaluation_of(cfg: TrainConfig, context: Context) -> AsyncEvaluation | None:
+    """Return the async evaluation of commits; None where the recipe has none, or commits cannot be read."""
+    has_sets = bool(cfg.data.evaluate or cfg.probe.train)
+    if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not has_sets:
         return None
-    if not context.storage.is_shared:
-        context.say(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
+    if not context.campaign.storage.is_shared:
+        context.log(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
         return None
     return AsyncEvaluation(cfg, context)
 
 
-def say_what_is_dropped(cfg: TrainConfig, context: Context) -> None:
-    """Say how many samples `data.drop` leaves out, where it names shards."""
+def log_dropped_shards(cfg: TrainConfig, context: Context) -> None:
+    """Log how many samples `data.drop` leaves out, where it names shards."""
     if not cfg.data.drop:
         return
-    whole_sets = [load_index(path) for path in training_sets(cfg, context)]
-    samples = sum(index.samples for index in whole_sets)
-    samples_left = sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
+    whole_sets = list(map(load_index, training_sets(cfg, context)))
+    samples = 0
+    for index in whole_sets:
+        samples += index.samples
+    samples_left = 0
+    for index in exclude(whole_sets, cfg.data.drop):
+        samples_left += index.samples
     dropped = f"{samples - samples_left:,} of {samples:,} samples"
-    context.say(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
+    context.log(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
 
 
 def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
     """Return the absolute paths of the sets that are trained on, in the order of the sets' names."""
     paths = []
     for value, _weight in cfg.data.sets().values():
-        path = context.resolve(value)
+        path = context.campaign.resolve(value)
         assert path is not None, "sets() names no set without a path"
         paths.append(path)
     return paths
 
 
 def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
-    """Return what the workers of an attempt are told, and leave it in task.json, from which `jobs replay` starts.
+    """Return the task of an attempt's workers, and leave it in task.json, from which `jobs replay` starts.
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
-    init = context.resolve(cfg.init)
+    init = context.campaign.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
     if init is not None and not context.checkpoints.committed():
-        artifacts.check_weights(Path(init), context.say)
+        artifacts.check_weights(Path(init), context.log)
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
-    cfg = dataclasses.replace(cfg, deepspeed=context.resolve(cfg.deepspeed))
+    cfg = dataclasses.replace(cfg, deepspeed=context.campaign.resolve(cfg.deepspeed))
     # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
-    cfg = with_blocks(cfg, context.model, is_gpu=context.cluster.gpus_per_worker > 0)
+    cfg = with_blocks(cfg, context.model, is_gpu=context.campaign.cluster.gpus_per_worker > 0)
     job = Job(
-        run=str(context.run),
+        run=str(context.campaign.run),
         directory=str(context.directory),
         attempt=attempt,
-        key=context.key,
+        key=context.stage.key,
         code=code_version(),
         model=models.to_dict(context.model),
         train=training_sets(cfg, context),
-        evaluate=context.resolve(cfg.data.evaluate),
+        evaluate=context.campaign.resolve(cfg.data.evaluate),
         init=init,
-        probe_train=context.resolve(cfg.probe.train),
-        probe_test=context.resolve(cfg.probe.test),
+        probe_train=context.campaign.resolve(cfg.probe.train),
+        probe_test=context.campaign.resolve(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
-        remote=context.remote,
+        remote=context.campaign.remote,
         device_bytes=bytes_if_traced(cfg, context),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
@@ -141,31 +159,35 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
 
 def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
-    """Return what a worker needs of its device's memory; None where no plan has traced one like it."""
+    """Return the bytes that a worker needs of its device's memory; None where no plan has traced such a step."""
     # A run does not wait for a trace. Where the recipe leaves the number of workers open, this is the need of the most
     # that it allows: each then needs the least, and no start is refused for a world that it does not have.
     # What is traced is of whole images: a stage that never sees them needs less.
     if not cfg.thinning.has_whole_images:
         return None
-    is_gpu = context.cluster.gpus_per_worker > 0
-    most_workers = allowed_worlds(cfg, context.cluster)[0]
+    is_gpu = context.campaign.cluster.gpus_per_worker > 0
+    most_workers = allowed_worlds(cfg, context.campaign.cluster)[0]
     need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
-    return None if need is None else need.device_bytes
+    if need is None:
+        return None
+    return need.device_bytes
 
 
 # ------------------------------------------------------------------------ what is known before it runs
 
 
-def model_of(cfg: TrainConfig, source_model: SourceModel) -> Any:
+def model_of(cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
     """Return the architecture that training ends with; None where the weights that it starts from are missing."""
     if cfg.init is None:
         return trained_model(cfg)
     source = source_model(cfg.init)
-    return None if source is None else trained_model(cfg, source)
+    if source is None:
+        return None
+    return trained_model(cfg, source)
 
 
-def keeps_head(cfg: TrainConfig, source: Any, model: Any) -> bool:
-    """Tell whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
+def keeps_head(cfg: TrainConfig, source: ModelConfig | None, model: ModelConfig | None) -> bool:
+    """Return whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
     # Of weights that are missing nothing is known; the stage is validated once more before it runs.
     if cfg.objective == "masked" or source is None or model is None:
         return False
@@ -179,7 +201,9 @@ def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
         return [probed]
     sets = {}
     for name, (path, _weight) in cfg.data.sets().items():
-        field = f"data.mixture.{name}.train" if cfg.data.mixture else "data.train"
+        field = "data.train"
+        if cfg.data.mixture:
+            field = f"data.mixture.{name}.train"
         sets[field] = path
     trained = tuple(sets)
     if cfg.data.evaluate is not None:
@@ -189,34 +213,43 @@ def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
 
 def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
     """Return the two sets of a probe, which share their classes with nothing else."""
-    sets = {"probe.train": probe.train, "probe.test": probe.test}
-    return SharedClasses({field: path for field, path in sets.items() if path is not None})
+    sets: dict[str, str] = {}
+    if probe.train is not None and probe.test is not None:  # ProbeConfig takes both or neither
+        sets = {"probe.train": probe.train, "probe.test": probe.test}
+    return SharedClasses(sets)
 
 
 def metrics_of(cfg: TrainConfig) -> list[str]:
     """Return the metrics that a trained stage will have in the end."""
-    metrics = ["accuracy"] if cfg.data.evaluate is not None else []
-    return metrics + metrics_of_probe(cfg.probe)
+    metrics = metrics_of_probe(cfg.probe)
+    if cfg.data.evaluate is not None:
+        metrics.insert(0, "accuracy")
+    return metrics
 
 
 def metrics_of_probe(probe: ProbeConfig) -> list[str]:
     """Return the metrics that a probe gives; none without its sets."""
-    return [f"{shots}shot" for shots in probe.shots] if probe.train is not None else []
+    if probe.train is None:
+        return []
+    return [f"{shots}shot" for shots in probe.shots]
 
 
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Refuse what does not fit the cluster, or the data that is there: its classes, image shapes, length of training.
 
     Data that an earlier stage makes may not be there yet: it is compared when the stage is about to start. Raises
-    ConfigError and DataError; yields what nobody can tell of its memory.
+    ConfigError and DataError; yields a warning where its need of memory is not known.
     """
     cfg: TrainConfig = stage.config
     name = stage.name
     has_sets = bool(cfg.data.train or cfg.data.mixture)
     require(has_sets, f"{name}.data.train is missing: a path, or @stage; or data.mixture")
-    paths = [path for path, _weight in cfg.data.sets().values()]
+    paths = []
+    for path, _weight in cfg.data.sets().values():
+        paths.append(path)
+    # The batch on the numbers of workers that the cluster may have; reads and checks the user's DeepSpeed file as well.
     try:
-        worlds = allowed_worlds(cfg, there.campaign.cluster)  # reads and checks the user's DeepSpeed file as well
+        worlds = allowed_worlds(cfg, there.campaign.cluster)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -229,29 +262,34 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         if index.samples == 0:
             raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
         classes[path] = index.classes
-    is_judged = cfg.data.evaluate is not None or cfg.probe.train is not None
+    is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
     if cfg.data.evaluate is not None:
         for index in there.made([cfg.data.evaluate]):
             classes[cfg.data.evaluate] = index.classes
     if stage.model is not None:
         check_model(cfg, stage.model, classes, f"{name}.model")
-    if stage.model is not None and is_judged:
+    if stage.model is not None and is_evaluated:
         check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
 
     # The steps are not known where passes are to be made over data that is not there.
     sets = there.made(paths)
     has_all = len(sets) == len(paths)
-    all_samples = sum(index.samples for index in sets) if has_all else cfg.data.samples
+    all_samples = cfg.data.samples
+    if has_all:
+        all_samples = sum(index.samples for index in sets)
     if cfg.steps is not None or all_samples is not None:
         check_schedule(cfg, steps_of(cfg, all_samples or 0), name)
 
     if not there.looks_at_files:
         return
-    # Without all of them nobody knows which shard `data.drop` means.
+    # Which shard `data.drop` means is known when all of them are there.
     if has_all:
         check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
-    judged = [path for path in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test) if path is not None]
-    check_usable(there.made(judged))
+    evaluated = []
+    for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
+        if value is not None:
+            evaluated.append(value)
+    check_usable(there.made(evaluated))
     if stage.model is not None:
         # What a worker needs is the most where the workers are the fewest.
         try:
@@ -283,13 +321,15 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     and cannot be traced is said, and goes on unchecked.
     """
     cfg: TrainConfig = stage.config
+    model = stage.model
+    assert model is not None, "of stages whose model is known"
     limit = there.campaign.cluster.gpu_memory_gb
     is_gpu = there.campaign.cluster.gpus_per_worker > 0
     # What is traced is of whole images: of fewer patches nobody knows the need.
     has_whole_images = cfg.thinning.has_whole_images
     number_in_its_place = (
         f"type the number in its place: {stage.name}.activation_gb=null {stage.name}.checkpoint_blocks=N, from 0 to "
-        f"{blocks_of(stage.model)}, with which a worker needs the least memory"
+        f"{blocks_of(model)}, with which a worker needs the least memory"
     )
     if cfg.activation_gb is not None:
         if not has_whole_images:
@@ -299,7 +339,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
             )
             yield CheckResult("WARN", MEMORY, text)
         try:
-            with_blocks(cfg, stage.model, is_gpu=is_gpu)
+            with_blocks(cfg, model, is_gpu=is_gpu)
         except BudgetTooSmall as error:
             way_out = f"type a larger {stage.name}.activation_gb"
             for micro_batch in smaller_micro_batches(cfg, fewest):
@@ -320,7 +360,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
         yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
         return
     try:
-        check_fits(cfg, stage.model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
+        check_fits(cfg, model, fewest, int(limit * GIB), is_gpu=True, name=stage.name)
     except TraceFailed as error:
         yield CheckResult("WARN", MEMORY, f"{unknown}: {error}")
 

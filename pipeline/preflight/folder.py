@@ -44,7 +44,7 @@ class FolderReport(TypedDict):
     is_answered: bool  # the driver sees what the node has written
     skew_s: float | None  # of the node's clock against the driver's; positive: ahead. None: no answer
     uncertainty_s: float | None
-    lacks: list[str]  # what the file system cannot do, in words
+    lacks: list[str]  # abilities that the file system does not have, in words
     written_bytes: int
     written_s: float  # until they were on the disk
     free_bytes: int
@@ -82,7 +82,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
             if report["uncertainty_s"] is None or uncertainty_s < report["uncertainty_s"]:
                 report["skew_s"] = skew_s
                 report["uncertainty_s"] = uncertainty_s
-        report["lacks"] = lacking(folder, name)
+        try_file_system(folder, name, report["lacks"])
     else:
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -145,9 +145,8 @@ def ask(folder: Path, question: str) -> tuple[float, float] | None:
     return None
 
 
-def lacking(folder: Path, name: str) -> list[str]:
-    """Try what a run asks of its file system, with the functions that a run uses; return what fails, in words."""
-    lacks = []
+def try_file_system(folder: Path, name: str, lacks: list[str]) -> None:
+    """Try locks and hard links as a run uses them, with its functions; append the failures to `lacks`, in words."""
     # The driver has this lock: where we get it, two commands on two machines could own one run.
     try:
         with locked(folder / LOCK_FILE, wait=False) as is_ours:
@@ -162,7 +161,6 @@ def lacking(folder: Path, name: str) -> list[str]:
             lacks.append("a hard link does not fail where its name exists")
     except (StorageError, OSError) as error:
         lacks.append(str(error).splitlines()[0])
-    return lacks
 
 
 def write_a_file(folder: Path, name: str) -> float:

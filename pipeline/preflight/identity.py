@@ -1,4 +1,4 @@
-"""What a worker says of itself, and in what workers differ that should be alike.
+"""The identity of a worker, and the differences between workers that should be alike.
 
 In:  {"rank": 1, "node": "n2", "code": "3f2a…", "packages": {"torch": "2.13.0", …}, "device": "cpu", …} of every worker
 Out: "worker 1 on n2 has torch 2.12.0, worker 0 on n1 has 2.13.0"
@@ -7,8 +7,9 @@ Out: "worker 1 on n2 has torch 2.12.0, worker 0 on n1 has 2.13.0"
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -18,13 +19,11 @@ from pipeline.versions import ROOT, code_version, package_versions
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
-
-
 NO_RANK = -1  # of a node that has no worker
 
 
 class Identity(TypedDict):
-    """What one worker is, or a node without a worker; JSON."""
+    """Code, packages and device of one worker, or of a node without a worker; JSON."""
 
     rank: int
     node: str
@@ -36,7 +35,7 @@ class Identity(TypedDict):
 
 
 def identity(device: torch.device) -> Identity:
-    """Return what this worker is."""
+    """Return the identity of this worker."""
     return {
         "rank": int(os.environ.get("RANK", NO_RANK)),
         "node": socket.gethostname(),
@@ -65,57 +64,84 @@ def driver_version() -> str:
     return match[1] if match else ""
 
 
-# ------------------------------------------------------------------------ in what they differ
+# ------------------------------------------------------------------------ differences
 
 
-def named(worker: Identity) -> str:
-    """Return how a worker is called in messages."""
-    if worker["rank"] == NO_RANK:
-        return f"the spare node {worker['node']}"
-    return f"worker {worker['rank']} on {worker['node']}"
+@dataclass(frozen=True)
+class Difference:
+    """A property that not all workers have alike: the first worker that differs from rank 0."""
+
+    name: str  # of the property: a package, "device", "GPU driver"
+    worker: Identity
+    value: str  # "" where it has none
+    more: int  # workers after it that differ from rank 0 as well
+    first: Identity  # rank 0
+    expected: str
+
+    def __str__(self) -> str:
+        """Return "worker 1 on n2 (and 3 more) has torch 2.12.0, worker 0 on n1 has 2.13.0"."""
+        return (
+            f"{named(self.worker, self.more)} has {self.name} {self.value or 'none'}, "
+            f"{named(self.first)} has {self.expected or 'none'}"
+        )
+
+
+def differences_in(workers: Sequence[Identity], name: str, values: Sequence[str]) -> list[Difference]:
+    """Compare a property of workers, whose values are in the order of the workers; [] where all are alike."""
+    first_other: int | None = None
+    others = 0
+    for number, value in enumerate(values):
+        if value == values[0]:
+            continue
+        others += 1
+        if first_other is None:
+            first_other = number
+    if first_other is None:
+        return []
+    return [Difference(name, workers[first_other], values[first_other], others - 1, workers[0], values[0])]
+
+
+def other_packages(workers: Sequence[Identity], packages: Sequence[str]) -> list[Difference]:
+    """Return a difference for each of the packages that not all workers have in one version."""
+    differences = []
+    for package in packages:
+        versions = []
+        for worker in workers:
+            versions.append(worker["packages"][package])
+        differences += differences_in(workers, package, versions)
+    return differences
+
+
+def other_devices(workers: Sequence[Identity]) -> list[Difference]:
+    """Return the differences in the device and in the version of its driver."""
+    devices = []
+    drivers = []
+    for worker in workers:
+        devices.append(worker["device"])
+        drivers.append(worker["driver"])
+    return [*differences_in(workers, "device", devices), *differences_in(workers, "GPU driver", drivers)]
 
 
 def other_code(workers: Sequence[Identity], code: str) -> str:
     """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
-    others = [worker for worker in workers if worker["code"] != code]
+    others = []
+    for worker in workers:
+        if worker["code"] != code:
+            others.append(worker)
     if not others:
         return ""
     first = others[0]
     return (
-        f"{named(first)}{and_more(others)} runs other code than this command: "
+        f"{named(first, len(others) - 1)} runs other code than this command: "
         f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
     )
 
 
-def other_packages(workers: Sequence[Identity], packages: Sequence[str]) -> list[str]:
-    """Name, for each of the packages that not all have in one version, the first worker with another than rank 0's."""
-    texts = []
-    for package in packages:
-        texts += differing(workers, package, lambda worker, name=package: worker["packages"][name])  # type: ignore[misc]
-    return texts
-
-
-def other_devices(workers: Sequence[Identity]) -> list[str]:
-    """Name the first worker with another device than rank 0's, and with another driver."""
-    return [
-        *differing(workers, "device", lambda worker: worker["device"]),
-        *differing(workers, "GPU driver", lambda worker: worker["driver"]),
-    ]
-
-
-def differing(workers: Sequence[Identity], what: str, value_of: Callable[[Identity], str]) -> list[str]:
-    """Say in one line who has another value than rank 0; nothing where all agree."""
-    expected = value_of(workers[0])
-    others = [worker for worker in workers if value_of(worker) != expected]
-    if not others:
-        return []
-    value = value_of(others[0]) or "none"
-    first = workers[0]
-    return [f"{named(others[0])}{and_more(others)} has {what} {value}, {named(first)} has {expected or 'none'}"]
-
-
-def and_more(others: Sequence[Identity]) -> str:
-    """Return " and 3 more" where it is not one worker alone."""
-    if len(others) == 1:
-        return ""
-    return f" (and {len(others) - 1} more)"
+def named(worker: Identity, more: int = 0) -> str:
+    """Return how a worker is called in messages: "worker 1 on n2", and " (and 3 more)" where it stands for others."""
+    name = f"worker {worker['rank']} on {worker['node']}"
+    if worker["rank"] == NO_RANK:
+        name = f"the spare node {worker['node']}"
+    if more:
+        name += f" (and {more} more)"
+    return name

@@ -9,9 +9,10 @@ Out: {"latency_s": 0.0002, "bytes": 16777216, "seconds": 0.031, "pairs": [{"rank
    1, 2, 4, … nodes.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from typing import TypedDict
 
 import torch
@@ -56,7 +57,10 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
     number = torch.zeros(1, device=device)
     longest_of_all(dist.all_reduce, number)
     latency_s = longest_of_all(dist.all_reduce, number)
-    for _ in range(LATENCY_ROUNDS if latency_s < SLOW_ROUND_S else 2):
+    rounds = LATENCY_ROUNDS
+    if latency_s >= SLOW_ROUND_S:
+        rounds = 2
+    for _ in range(rounds):
         latency_s = min(latency_s, longest_of_all(dist.all_reduce, number))
 
     # 2. The faster of two all-reduces of more and more bytes, until they take long enough.
@@ -80,20 +84,26 @@ def measure(device: torch.device, nodes: Sequence[str], largest_bytes: int) -> N
             if rank not in (low, high):
                 continue
             begins = rank == low
-            peer = high if begins else low
+            peer = low
+            if begins:
+                peer = high
             there_and_back(number, peer, begins)  # makes the connection
-            pair_latency_s = min(there_and_back(number, peer, begins) for _ in range(3))
-            pair_s = min(there_and_back(large, peer, begins) for _ in range(2))
+            pair_latency_s = math.inf
+            for _ in range(3):
+                pair_latency_s = min(pair_latency_s, there_and_back(number, peer, begins))
+            pair_s = math.inf
+            for _ in range(2):
+                pair_s = min(pair_s, there_and_back(large, peer, begins))
             if begins:
                 times_here.append({"ranks": [low, high], "latency_s": pair_latency_s / 2, "seconds": pair_s / 2})
-    times: list[list[PairTime]] = [[] for _ in range(world)]
+    times: list[list[PairTime]] = [times_here] * world
     dist.all_gather_object(times, times_here)
     return {
         "latency_s": latency_s,
         "bytes": size,
         "seconds": seconds,
         "message_bytes": message_bytes,
-        "pairs": [pair for times_there in times for pair in times_there],
+        "pairs": list(chain.from_iterable(times)),
         "all_pairs": len(pairs) == world * (world - 1) // 2,
     }
 
@@ -116,7 +126,10 @@ def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
     world = len(nodes)
     if world <= MOST_FOR_ALL_PAIRS:
         return list(combinations(range(world), 2))
-    both_ways = {(rank, (rank + 1) % world) for rank in range(world)}
+    # The ring, and the first workers of nodes at distances of 1, 2, 4, … nodes.
+    both_ways = set()
+    for rank in range(world):
+        both_ways.add((rank, (rank + 1) % world))
     first_of_node: dict[str, int] = {}
     for rank, node in enumerate(nodes):
         first_of_node.setdefault(node, rank)
@@ -126,7 +139,10 @@ def pairs_to_measure(nodes: Sequence[str]) -> list[tuple[int, int]]:
         for number, rank in enumerate(firsts):
             both_ways.add((rank, firsts[(number + distance) % len(firsts)]))
         distance *= 2
-    return sorted({(min(pair), max(pair)) for pair in both_ways})
+    pairs = set()
+    for pair in both_ways:
+        pairs.add((min(pair), max(pair)))
+    return sorted(pairs)
 
 
 def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -136,12 +152,15 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     while waiting:
         busy: set[int] = set()
         chosen = []
+        left = []
         for pair in waiting:
             if busy.isdisjoint(pair):
                 busy.update(pair)
                 chosen.append(pair)
+            else:
+                left.append(pair)
         rounds.append(chosen)
-        waiting = [pair for pair in waiting if pair not in chosen]
+        waiting = left
     return rounds
 
 

@@ -1,9 +1,9 @@
 """Before an attempt works: do all workers run the same code, and is the run directory the same storage for all of them?
 
-1. Every worker looks for what the driver has written into the run directory: the claim of this attempt.
-2. All tell all what they are, and the time on their clocks.
-3. Rank 0 looks for what every other worker has written: the file in which it says its phase.
-4. What would make other bits or lose a checkpoint is refused, by all workers alike; what only may is said by rank 0.
+1. Every worker looks in the run directory for the claim of this attempt, which the driver has written.
+2. All workers exchange their identities, and the time on their clocks.
+3. Rank 0 looks for a file of every other worker: the log of its phases.
+4. A difference that makes other bits or loses a checkpoint is refused, by all workers alike; rank 0 logs the others.
 
 It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
 """
@@ -37,12 +37,12 @@ SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in rec
 
 @dataclass(frozen=True)
 class Arrival:
-    """Holds what a worker tells the others when it has come to the start."""
+    """Holds what a worker sends the others when it has come to the start."""
 
     identity: Identity
     clock_s: float  # since 1970, when all had come
     sees_claim: bool
-    room: int = 0  # bytes that are free: of its GPU, or of its node's memory where it computes on the CPU
+    free_bytes: int = 0  # of its GPU, or of its node's memory where it computes on the CPU
 
 
 def check_start(
@@ -55,9 +55,9 @@ def check_start(
     device: torch.device,
     is_shared: bool,
     device_bytes: int | None = None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """Collective: refuse a worker group that would not train as one; `say` speaks for rank 0.
+    """Collective: refuse a worker group that would not train as one; rank 0 logs with `log`.
 
     `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
     directory is each node's own, and nobody looks for files of another. `device_bytes` is what a worker needs of its
@@ -73,28 +73,32 @@ def check_start(
     # 2. The clocks are read when all have come, so that they are read together.
     myself = identity(device)
     dist.barrier()
-    arrival = Arrival(myself, time.time(), sees_claim, room_of(device))
+    arrival = Arrival(myself, time.time(), sees_claim, free_bytes_of(device))
     arrivals = [arrival] * dist.get_world_size()
     dist.all_gather_object(arrivals, arrival)
 
-    # 3 and 4. What rank 0 sees it alone knows; so it judges, and tells the others.
-    verdict = [""]
+    # 3 and 4. Rank 0 alone sees the others' files; so it decides, and sends the others the reason of a refusal.
+    refusal = [""]
     if dist.get_rank() == 0:
-        verdict = [refusal(arrivals, code, claim, attempt_folder, is_shared)]
-        lack = lack_of_room(arrivals, device_bytes or 0)
-        # A CPU may swap, and what is free there changes by the minute; a GPU would end the run at its first step.
-        if lack and device.type == "cuda":
-            verdict[0] = verdict[0] or lack
-        elif lack:
-            say(lack)
-        for remark in remarks(arrivals, claimed):
-            say(remark)
-    dist.broadcast_object_list(verdict, src=0)
-    if verdict[0]:
-        raise ClusterError(verdict[0])
+        try:
+            refuse_unlike(arrivals, code, claim, attempt_folder, is_shared)
+        except ClusterError as error:
+            refusal = [str(error)]
+        try:
+            check_device_memory(arrivals, device_bytes or 0)
+        except ClusterError as error:
+            # A CPU may swap, and its free memory changes by the minute; a GPU would end the run at its first step.
+            if device.type == "cuda":
+                refusal[0] = refusal[0] or str(error)
+            else:
+                log(str(error))
+        log_differences(arrivals, claimed, log)
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0]:
+        raise ClusterError(refusal[0])
 
 
-def room_of(device: torch.device) -> int:
+def free_bytes_of(device: torch.device) -> int:
     """Return the free bytes of a worker's device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -102,8 +106,8 @@ def room_of(device: torch.device) -> int:
     return memory_free()
 
 
-def lack_of_room(arrivals: Sequence[Arrival], device_bytes: int) -> str:
-    """Say on which worker's device there is too little room for so many bytes a worker; "" where there is enough."""
+def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
+    """Raise ClusterError where a worker's device has fewer free bytes than a worker needs for a step."""
     computing_on_cpu: Counter[str] = Counter()
     for arrival in arrivals:
         if arrival.identity["device"] == "cpu":
@@ -111,69 +115,80 @@ def lack_of_room(arrivals: Sequence[Arrival], device_bytes: int) -> str:
     for arrival in arrivals:
         # A GPU is one worker's, a node's memory that of all its workers.
         sharing = computing_on_cpu[arrival.identity["node"]] or 1
-        if device_bytes * sharing > arrival.room:
-            room = f"{arrival.room / 2**30:.1f} GiB"
-            share = f"{room} are free" if sharing == 1 else f"{sharing} such share {room} that are free"
-            way_out = "`python -m jobs plan RECIPE` says what of; lower micro_batch, or raise checkpoint_blocks or zero"
-            if arrival.identity["device"] != "cpu":
-                # Rounded down, because more than that is not free.
-                limit_gb = math.floor(10 * arrival.room / 2**30) / 10
-                way_out = (
-                    f"type `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which names the values of "
-                    "micro_batch, checkpoint_blocks and zero that fit"
-                )
-            return (
-                f"{named(arrival.identity)} needs {device_bytes / 2**30:.1f} GiB for a step, and {share}\n  {way_out}"
+        if device_bytes * sharing <= arrival.free_bytes:
+            continue
+        free = f"{arrival.free_bytes / 2**30:.1f} GiB"
+        share = f"{free} are free"
+        if sharing > 1:
+            share = f"{sharing} such share {free} that are free"
+        way_out = "`python -m jobs plan RECIPE` says what of; lower micro_batch, or raise checkpoint_blocks or zero"
+        if arrival.identity["device"] != "cpu":
+            # Rounded down, because more than that is not free.
+            limit_gb = math.floor(10 * arrival.free_bytes / 2**30) / 10
+            way_out = (
+                f"type `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which names the values of "
+                "micro_batch, checkpoint_blocks and zero that fit"
             )
-    return ""
+        needed = f"{device_bytes / 2**30:.1f} GiB for a step"
+        raise ClusterError(f"{named(arrival.identity)} needs {needed}, and {share}\n  {way_out}")
 
 
-def refusal(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> str:
-    """Say why these workers may not train together; "" where they may."""
-    workers = [arrival.identity for arrival in arrivals]
+def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
+    """Raise ClusterError where these workers may not train together."""
+    # Other code or other versions would make other bits.
+    workers = []
+    for arrival in arrivals:
+        workers.append(arrival.identity)
     text = other_code(workers, code)
     if text:
-        return (
+        raise ClusterError(
             f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
             "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
         )
-    for text in other_packages(workers, MUST_BE_EQUAL):
-        return f"{text}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
+    for difference in other_packages(workers, MUST_BE_EQUAL):
+        raise ClusterError(
+            f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
+        )
     if not is_shared:
-        return ""
+        return
+
+    # On storage of its own a worker would save a part of a checkpoint that no other worker finds.
     for arrival in arrivals:
         if not arrival.sees_claim:
-            return f"{named(arrival.identity)} does not see {claim}, which this command has written\n  {SAME_STORAGE}"
-    files = {f"rank-{worker['rank']:05d}.log": worker for worker in workers}
+            raise ClusterError(
+                f"{named(arrival.identity)} does not see {claim}, which this command has written\n  {SAME_STORAGE}"
+            )
+    files: dict[str, Identity] = {}
+    for worker in workers:
+        files[f"rank-{worker['rank']:05d}.log"] = worker
     unseen, waited_s = look_for(attempt_folder, dict.fromkeys(files))
     for name in unseen:
         here = socket.gethostname()
         path = attempt_folder / name
-        return (
+        raise ClusterError(
             f"{named(files[name])} has written {path}, and rank 0 on {here} does not see it after {waited_s:.0f} s\n"
             f"  {SAME_STORAGE}"
         )
-    return ""
 
 
-def remarks(arrivals: Sequence[Arrival], claimed: float) -> list[str]:
-    """Say what is unlike and may do harm: smaller versions, devices, clocks."""
-    workers = [arrival.identity for arrival in arrivals]
-    texts = [*other_packages(workers, SHOULD_BE_EQUAL), *other_devices(workers)]
-    first = arrivals[0]
+def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[str], None]) -> None:
+    """Log differences that only may do harm: smaller versions, devices, clocks."""
+    workers = []
+    for arrival in arrivals:
+        workers.append(arrival.identity)
+    for difference in (*other_packages(workers, SHOULD_BE_EQUAL), *other_devices(workers)):
+        log(str(difference))
     # The worker whose clock is furthest from rank 0's.
+    first = arrivals[0]
     furthest = max(arrivals, key=lambda arrival: abs(arrival.clock_s - first.clock_s))
     skew_s = furthest.clock_s - first.clock_s
     if abs(skew_s) > SKEW_S:
         side = "ahead of" if skew_s > 0 else "behind"
-        texts.append(
+        log(
             f"the clock of {named(furthest.identity)} is {abs(skew_s):.1f} s {side} that of {named(first.identity)}: "
             "times of several nodes cannot be compared; let NTP set the clocks"
         )
-    # How long the start took is not known, so only a clock that is behind the driver's can be told.
+    # How long the start took is not known, so only a clock that is behind the driver's can be recognised.
     behind_s = claimed - first.clock_s
     if behind_s > SKEW_S:
-        texts.append(
-            f"the clock of {named(first.identity)} is at least {behind_s:.1f} s behind the driver's; let NTP set them"
-        )
-    return texts
+        log(f"the clock of {named(first.identity)} is at least {behind_s:.1f} s behind the driver's; let NTP set them")

@@ -1,7 +1,7 @@
-"""What the workers and nodes of `jobs preflight` do: they train nothing, and measure what training will need.
+"""The work of the workers and nodes of `jobs preflight`: they train nothing, and measure what training will need.
 
 In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/data/train"], "largest_bytes": 344000000}
-Out: of rank 0, what all have found out: {"workers": [a document a worker], "network": {…}, …}
+Out: of rank 0, the reports of all: {"workers": [a document a worker], "network": {…}, …}
 
 The first worker of each node looks at what belongs to the node: the folder, the machine, the sets. A node without a
 worker does the same by itself (`look_at_node`).
@@ -25,7 +25,7 @@ from pipeline.process_group import join_group
 
 
 class WorkerReport(TypedDict):
-    """What one worker has found out, or a node without a worker; JSON."""
+    """The report of one worker, or of a node without a worker; JSON."""
 
     identity: Identity
     machine: Machine
@@ -35,7 +35,7 @@ class WorkerReport(TypedDict):
 
 
 class PreflightReport(TypedDict):
-    """What all of them have found out; JSON."""
+    """The reports of all of them; JSON."""
 
     workers: list[WorkerReport]  # by rank
     spares: list[WorkerReport]  # nodes without a worker
@@ -43,7 +43,7 @@ class PreflightReport(TypedDict):
 
 
 def own_report(device: torch.device) -> WorkerReport:
-    """Return what is known without a look at folder and sets."""
+    """Return the report without folder and sets."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return {
         "identity": identity(device),
@@ -55,7 +55,7 @@ def own_report(device: torch.device) -> WorkerReport:
 
 
 def look_at_node(task: Mapping[str, Any]) -> WorkerReport:
-    """Find out what this node is, which has no worker."""
+    """Return the report of this node, which has no worker."""
     report = own_report(torch.device("cpu"))
     report["folder"] = report_on(Path(task["folder"]), socket.gethostname(), is_shared=task["is_shared"])
     for path in task["sets"]:
@@ -64,7 +64,7 @@ def look_at_node(task: Mapping[str, Any]) -> WorkerReport:
 
 
 def examine(task: Mapping[str, Any]) -> PreflightReport:
-    """Collective: find out what this worker and its node are, and how fast they are; rank 0 has what all found."""
+    """Collective: measure this worker and its node, and return the reports of all."""
     device = join_group(task["timeout_s"])
     world = dist.get_world_size()
     report = own_report(device)
@@ -82,7 +82,9 @@ def examine(task: Mapping[str, Any]) -> PreflightReport:
     dist.all_gather_object(reports, report)
     network = None
     if world > 1:
-        nodes = [other["identity"]["node"] for other in reports]
+        nodes = []
+        for other in reports:
+            nodes.append(other["identity"]["node"])
         network = measure(device, nodes, task["largest_bytes"])
     dist.destroy_process_group()
     return {"workers": reports, "spares": [], "network": network}

@@ -28,7 +28,6 @@ from jobs.__main__ import main
 from jobs.cluster import supervisor
 from jobs.cluster.worker_group import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.context import Context
 from jobs.ownership import claim_attempt
 from jobs.run import sync
 from jobs.run.sync import synced
@@ -38,6 +37,7 @@ from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.restore import choose_together
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from tests import drives
+from tests.contexts import pretrain_context
 from tests.stores import Proxy, store
 
 BUCKET = "images"
@@ -484,19 +484,8 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
 
 def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
     """Run attempts of a stage whose checkpoints are at `url`; it is to end as soon as there is a stop."""
-    context = Context(
-        name="pretrain",
-        run=run,
-        directory=run / STAGE,
-        key="1",
-        cluster=ClusterConfig(backend="processes"),
-        resolve=lambda value: value,
-        model=None,
-        say=print,
-        tick=lambda folder, attempt: None,
-        stopping=lambda: bool(stops),
-        remote=url,
-    )
+    cluster = ClusterConfig(backend="processes")
+    context = pretrain_context(run, cluster, remote=url, stopping=lambda: bool(stops))
     supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0)
 
 

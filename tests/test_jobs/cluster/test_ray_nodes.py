@@ -27,12 +27,12 @@ from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.context import Context
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
+from tests.contexts import pretrain_context
 
 ROOT = Path(__file__).parents[3]
 NODES = 3  # with one CPU each, beside a head without any
@@ -288,18 +288,7 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
         if attempt == 3 and len(records(folder)) == 3:
             (tmp_path / "finish").touch()
 
-    context = Context(
-        name="pretrain",
-        run=tmp_path,
-        directory=tmp_path / "pretrain-1",
-        key="1",
-        cluster=some,
-        resolve=lambda value: value,
-        model=None,
-        say=said.append,
-        tick=tick,
-        stopping=lambda: False,
-    )
+    context = pretrain_context(tmp_path, some, log=said.append, tick=tick)
 
     def task(attempt: int) -> dict[str, Any]:
         return {

@@ -39,12 +39,12 @@ from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Alone, Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, WorkerGroupError, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.context import Context
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
 from pipeline.preflight.identity import device_name
 from tests import worker_functions
+from tests.contexts import pretrain_context
 from tests.families import family_of
 
 if TYPE_CHECKING:
@@ -562,18 +562,7 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
-    context = Context(
-        name="pretrain",
-        run=tmp_path,
-        directory=tmp_path / "pretrain-1",
-        key="1",
-        cluster=two["processes"],
-        resolve=lambda value: value,
-        model=None,
-        say=print,
-        tick=lambda folder, number: None,
-        stopping=lambda: True,
-    )
+    context = pretrain_context(tmp_path, two["processes"], stopping=lambda: True)
     nodes: Any = Places()
     group = WorkerGroup(nodes, two["processes"], tmp_path)
     asked: list[str] = []

@@ -15,7 +15,7 @@ import models
 from data.errors import ExitCode
 from data.remote.reach import read_some
 from jobs.__main__ import main
-from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report, shown
+from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.resolved_recipe import CheckResult
 from pipeline.preflight import folder as folders
 from pipeline.preflight.network import pairs_to_measure, rounds_of
@@ -53,16 +53,16 @@ def report() -> Any:
     return {"workers": workers, "spares": [], "network": {**network, "all_pairs": True}}
 
 
-def of(findings: list[CheckResult], subject: str) -> CheckResult:
-    """The one finding on a subject; the worst where there are several."""
-    here = [finding for finding in findings if finding.subject == subject]
-    return max(here, key=lambda finding: ["OK", "WARN", "FAIL"].index(finding.level))
+def of(results: list[CheckResult], subject: str) -> CheckResult:
+    """The one result on a subject; the worst where there are several."""
+    here = [result for result in results if result.subject == subject]
+    return max(here, key=lambda result: ["OK", "WARN", "FAIL"].index(result.level))
 
 
 def test_what_is_well_is_ok_and_says_its_figures() -> None:
-    findings = check_report(report(), REQUIREMENTS)
-    text = "\n".join(line for line in shown(findings))
-    assert {finding.level for finding in findings} == {"OK"}, text
+    results = check_report(report(), REQUIREMENTS)
+    text = "\n".join(f"{result.level:4} {result.subject:11} {result.text}" for result in results)
+    assert {result.level for result in results} == {"OK"}, text
     # 16.8 MB in 10 ms are 1.7 GB/s; 344 MB twice, and the latency, are 410 ms; 3 × 16.8 MB in 0.1 s are 503 MB/s.
     for figure in ("1.7 GB/s", "about 410 ms a step, 41% of the 1.0 s that plan assumes", "503.3 MB/s", "about 6.0 s"):
         assert figure in text, f"{figure} in\n{text}"
@@ -110,17 +110,17 @@ def ill(change: str) -> list[CheckResult]:
     ],
 )  # fmt: skip
 def test_what_is_not_well_is_named_with_its_place_and_a_remedy(change, subject, level, said) -> None:
-    finding = of(ill(change), subject)
-    assert (finding.level, said in finding.text) == (level, True), finding
-    assert (finding.exit_code != ExitCode.DONE) == (level == "FAIL")
+    result = of(ill(change), subject)
+    assert (result.level, said in result.text) == (level, True), result
+    assert (result.exit_code != ExitCode.DONE) == (level == "FAIL")
     others = [other for other in ill(change) if other.subject != subject]
     assert {other.level for other in others} == {"OK"}, others
 
 
 def test_memory_is_not_well_where_the_step_could_not_be_traced() -> None:
     needs = dataclasses.replace(REQUIREMENTS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
-    finding = of(check_report(report(), needs), "memory")
-    assert finding.level == "WARN" and "without the steps of pretrain, which could not be traced" in finding.text
+    result = of(check_report(report(), needs), "memory")
+    assert result.level == "WARN" and "without the steps of pretrain, which could not be traced" in result.text
 
 
 def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> None:
@@ -130,9 +130,9 @@ def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> 
     for worker in changed["workers"]:
         worker["folder"] = own
     needs = dataclasses.replace(REQUIREMENTS, is_shared=False, stages=[])
-    findings = check_report(changed, needs)
-    assert (of(findings, "run folder").level, of(findings, "clocks").level) == ("OK", "OK")
-    assert of(findings, "clocks").text.startswith("not measured")
+    results = check_report(changed, needs)
+    assert (of(results, "run folder").level, of(results, "clocks").level) == ("OK", "OK")
+    assert of(results, "clocks").text.startswith("not measured")
 
 
 @pytest.mark.parametrize(
@@ -164,16 +164,16 @@ def test_of_several_slow_pairs_the_node_they_share_is_named() -> None:
     changed = report()
     changed["network"]["pairs"][1]["seconds"] = 0.5  # 0–2
     changed["network"]["pairs"][2]["seconds"] = 0.4  # 1–2
-    finding = of(check_report(changed, REQUIREMENTS), "links")
-    assert "slowest 0–2 (n0, n2)" in finding.text and "2 pairs are up to 25 × as slow" in finding.text
-    assert finding.remedy.startswith("look at n2's cable")
+    result = of(check_report(changed, REQUIREMENTS), "links")
+    assert "slowest 0–2 (n0, n2)" in result.text and "2 pairs are up to 25 × as slow" in result.text
+    assert result.remedy.startswith("look at n2's cable")
 
 
 def test_a_worker_that_wants_a_gpu_and_has_none_fails() -> None:
     needs = Requirements(3, gpus_per_worker=1, code="a" * 64, stages=[], sets={})
-    finding = of(check_report(report(), needs), "GPUs")
-    assert (finding.level, finding.exit_code) == ("FAIL", ExitCode.UNAVAILABLE)
-    assert "3 asked for, 0 on the workers' nodes; worker 0 on n0 (and 2 more) computes on the CPU" in finding.text
+    result = of(check_report(report(), needs), "GPUs")
+    assert (result.level, result.exit_code) == ("FAIL", ExitCode.UNAVAILABLE)
+    assert "3 asked for, 0 on the workers' nodes; worker 0 on n0 (and 2 more) computes on the CPU" in result.text
 
 
 def test_of_many_workers_neighbours_and_nodes_are_paired_and_nobody_twice_at_once() -> None:

@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from jobs.commands.plan import plan
 from jobs.recipe import campaign, changes, choices, render
 from jobs.recipe.portable_recipe import portable
 from jobs.recipe.sweeps import Written, expand
-from jobs.resolved_recipe import Campaign
+from jobs.resolved_recipe import Campaign, Context
 from jobs.run import ending, stage_metadata, stage_run
 from jobs.stages import sweep
 from pipeline import artifacts
@@ -244,7 +243,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
-    context: Any = SimpleNamespace(name=name, directory=folder, resolve=loaded.resolve, say=said.append)
+    context = Context(loaded, stage, said.append, tick=lambda folder, number: None, stopping=lambda: False)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from data.errors import ExitCode
+from data.errors import ClusterError, ExitCode
 from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.preflight import identity as identities
 from pipeline.preflight.identity import Identity, other_code, other_devices, other_packages
-from pipeline.preflight.start import Arrival, lack_of_room, remarks
+from pipeline.preflight.start import Arrival, check_device_memory, log_differences
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests import hosts, preflights
 
@@ -28,6 +28,13 @@ def worker(rank: int, **others: Any) -> Identity:
     return {**known, "device": "cpu", "driver": "", **others}  # type: ignore[typeddict-item]
 
 
+def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
+    """The lines that rank 0 logs of these workers."""
+    lines: list[str] = []
+    log_differences(arrivals, claimed, lines.append)
+    return lines
+
+
 # ------------------------------------------------------------------------ what differs
 
 
@@ -35,7 +42,7 @@ def test_workers_that_are_alike_have_nothing_said_of_them() -> None:
     group = [worker(0), worker(1), worker(2)]
     assert other_code(group, "a" * 64) == ""
     assert other_packages(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL]) == other_devices(group) == []
-    assert remarks([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
+    assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
 def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
@@ -43,9 +50,10 @@ def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
     assert other_code(group, "a" * 64) == (
         "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
     )
-    assert other_packages(group, MUST_BE_EQUAL) == ["worker 1 on n1 has torch 2.12.0, worker 0 on n0 has 2.13.0"]
+    (package,) = other_packages(group, MUST_BE_EQUAL)
+    assert str(package) == "worker 1 on n1 has torch 2.12.0, worker 0 on n0 has 2.13.0"
     devices = [worker(0, device="H100", driver="550.54.15"), worker(1, device="A100"), worker(2, device="H100")]
-    assert other_devices(devices) == [
+    assert [str(difference) for difference in other_devices(devices)] == [
         "worker 1 on n1 has device A100, worker 0 on n0 has H100",
         "worker 1 on n1 (and 1 more) has GPU driver none, worker 0 on n0 has 550.54.15",
     ]
@@ -54,22 +62,23 @@ def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
 def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> None:
     gib = 2**30
     gpus = [Arrival(worker(rank, device="H100"), 0.0, True, room) for rank, room in enumerate((40 * gib, 20 * gib))]
-    assert lack_of_room(gpus, 20 * gib) == lack_of_room(gpus, 0) == ""
-    assert lack_of_room(gpus, 30 * gib).startswith("worker 1 on n1 needs 30.0 GiB for a step, and 20.0 GiB are free\n")
-    assert "\n  type `python -m jobs plan RECIPE cluster.gpu_memory_gb=20.0`, which" in lack_of_room(gpus, 30 * gib)
+    check_device_memory(gpus, 20 * gib)
+    check_device_memory(gpus, 0)
+    with pytest.raises(ClusterError, match=r"^worker 1 on n1 needs 30.0 GiB for a step, and 20.0 GiB are free\n") as no:
+        check_device_memory(gpus, 30 * gib)
+    assert "\n  type `python -m jobs plan RECIPE cluster.gpu_memory_gb=20.0`, which" in str(no.value)
     # Workers that compute on the CPU share their node's memory.
     cpus = [Arrival(worker(rank, node="n"), 0.0, True, 50 * gib) for rank in range(3)]
-    assert lack_of_room(cpus, 16 * gib) == ""
-    assert "and 3 such share 50.0 GiB" in lack_of_room(cpus, 17 * gib)
+    check_device_memory(cpus, 16 * gib)
+    with pytest.raises(ClusterError, match=r"and 3 such share 50.0 GiB"):
+        check_device_memory(cpus, 17 * gib)
 
 
 def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
     arrivals = [Arrival(worker(rank), clock_s, True) for rank, clock_s in enumerate((100.0, 100.9, 97.5))]
-    assert remarks(arrivals, claimed=100.5)[0].startswith(
-        "the clock of worker 2 on n2 is 2.5 s behind that of worker 0"
-    )
-    assert len(remarks(arrivals, claimed=100.5)) == 1
-    assert remarks(arrivals[:2], claimed=110.0) == [
+    assert logged(arrivals, claimed=100.5)[0].startswith("the clock of worker 2 on n2 is 2.5 s behind that of worker 0")
+    assert len(logged(arrivals, claimed=100.5)) == 1
+    assert logged(arrivals[:2], claimed=110.0) == [
         "the clock of worker 0 on n0 is at least 10.0 s behind the driver's; let NTP set them"
     ]
 

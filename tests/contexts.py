@@ -1,0 +1,22 @@
+"""Contexts of stages, for tests that run attempts without a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jobs.cluster_config import ClusterConfig
+from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.stages.training import PRETRAIN
+
+
+def pretrain_context(
+    run: Path,
+    cluster: ClusterConfig,
+    *,
+    remote: str | None = None,
+    log: Callable[[str], None] = print,
+    tick: Callable[[Path, int], None] = lambda folder, number: None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Context:
+    """Return the context of a stage `pretrain` with its defaults, whose folder in the run is pretrain-1."""
+    stage = Stage("pretrain", PRETRAIN, PRETRAIN.defaults, "pretrain", key="1")
+    return Context(Campaign(run, cluster, (stage,), remote=remote), stage, log, tick, stopping)
