@@ -33,7 +33,7 @@ from jobs.cluster.nodes import NodeAgent, Nodes
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction, WorkerRecord, worker_file
 from jobs.cluster_config import ClusterConfig
-from pipeline.health import LEFT_OUT
+from pipeline.health import EXCLUDED_STEPS
 from pipeline.monitoring.watchdog import Place
 
 TICK_S = 0.5  # between two calls of `on_tick`, at most
@@ -245,7 +245,7 @@ class WorkerGroup:
         begin_as_driver(self.folder, token)
         stage = self.folder.parents[1]
         # What one attempt tells the next; None where there is no such file.
-        told = {LEFT_OUT: (stage / LEFT_OUT).read_bytes() if (stage / LEFT_OUT).exists() else None}
+        told = {EXCLUDED_STEPS: (stage / EXCLUDED_STEPS).read_bytes() if (stage / EXCLUDED_STEPS).exists() else None}
         earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
         calls = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
         for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
