@@ -50,6 +50,9 @@ class RayAgent(Agent):
         *_, run, stage_and_key, _, _ = ("", "", *order.folder.parts)
         stage, _, _ = stage_and_key.rpartition("-")
         self.labels = [{"run": run, "stage": stage, "rank": str(info.rank)} for info in order.ranks]
+        # At once, because an attempt may be shorter than the interval of the thread.
+        for labels in self.labels:
+            self.gauge.set(1.0, tags=labels)
 
     def end(self) -> None:
         """End this node's workers, and show them no more."""
