@@ -1,9 +1,11 @@
 """Random numbers and permutations by key: the same on every machine, in every process, whoever asks.
 
-All arithmetic is on 64-bit integers and written out here, so that no library's random generator can change an order.
+All arithmetic of an order is on 64-bit integers and written out here, so that no library's random generator can change
+it. The few samples of a class are drawn as the original code drew them, by NumPy's generator.
 
     permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
     Draws(7).uniform()                               the first number of the key 7
+    few_shot_rows(labels, shots=10, seed=0)          ten rows of every class, as NumPy's generator draws them
 """
 
 from __future__ import annotations
@@ -87,3 +89,21 @@ class Draws:
     def below(self, n: int) -> int:
         """Return a whole number in 0 … n−1 (0 where n is 0)."""
         return int(self.uniform() * n)
+
+
+# ------------------------------------------------------------------------------------------------ a few of a class
+
+
+def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
+    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
+
+    A class with fewer rows gives all it has; larger shots contain smaller ones. As big_vision's
+    evaluators/fewshot_lsr.py draws them; rows with a negative label are never picked.
+    """
+    # One generator for all classes, as in the original: another order of classes would pick other rows.
+    rng = np.random.default_rng(seed)
+    picked = [np.empty(0, np.int64)]
+    for label in range(int(labels.max()) + 1):
+        rows_of_class = np.flatnonzero(labels == label)
+        picked.append(rng.permutation(rows_of_class)[:shots])
+    return np.concatenate(picked)

@@ -24,11 +24,28 @@ def allowed_worlds(stage_config: Any, cluster: ClusterConfig) -> tuple[int, ...]
     # A few-shot probe has no batch that is to be shared by all.
     if not isinstance(stage_config, TrainConfig):
         return tuple(asked)
-    worlds = tuple(world for world in asked if batch_fits(stage_config, world))
+    worlds = [world for world in asked if batch_fits(stage_config, world)]
     if not worlds and cluster.least < cluster.most:
         raise none_fits(stage_config, cluster)
-    # Of a single number the batch's own message says more.
-    return checked_with_engine(stage_config, worlds or (cluster.most,))
+
+    # The stage's DeepSpeed file may refuse some of them. Its settings depend on the accumulation alone. Of a single
+    # number that the batch refuses, the batch's own message says more.
+    refusals: dict[int, ConfigError | None] = {}  # by accumulation
+    allowed = []
+    for world in worlds or [cluster.most]:
+        accumulation = batch_arithmetic(stage_config, world).accumulation
+        if accumulation not in refusals:
+            refusals[accumulation] = None
+            try:
+                engine_settings(stage_config, accumulation)
+            except ConfigError as error:
+                refusals[accumulation] = error
+        if refusals[accumulation] is None:
+            allowed.append(world)
+    for refusal in refusals.values():
+        if not allowed and refusal is not None:
+            raise refusal
+    return tuple(allowed)
 
 
 def batch_fits(cfg: TrainConfig, world: int) -> bool:
@@ -38,31 +55,6 @@ def batch_fits(cfg: TrainConfig, world: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def checked_with_engine(cfg: TrainConfig, worlds: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the worlds that the stage's DeepSpeed file allows as well. Raises ConfigError where it allows none."""
-    refusals: dict[int, ConfigError | None] = {}  # by accumulation, of which alone the engine's settings depend
-    allowed = []
-    for world in worlds:
-        accumulation = batch_arithmetic(cfg, world).accumulation
-        if accumulation not in refusals:
-            refusals[accumulation] = engine_refusal(cfg, accumulation)
-        if refusals[accumulation] is None:
-            allowed.append(world)
-    for refusal in refusals.values():
-        if not allowed and refusal is not None:
-            raise refusal
-    return tuple(allowed)
-
-
-def engine_refusal(cfg: TrainConfig, accumulation: int) -> ConfigError | None:
-    """Return why the engine's settings are refused at this accumulation; None where they are not."""
-    try:
-        engine_settings(cfg, accumulation)
-    except ConfigError as error:
-        return error
-    return None
 
 
 def none_fits(cfg: TrainConfig, cluster: ClusterConfig) -> ConfigError:

@@ -86,11 +86,6 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
     return max(1, round(cfg.passes * samples / cfg.batch_size))
 
 
-def bytes_of_a_number(cfg: TrainConfig) -> int:
-    """Return the bytes of a number in the weights and activations that compute."""
-    return BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
-
-
 def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
     """Return the bytes of gradients that `exact_parts` holds at most for each parameter.
 
@@ -100,4 +95,7 @@ def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
     levels = (cfg.exact_parts // world).bit_length() - 1
     sums = BYTES_FP32 * (1 + levels)
     optimizer_share = BYTES_FP32 / world
-    return bytes_of_a_number(cfg) + sums + optimizer_share
+    micro_batch = BYTES_FP32
+    if cfg.precision == "bf16":
+        micro_batch = BYTES_BF16
+    return micro_batch + sums + optimizer_share

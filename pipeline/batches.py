@@ -34,40 +34,34 @@ STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the ru
 
 def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
     """Iterate this worker's micro-batches from a step on, on its device, images in the size of the step's phase."""
-    for phase in phases(worker.cfg.thinning, worker.steps, worker.model_config):
+    cfg = worker.cfg
+    for phase in phases(cfg.thinning, worker.steps, worker.model_config):
         first_step = max(start_step, phase.steps.start)
         if first_step >= phase.steps.stop:
             continue
         # A loader works ahead, in one size: another size is another loader's.
+        loader = TrainLoader(
+            worker.index,
+            worker.order,
+            image_size=phase.image_size,
+            slots=worker.arithmetic.slots(worker.rank),
+            micro_batch=cfg.micro_batch,
+            accumulation=worker.arithmetic.accumulation,
+            start_step=first_step,
+            seed=cfg.seed,
+            augment=cfg.data.augment,
+            max_labels=cfg.data.max_labels,
+            processes=cfg.data.processes,
+            timeout_s=cfg.data.timeout_s,
+            cache=cfg.data.cache,
+            decode=cfg.data.decode,
+        )
         is_start = first_step == start_step
-        with closing(loader_batches(worker, first_step, phase.image_size, is_start=is_start)) as batches:
+        # Behind a phase its steps are not committed yet: the step agrees on a stop, and commits.
+        batches = once_the_first_is_there(worker, loader) if is_start else iter(loader)
+        with closing(batches):
             count = (phase.steps.stop - first_step) * worker.arithmetic.accumulation
             yield from moved_ahead(islice(batches, count), worker.device)
-
-
-def loader_batches(worker: Worker, start_step: int, image_size: int, *, is_start: bool) -> Generator[Batch]:
-    """Iterate this worker's micro-batches from a step on, in one size, without end."""
-    cfg = worker.cfg
-    loader = TrainLoader(
-        worker.index,
-        worker.order,
-        image_size=image_size,
-        slots=worker.arithmetic.slots(worker.rank),
-        micro_batch=cfg.micro_batch,
-        accumulation=worker.arithmetic.accumulation,
-        start_step=start_step,
-        seed=cfg.seed,
-        augment=cfg.data.augment,
-        max_labels=cfg.data.max_labels,
-        processes=cfg.data.processes,
-        timeout_s=cfg.data.timeout_s,
-        cache=cfg.data.cache,
-        decode=cfg.data.decode,
-    )
-    if is_start:
-        return once_the_first_is_there(worker, loader)
-    # Steps of the phase before are not committed yet: the step agrees on a stop, and commits.
-    return iter(loader)
 
 
 def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Batch]:

@@ -3,11 +3,11 @@
 A step whose gradient norm is not finite, in order:
 1. the engine leaves the weights alone, on every worker alike; the step is named and counted;
 2. after `max_skipped` of them in a row the run goes back once: the stretch since the last checkpoint is written into
-   `left-out.json`, WentBack ends the attempt, and the next attempt leaves those steps out;
+   `excluded-steps.json`, WentBack ends the attempt, and the next attempt excludes those steps;
 3. where the same happens before another checkpoint was committed, Diverged ends the run.
 
 In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of step 10, max_skipped is 5
-Out: left-out.json holds the stretches [[10, 17]]: the next attempt loads step 10 and goes on with step 17
+Out: excluded-steps.json holds the stretches [[10, 17]]: the next attempt loads step 10 and goes on with step 17
 """
 
 import math
@@ -21,18 +21,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.checks import printable
-from data.errors import DataError, Diverged, WentBack
+from data.errors import Diverged, WentBack
 from data.loader import Batch
 from pipeline.artifacts import read_record, write_record
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
-LEFT_OUT = "left-out.json"  # stretches [first, stop) of steps, counted from 0, that went non-finite; not tried again
+# Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
+EXCLUDED_STEPS = "excluded-steps.json"
 RECENT = 64  # steps kept in mind, for the record of a spike
 SPIKE = 10.0  # a spike is so many times the median norm of the recent steps
 SPIKE_AFTER = 16  # finite norms that the median needs to mean something
-BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepRecord:
 
 
 class Health:
-    """Watches every step on every worker alike; `left_out` are the stretches that earlier attempts gave up."""
+    """Watches every step on every worker alike; `excluded` holds the stretches that earlier attempts gave up."""
 
     def __init__(self, cfg: TrainConfig, directory: Path, checkpoints: StageCheckpoints, telemetry: Telemetry) -> None:
         self.cfg = cfg
@@ -56,43 +56,51 @@ class Health:
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self.skipped_in_a_row = 0
         self.bad_of_this_worker = 0  # samples
-        self.left_out = read_left_out(directory)
+        self.excluded = read_excluded(directory)
 
     def next_step(self, step: int) -> int:
-        """Return `step`, or the first after it that is not left out."""
-        stretch = self.stretch_with(step)
-        while stretch is not None:
-            step = stretch.stop
-            stretch = self.stretch_with(step)
+        """Return `step`, or the first after it that is not excluded."""
+        # In rising order, because a stretch may begin where the one before it ends.
+        for stretch in sorted(self.excluded, key=lambda stretch: stretch.start):
+            if step in stretch:
+                step = stretch.stop
         return step
 
     def samples_seen(self, step: int) -> int:
-        """Return how many samples were trained on up to this step; those of left-out steps were not."""
-        left_out_steps = 0
-        for stretch in self.left_out:
-            left_out_steps += len(range(stretch.start, min(stretch.stop, step)))
-        return (step - left_out_steps) * self.cfg.batch_size
-
-    def stretch_with(self, step: int) -> range | None:
-        """Return the stretch of left-out steps that holds this one."""
-        for stretch in self.left_out:
-            if step in stretch:
-                return stretch
-        return None
+        """Return how many samples were trained on up to this step; those of excluded steps were not."""
+        excluded_steps = 0
+        for stretch in self.excluded:
+            excluded_steps += len(range(stretch.start, min(stretch.stop, step)))
+        return (step - excluded_steps) * self.cfg.batch_size
 
     def count_step(self, step: int, loss: float, norm: float, ledger: str, ids: list[list[int]]) -> None:
         """Look at a finished step: report a gradient spike, and count steps in a row that are not finite.
 
         `ids` are the samples of this worker, each (epoch, shard, sample).
         """
-        limit = self.spike_limit()
+        # A median, because the spikes themselves are among the recent norms and would lift a mean.
+        finite_norms = [record.grad_norm for record in self.recent if math.isfinite(record.grad_norm)]
+        # Until enough norms are known only a norm that is not finite is a spike. The limit is not infinity then: it is
+        # written into metrics.jsonl, and JSON has no infinity.
+        limit = sys.float_info.max
+        usual = ""
+        if len(finite_norms) >= SPIKE_AFTER:
+            limit = SPIKE * statistics.median(finite_norms)
+            usual = f", usual is up to {limit:.3g}"
         # Not `norm > limit`: that is false for NaN, which is a spike too.
         is_spike = not norm <= limit
         # A stretch of spikes is one event: its first step is reported, the others belong to it.
         is_first = not self.recent or self.recent[-1].grad_norm <= limit
         self.recent.append(StepRecord(step, loss, norm, ledger[:12]))
         if is_spike and is_first:
-            self.report_spike(step, norm, limit, ids)
+            # Whole records of the steps before it: the run may go back to a commit that is older than they are.
+            recent = [asdict(record) for record in self.recent]
+            self.telemetry.report(
+                "spike",
+                {"step": step, "grad_norm": norm, "limit": limit, "recent": recent, "ids": ids},
+                f"step {step}: gradient norm {norm:.3g}{usual}; look at the batch: "
+                f"python -m jobs replay {self.directory} step={step}",
+            )
 
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -110,53 +118,32 @@ class Health:
         """Return whether so many steps in a row were not finite that the run goes back, or ends."""
         return self.skipped_in_a_row >= self.cfg.max_skipped
 
-    def spike_limit(self) -> float:
-        """Return the norm above which a step is a spike; the largest float until enough norms are known."""
-        # A median, because the spikes themselves are among the recent norms and would lift a mean.
-        finite_norms = [record.grad_norm for record in self.recent if math.isfinite(record.grad_norm)]
-        if len(finite_norms) < SPIKE_AFTER:
-            # Not infinity: the limit is written into metrics.jsonl, and JSON has no infinity.
-            return sys.float_info.max
-        return SPIKE * statistics.median(finite_norms)
-
-    def report_spike(self, step: int, norm: float, limit: float, ids: list[list[int]]) -> None:
-        """Record the step with the recent ones, and name the command that shows its batch."""
-        usual = "" if limit == sys.float_info.max else f", usual is up to {limit:.3g}"
-        # Whole records of the steps before it: the run may go back to a commit that is older than they are.
-        self.telemetry.report(
-            "spike",
-            {
-                "step": step,
-                "grad_norm": norm,
-                "limit": limit,
-                "recent": [asdict(record) for record in self.recent],
-                "ids": ids,
-            },
-            f"step {step}: gradient norm {norm:.3g}{usual}; look at the batch: "
-            f"python -m jobs replay {self.directory} step={step}",
-        )
-
     def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
 
         The caller has committed the save in flight, so that the run goes back no further than it must.
         """
-        last_committed = newest_committed_step(self.checkpoints)
+        # Rank 0 looks for all: others may have an older listing of a shared folder.
+        newest = [0]
+        if dist.get_rank() == 0:
+            newest = self.checkpoints.committed_steps()[:1] or [0]
+        dist.broadcast_object_list(newest, src=0)
+        last_committed = newest[0]
         happened = f"{self.skipped_in_a_row} steps in a row up to {step} had a non-finite gradient"
         # Where nothing was committed since the run went back, it would go back to the same step and fail once more.
-        if self.left_out and last_committed <= self.left_out[-1].stop:
-            stretch = self.left_out[-1]
+        if self.excluded and last_committed <= self.excluded[-1].stop:
+            stretch = self.excluded[-1]
             raise Diverged(
-                f"{happened}, and leaving out steps {stretch.start + 1} … {stretch.stop} had not helped\n"
+                f"{happened}, and excluding steps {stretch.start + 1} … {stretch.stop} had not helped\n"
                 f"  the last good weights are in {self.checkpoints.address}\n"
                 "  lower optim.lr, or lengthen optim.schedule.warmup_steps"
             )
-        # The earlier stretches stay in the file: a run that falls back behind them must leave them out again.
+        # The earlier stretches stay in the file: a run that falls back behind them must exclude them again.
         if dist.get_rank() == 0:
-            write_left_out(self.directory, [*self.left_out, range(last_committed, step)])
+            write_excluded(self.directory, [*self.excluded, range(last_committed, step)])
         # The file must be there before any worker's error reaches the driver, which then starts the next attempt.
         dist.barrier()
-        raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are left out")
+        raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are excluded")
 
     def count_bad(self, batch: Batch) -> int:
         """Count the replaced samples of the batch; this worker's first and every thousandth are named."""
@@ -167,47 +154,20 @@ class Health:
                 self.telemetry.log(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
         return len(batch.bad)
 
-    def are_too_many(self, bad: int, seen: int) -> bool:
-        """Return whether more of the samples seen were bad than a healthy set can have."""
-        # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
-        return bad > self.cfg.data.max_bad_fraction * max(seen, BAD_GRACE)
 
-    def bad_share(self, bad: int, seen: int) -> str:
-        """Return, in words, how many of the samples seen were bad, and that they are too many."""
-        allowed = self.cfg.data.max_bad_fraction
-        return f"{bad} bad samples among {seen} seen, more than max_bad_fraction {allowed} allows"
-
-    def check_bad(self, bad: int, seen: int, sets: Sequence[str]) -> None:
-        """Raise DataError when more of the samples seen were bad than a healthy set can have."""
-        if self.are_too_many(bad, seen):
-            raise DataError(
-                f"{self.bad_share(bad, seen)}\n"
-                f"  see log.txt for names; python -m jobs data check {' or '.join(sets)} counts them by reason"
-            )
-
-
-def read_left_out(directory: Path) -> list[range]:
+def read_excluded(directory: Path) -> list[range]:
     """Collective: return what rank 0 reads of the file; nothing where there is none."""
     # Rank 0 reads for all: on shared storage another node may not see the file yet, and would train other steps.
-    path = directory / LEFT_OUT
+    path = directory / EXCLUDED_STEPS
     stretches: list[list[list[int]]] = [[]]
     if dist.get_rank() == 0 and path.exists():
-        # One changed bit would leave out other steps, and train other weights than the run that wrote it.
+        # One changed bit would exclude other steps, and train other weights than the run that wrote it.
         stretches = [read_record(path)["stretches"]]
     dist.broadcast_object_list(stretches, src=0)
     return [range(first, stop) for first, stop in stretches[0]]
 
 
-def write_left_out(directory: Path, stretches: Sequence[range]) -> None:
+def write_excluded(directory: Path, stretches: Sequence[range]) -> None:
     """Write the file that the next attempt reads; rank 0 only."""
     pairs = [[stretch.start, stretch.stop] for stretch in stretches]
-    write_record(directory / LEFT_OUT, {"stretches": pairs})
-
-
-def newest_committed_step(checkpoints: StageCheckpoints) -> int:
-    """Collective: return what rank 0 sees, 0 for none; others may have an older listing of a shared folder."""
-    step = [0]
-    if dist.get_rank() == 0:
-        step = checkpoints.committed_steps()[:1] or [0]
-    dist.broadcast_object_list(step, src=0)
-    return step[0]
+    write_record(directory / EXCLUDED_STEPS, {"stretches": pairs})

@@ -152,7 +152,15 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
 
     joined.phases.enter("engine", 0)
     engine = build_engine(cfg, model, arithmetic.accumulation)
-    saver = build_saver(cfg, job, joined, model_config)
+    saver = Saver(
+        joined.checkpoints,
+        joined.telemetry,
+        keep=cfg.keep,
+        keep_every=cfg.keep_every,
+        max_failed_saves=cfg.max_failed_saves,
+        expected_bytes=checkpoint_bytes(cfg, model_config),
+        needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+    )
     return Worker(
         cfg=cfg,
         job=job,
@@ -173,19 +181,6 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         engine=engine,
         saver=saver,
         health=Health(cfg, Path(job.directory), joined.checkpoints, joined.telemetry),
-    )
-
-
-def build_saver(cfg: TrainConfig, job: Job, joined: Joined, model_config: ModelConfig) -> Saver:
-    """Return what saves this stage's checkpoints."""
-    return Saver(
-        joined.checkpoints,
-        joined.telemetry,
-        keep=cfg.keep,
-        keep_every=cfg.keep_every,
-        max_failed_saves=cfg.max_failed_saves,
-        expected_bytes=checkpoint_bytes(cfg, model_config),
-        needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
 
 

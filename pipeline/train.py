@@ -21,13 +21,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 
 import models
-from data.errors import Preempted
+from data.errors import DataError, Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
 from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
@@ -44,6 +44,8 @@ from pipeline.reports import report_training
 from pipeline.start import set_up
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Worker
+
+BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
 
 class StageResult(TypedDict):
@@ -98,7 +100,12 @@ def train(task: Mapping[str, Any]) -> StageResult:
             # After a fall-back to an older checkpoint steps were taken here. A stop ends the wait for the batch behind
             # the stretch on the spot, without a commit.
             if progress.step >= first_step:
-                commit_now(worker, progress, rate)
+                if saver.in_flight:
+                    finish_save(worker, progress)
+                if saver.last_committed != progress.step:
+                    report_training(worker, progress, rate, has_line=False)
+                    begin_save(worker, progress)
+                    finish_save(worker, progress)
             progress.step = next_step
             batches = micro_batches(worker, next_step)
             continue
@@ -147,7 +154,13 @@ def train(task: Mapping[str, Any]) -> StageResult:
         if due.is_evaluated and not is_async and not stopping:
             stopping = not evaluate_here(worker, progress, rate)
         if stopping and progress.step < worker.steps:
-            stop(worker, progress)
+            # A save of this step has begun above: it is committed before the workers end.
+            if saver.in_flight:
+                finish_save(worker, progress)
+            end_saving(worker, progress)
+            is_committed = saver.last_committed == progress.step
+            how = "after committing it" if is_committed else "which could not be committed"
+            raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
 
     # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
     if saver.in_flight:
@@ -190,20 +203,29 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     worker.window.norms.append(norm)
     health.count_step(progress.step, mean_loss, norm, progress.ledger.hex, ids)
     samples_seen = health.samples_seen(progress.step)
-    are_too_many_bad = health.are_too_many(progress.bad_samples, samples_seen)
+    # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
+    allowed = worker.cfg.data.max_bad_fraction
+    are_too_many_bad = progress.bad_samples > allowed * max(samples_seen, BAD_GRACE)
+    bad_share = (
+        f"{progress.bad_samples} bad samples among {samples_seen} seen, more than max_bad_fraction {allowed} allows"
+    )
     if are_too_many_bad and worker.saver.in_flight and worker.rank == 0:
         # Where that save fails, its error takes the place of the one below, and nobody would hear of the bad samples.
-        worker.telemetry.log(f"step {progress.step}: {health.bad_share(progress.bad_samples, samples_seen)}")
+        worker.telemetry.log(f"step {progress.step}: {bad_share}")
     if health.has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
-        # to it would be left out with them.
+        # to it would be excluded with them.
         # After bad samples: the run ends, and a save that nobody waits for would stay behind half written.
         if worker.saver.in_flight:
             finish_save(worker, progress)
         end_saving(worker, progress)
     if health.has_given_up:
         health.go_back_or_end(progress.step)
-    health.check_bad(progress.bad_samples, samples_seen, worker.job.train)
+    if are_too_many_bad:
+        raise DataError(
+            f"{bad_share}\n"
+            f"  see log.txt for names; python -m jobs data check {' or '.join(worker.job.train)} counts them by reason"
+        )
 
 
 def due_after(worker: Worker, step: int, first_step: int, *, stopping: bool) -> Due:
@@ -240,16 +262,6 @@ def evaluate_here(worker: Worker, progress: Progress, rate: float) -> bool:
     return False
 
 
-def stop(worker: Worker, progress: Progress) -> NoReturn:
-    """Collective: commit the save in flight, and raise Preempted."""
-    if worker.saver.in_flight:
-        finish_save(worker, progress)
-    end_saving(worker, progress)
-    is_committed = worker.saver.last_committed == progress.step
-    how = "after committing it" if is_committed else "which could not be committed"
-    raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
-
-
 def notice_sigterm(asked: threading.Event) -> None:
     """Have SIGTERM set the event; the loop looks at it after every step, and an evaluation after every batch."""
 
@@ -281,7 +293,21 @@ def agree(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int)
 def begin_save(worker: Worker, progress: Progress) -> None:
     """Begin to save this moment; the caller has finished the save before."""
     worker.phases.enter("save", progress.step)
-    worker.saver.begin(worker.engine.fragments(), manifest_of(worker, progress))
+    manifest = Manifest(
+        step=progress.step,
+        samples_seen=worker.health.samples_seen(progress.step),
+        updates=worker.engine.updates,
+        ledger=progress.ledger.hex,
+        attempt=worker.job.attempt,
+        world=worker.world,
+        zero=worker.cfg.zero,
+        # Only what a resume may not change, so that a refused resume can show the difference key by key.
+        config=config.tagged(worker.cfg, "forbid"),
+        key=worker.job.key,
+        code=worker.job.code,
+        bad_samples=progress.bad_samples,
+    )
+    worker.saver.begin(worker.engine.fragments(), manifest)
 
 
 def finish_save(worker: Worker, progress: Progress) -> None:
@@ -298,34 +324,6 @@ def end_saving(worker: Worker, progress: Progress) -> None:
     with worker.phases.led("save", progress.step, worker.rank == 0):
         worker.saver.wait_for_deleting()
     dist.barrier()
-
-
-def commit_now(worker: Worker, progress: Progress, rate: float) -> None:
-    """Collective: commit the last step, where that has not been done. Raises CheckpointError."""
-    if worker.saver.in_flight:
-        finish_save(worker, progress)
-    if worker.saver.last_committed != progress.step:
-        report_training(worker, progress, rate, has_line=False)
-        begin_save(worker, progress)
-        finish_save(worker, progress)
-
-
-def manifest_of(worker: Worker, progress: Progress) -> Manifest:
-    """Return what the checkpoint of this moment says about itself."""
-    return Manifest(
-        step=progress.step,
-        samples_seen=worker.health.samples_seen(progress.step),
-        updates=worker.engine.updates,
-        ledger=progress.ledger.hex,
-        attempt=worker.job.attempt,
-        world=worker.world,
-        zero=worker.cfg.zero,
-        # Only what a resume may not change, so that a refused resume can show the difference key by key.
-        config=config.tagged(worker.cfg, "forbid"),
-        key=worker.job.key,
-        code=worker.job.code,
-        bad_samples=progress.bad_samples,
-    )
 
 
 def end(worker: Worker, progress: Progress) -> StageResult:

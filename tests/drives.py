@@ -384,7 +384,7 @@ def no_first_batch() -> None:
 
 
 def no_batch_behind_a_stretch() -> None:
-    """Worker 1's first batch behind a left-out stretch does not come; it says so in "waiting"."""
+    """Worker 1's first batch behind an excluded stretch does not come; it says so in "waiting"."""
     original = Decoder.run
     loaders = [0]
 

@@ -366,13 +366,13 @@ def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
     assert finish(run, "pretrain.steps=5", patch="no_first_batch") == 0, said(run)
 
 
-def test_a_stop_in_the_wait_behind_a_left_out_stretch_keeps_the_steps_before_it(run) -> None:
+def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it(run) -> None:
     process = start(run, "pretrain.log_every=1", patch="slowly")
     at_step(run, process, 6, lambda: os.kill(process.pid, signal.SIGTERM))
     process.join()
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
     # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
-    health.write_left_out(stage(run), [range(before + 2, before + 4)])
+    health.write_excluded(stage(run), [range(before + 2, before + 4)])
     process = start(run, patch="no_batch_behind_a_stretch")
     stop_at_the_first_batch(process, run)
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == before + 2
@@ -572,7 +572,7 @@ def test_a_stop_a_commit_and_an_infinite_gradient_of_one_worker_fall_into_one_st
 @pytest.mark.slow
 def test_a_run_that_goes_back_commits_the_save_in_flight_and_leaves_out_no_good_step(run) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="given_up_with_a_save_in_flight") == 0, said(run)
-    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are left out" in said(run)
+    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are excluded" in said(run)
 
 
 @pytest.mark.slow
@@ -595,9 +595,9 @@ def whole_state(run: Path) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def test_a_stretch_of_non_finite_steps_is_left_out_once_and_spikes_are_kept_for_replay(run, capsys) -> None:
+def test_a_stretch_of_non_finite_steps_is_excluded_once_and_spikes_are_kept_for_replay(run, capsys) -> None:
     assert finish(run, "pretrain.max_skipped=3", patch="poisoned_stretch") == 0, said(run)
-    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are left out" in said(run)
+    assert "had a non-finite gradient: back to step 10, steps 11 … 15 are excluded" in said(run)
     again = [record for record in read_metrics(stage(run)) if record["attempt"] == 2]
     assert again[0]["step"] == 16 and math.isnan(again[0]["losses"][0]), "step 16 is poisoned too: skipped alone"
     last = read_manifest(committed(stage(run) / "checkpoints")[0])
@@ -622,7 +622,7 @@ def test_when_going_back_does_not_help_the_run_ends_with_70(run, save_every, lef
     """Also where a save falls into the bad stretch."""
     options = ["pretrain.max_skipped=3", f"pretrain.save_every={save_every}"]
     assert finish(run, *options, patch="poisoned_for_ever") == 70
-    assert f"leaving out steps {left + 1} … 15 had not helped" in said(run) and "lower optim.lr" in said(run)
+    assert f"excluding steps {left + 1} … 15 had not helped" in said(run) and "lower optim.lr" in said(run)
     last = committed(stage(run) / "checkpoints")[0]
     assert checkpoint_reader.verify(last).step == left
 

@@ -1,7 +1,7 @@
 """Three hundred bits flipped over every file of a finished run and its shards: found by name, or without effect.
 
 1. A campaign packs, pretrains, resizes, fine-tunes and probes; its shards have been read and are marked as verified.
-   Beside it lie a packing that was stopped, a stretch of steps that is left out, and exported weights.
+   Beside it lie a packing that was stopped, a stretch of steps that is excluded, and exported weights.
 2. Every file gets one flip, and the rest of the flips fall where the bytes are. Size, time and inode stay as they were.
 3. After each flip the command that reads the file next is run, or the function that it reads the file with.
 4. The flip is found where the reader refuses and names the file and its folder; harmless where the result is the one of
@@ -124,7 +124,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         stages = {stage.name: loaded.directory(stage) for stage in loaded.stages}
         assert main(["export", str(stages["pretrain"]), str(folder / "exported"), "--format", "safetensors"]) == 0
         stop_packing_in_the_middle(folder / "stopped")
-        health.write_left_out(folder, [range(10, 17), range(30, 31)])
+        health.write_excluded(folder, [range(10, 17), range(30, 31)])
         yield Made(folder, recipe, folder / "run", stages)
 
 
@@ -182,8 +182,8 @@ def class_of(file: Path, made: Made) -> str:
     place = file.relative_to(made.folder).parts
     if file.suffix == ".partial":
         return "journal of a packing"
-    if file.name == health.LEFT_OUT:
-        return "left-out.json"
+    if file.name == health.EXCLUDED_STEPS:
+        return "excluded-steps.json"
     if place[0] == "exported":
         return "exported weights"
     if file.suffix == ".tar":
@@ -207,7 +207,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
     recipe = str(made.recipe)
     if kind == "journal of a packing":
         return packed_to_the_end(made)
-    if kind == "left-out.json":
+    if kind == "excluded-steps.json":
         return calling(lambda: artifacts.read_record(file))
     if kind == "exported weights":
         return run(["export", str(file.parent), str(made.folder / "out"), "--format", "timm"])
@@ -340,12 +340,12 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
 # ------------------------------------------------------------------------ what only interrupted commands leave behind
 
 
-def test_any_bit_of_the_left_out_steps_is_found(tmp_path):
-    health.write_left_out(tmp_path, [range(10, 17), range(30, 31)])
-    file = tmp_path / health.LEFT_OUT
+def test_any_bit_of_the_excluded_steps_is_found(tmp_path):
+    health.write_excluded(tmp_path, [range(10, 17), range(30, 31)])
+    file = tmp_path / health.EXCLUDED_STEPS
     assert artifacts.read_record(file)["stretches"] == [[10, 17], [30, 31]]
     for bit in range(8 * file.stat().st_size):
-        with flipped(file, bit), pytest.raises(DataError, match=r"left-out\.json has changed"):
+        with flipped(file, bit), pytest.raises(DataError, match=r"excluded-steps\.json has changed"):
             artifacts.read_record(file)
 
 

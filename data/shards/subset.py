@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.checks import check_name
+from data.draws import few_shot_rows
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
@@ -273,21 +274,6 @@ def bound(text: str, samples: int) -> int:
         return min(round(float(text[:-1]) * samples / 100), samples)
     number = int(text)
     return max(number + samples, 0) if number < 0 else min(number, samples)
-
-
-def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Pick rows for training: the first `shots` of a permutation of every class, classes in order, one generator.
-
-    A class with fewer rows gives all it has; larger shots contain smaller ones. As big_vision's
-    evaluators/fewshot_lsr.py draws them; rows with a negative label are never picked.
-    """
-    # One generator for all classes, as in the original: another order of classes would pick other rows.
-    rng = np.random.default_rng(seed)
-    picked = [np.empty(0, np.int64)]
-    for label in range(int(labels.max()) + 1):
-        rows_of_class = np.flatnonzero(labels == label)
-        picked.append(rng.permutation(rows_of_class)[:shots])
-    return np.concatenate(picked)
 
 
 # ------------------------------------------------------------------------------------------------- writing

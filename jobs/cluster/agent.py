@@ -268,8 +268,16 @@ class Agent:
             self._read_records()
             self.ended_pids.add(answer.pid)
             for worker in self.workers.values():
-                if worker.pid == answer.pid and not worker.has_ended:
-                    worker.death = describe_exit_code(answer.exit_code, self.oom_kills.any())
+                if worker.pid != answer.pid or worker.has_ended:
+                    continue
+                # A negative exit code is a signal. The kernel kills with SIGKILL as well, and tells nobody whom: its
+                # counter is all that can be read everywhere.
+                if answer.exit_code >= 0:
+                    worker.death = f"exited with code {answer.exit_code} without a word"
+                elif answer.exit_code == -signal.SIGKILL and self.oom_kills.any():
+                    worker.death = "killed by the out-of-memory killer"
+                else:
+                    worker.death = f"killed by {signal.Signals(-answer.exit_code).name}"
 
     def _read_records(self) -> None:
         for worker in self.workers.values():
@@ -323,19 +331,6 @@ def oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
-
-
-def describe_exit_code(exit_code: int, oom_killer_struck: bool) -> str:
-    """Say in words how a worker ended that wrote no end; a negative exit code is a signal.
-
-    `oom_killer_struck`: the kernel has killed some process of this machine for want of memory in the last seconds.
-    """
-    if exit_code >= 0:
-        return f"exited with code {exit_code} without a word"
-    # The kernel kills with SIGKILL as well, and tells nobody whom: its counter is all that can be read everywhere.
-    if oom_killer_struck and exit_code == -signal.SIGKILL:
-        return "killed by the out-of-memory killer"
-    return f"killed by {signal.Signals(-exit_code).name}"
 
 
 def is_alive(pid: int) -> bool:

@@ -164,7 +164,10 @@ def _ray_nodes(cluster: ClusterConfig) -> "RayNodes":
 def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
     """Return the place beside a worker group of `cluster.world`, which keeps so many cores of this machine busy."""
     if cluster.backend == "ray":
-        return _ray_nodes(cluster).spare()
+        training = _ray_nodes(cluster)
+        from jobs.cluster.spare_nodes import SpareBundle
+
+        return SpareBundle(training)
     return SpareCore(cluster, cluster.world, busy_cores)
 
 

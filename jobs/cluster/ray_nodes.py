@@ -1,10 +1,10 @@
-"""The nodes of a Ray cluster on which a campaign works: places that Ray reserves, and an agent on every node of them.
+"""The nodes of a Ray cluster on which a campaign works: the places of its workers, which Ray reserves.
 
 1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, each on one node. From then on
    Ray's scheduler orders the request among all others, and an autoscaler sees what is wanted.
 2. While Ray has no room, a message says for how many workers there is room, and which campaigns hold the rest.
-3. `agents` starts an actor on each of these nodes (agent.py). It takes no CPU of Ray's count. It belongs to the node
-   and not to the places, so that it stays warm where the places change and the node does not.
+3. `agents` starts an actor on each of these nodes (ray_agents.py), or finds it warm: it belongs to the node and not to
+   the places, which may change while the node does not.
 4. The places are kept when an attempt fails, so that a campaign that waits does not slip in between two attempts. They
    are asked for anew where one of their nodes is about to leave, or does not answer.
 5. Ray takes all of it back when this process leaves the cluster.
@@ -16,30 +16,20 @@ there is room for more, between two attempts.
 
 import math
 import secrets
-import signal
-import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
-from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from data.errors import ClusterError
-from jobs.cluster.agent import Agent, NodeOrder
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
-from jobs.cluster.fork_server import COMPILER, PRELOAD
 from jobs.cluster.nodes import Log, NodeAgent, Tick
 from jobs.cluster.ray import WAITING
+from jobs.cluster.ray_agents import RayAgents, gpus_of_bundles, loss_of_agent, loss_of_node
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
@@ -49,46 +39,6 @@ SAME_LINE_S = 60.0  # before the same line is logged again
 NEXT_CHOICE_S = 5.0  # for Ray to place a request, before another number of workers is asked for
 AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # Ray has missed a node that is dead after so long; a node that is there is better than none
-ANSWER_S = 3.0  # for a node that is alive to take a connection
-AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
-BORROW_S = 5.0  # for Ray to place what seems to be free
-BORROW_LOOK_S = 1.0  # between two questions whether somebody wants the borrowed place
-GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
-WORKER_GAUGE = "patchline_worker"
-
-
-class RayAgent(Agent):
-    """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
-
-    def __init__(self, has_gpus: bool) -> None:
-        context = ray.get_runtime_context()
-        super().__init__(context.get_node_id(), ray.util.get_node_ip_address(), has_gpus=has_gpus)
-        # Who stops a node signals all its processes, and this one still has to report what the workers do.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
-        self.gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
-        self.labels: list[dict[str, str]] = []
-        threading.Thread(target=self.keep_gauge, daemon=True).start()
-
-    def start(self, order: NodeOrder) -> None:
-        """Start this node's workers, and show them."""
-        super().start(order)
-        # An attempt's folder is <run>/<stage>-<key>/attempts/attempt-000001.
-        *_, run, stage_and_key, _, _ = ("", "", *order.folder.parts)
-        stage, _, _ = stage_and_key.rpartition("-")
-        self.labels = [{"run": run, "stage": stage, "rank": str(info.rank)} for info in order.ranks]
-
-    def end(self) -> None:
-        """End this node's workers, and show them no more."""
-        self.labels = []
-        super().end()
-
-    def keep_gauge(self) -> None:
-        """Set the gauge again and again; Prometheus joins it with what Ray says of each node, by `instance`."""
-        while True:
-            for labels in self.labels:
-                self.gauge.set(1.0, tags=labels)
-            time.sleep(GAUGE_EVERY_S)
 
 
 @dataclass(frozen=True)
@@ -132,10 +82,8 @@ class RayNodes:
         self.reservation: Reservation | None = None
         self.lent: list[Reservation] = []  # free places that are given back when anybody wants them
         self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
-        self.actors: dict[str, Any] = {}  # agents, by their node's id
-        self.has_compiler = False  # agents import torch's compiler
+        self.ray_agents = RayAgents()
         self.run = ""
-        self.number = 0  # of agents that were started; in their names
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
 
     def warm_up(self, *, has_compiler: bool = False) -> None:
@@ -144,14 +92,9 @@ class RayNodes:
         Raises ClusterError where an embedded cluster has too few places: now, and not when the workers are needed.
         """
         self.refuse_too_few(self.cluster.least)
-        self.has_compiler = self.has_compiler or has_compiler
-        node_id = self.own_node()
-        if self.is_embedded and node_id not in self.actors:
-            self.actors[node_id] = self._start_agent(node_id)
-
-    def spare(self) -> "SpareBundle":
-        """Return the place for an evaluation beside training."""
-        return SpareBundle(self)
+        self.ray_agents.has_compiler |= has_compiler
+        if self.is_embedded:
+            self.ray_agents.start(self.own_node(), self.run, has_gpus=self.cluster.gpus_per_worker > 0)
 
     # -------------------------------------------------------------------- places
 
@@ -212,7 +155,7 @@ class RayNodes:
         if self.is_anything_asked_for():
             return self.workers_held
         state = ClusterState.now()
-        return room_for(share_of_worker(self.cluster), self._open_to_us(state, self._nodes_to_avoid()))
+        return room_for(share_of_worker(self.cluster), self._open_to_us(state, self.nodes_to_avoid()))
 
     def is_anything_asked_for(self) -> bool:
         """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
@@ -354,14 +297,14 @@ class RayNodes:
         """Have the next attempts placed without any other node."""
         self.avoid([node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids])
 
-    def _nodes_to_avoid(self) -> set[str]:
+    def nodes_to_avoid(self) -> set[str]:
         """Return the nodes that `avoid` was told of not long ago."""
         now = time.monotonic()
         return {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
     def _avoided_for(self, request: Request, state: ClusterState) -> set[str]:
         """Return the nodes that the places of a worker group must not lie on."""
-        avoided = self._nodes_to_avoid() & set(state.total)
+        avoided = self.nodes_to_avoid() & set(state.total)
         others = {node: resources for node, resources in state.total.items() if node not in avoided}
         # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
         if room_for(request.share, others) < request.worlds[-1]:
@@ -377,162 +320,43 @@ class RayNodes:
         for bundle, node_id in sorted(self.reservation.row()["bundles_to_node_id"].items())[:world]:
             slots.setdefault(node_id, []).append(bundle)
         # Agents of nodes that are not used any more would only take up their memory.
-        for node_id in set(self.actors) - set(slots):
-            self._kill(node_id)
+        for node_id in self.ray_agents.actors.keys() - slots.keys():
+            self.ray_agents.kill(node_id)
         rows = {node["NodeID"]: node for node in ray.nodes()}
+        gpus = self.cluster.gpus_per_worker
         agents = []
         for node_id, bundles in slots.items():
-            row = rows[node_id]
-            if node_id not in self.actors:
-                self.actors[node_id] = self._start_agent(node_id)
-            actor = self.actors[node_id]
-
-            def call(method: str, *arguments: object, actor: Any = actor) -> "Future[Any]":
-                return getattr(actor, method).remote(*arguments).future()
-
+            # Of a bundle the GPUs are the same as long as it lives.
+            if gpus and node_id not in self.gpu_ids:
+                self.gpu_ids[node_id] = gpus_of_bundles(self.reservation.group, bundles, gpus)
             agents.append(
                 NodeAgent(
-                    name=row["NodeManagerHostname"],
+                    name=rows[node_id]["NodeManagerHostname"],
                     node_id=node_id,
-                    address=row["NodeManagerAddress"],
+                    address=rows[node_id]["NodeManagerAddress"],
                     slots=len(bundles),
-                    call=call,
-                    visible_gpus=self._visible_gpus(node_id, bundles),
+                    call=self.ray_agents.start(node_id, self.run, has_gpus=gpus > 0),
+                    visible_gpus=self.gpu_ids.get(node_id, ""),
                 )
             )
         return agents
 
-    def _start_agent(self, node_id: str) -> Any:
-        self.number += 1
-        actor: Any = ray.remote(RayAgent).options(
-            # People find it by this name in the dashboard.
-            name=f"{Path(self.run).name} agent {self.number} {secrets.token_hex(2)}",
-            num_cpus=0,
-            max_restarts=0,
-            max_concurrency=AGENT_THREADS,
-            # Not soft: on any other node it would start the workers there.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        agent = actor.remote(self.cluster.gpus_per_worker > 0)
-        agent.warm_up.remote((*PRELOAD, COMPILER) if self.has_compiler else PRELOAD)
-        return agent
-
-    def _visible_gpus(self, node_id: str, bundles: Sequence[int]) -> str:
-        """Return the GPUs that Ray has given to these bundles: of a bundle they are the same as long as it lives."""
-        gpus = self.cluster.gpus_per_worker
-        if not gpus:
-            return ""
-        if node_id not in self.gpu_ids:
-            assert self.reservation is not None
-            answers = []
-            for bundle in bundles:
-                place = PlacementGroupSchedulingStrategy(self.reservation.group, placement_group_bundle_index=bundle)
-                task: Any = ray.remote(num_cpus=0, num_gpus=gpus)(ray.get_gpu_ids)
-                answers.append(task.options(scheduling_strategy=place).remote())
-            ids = [str(gpu) for of_bundle in ray.get(answers) for gpu in of_bundle]
-            self.gpu_ids[node_id] = ",".join(ids)
-        return self.gpu_ids[node_id]
-
-    def _kill(self, node_id: str) -> None:
-        with suppress(Exception):
-            ray.kill(self.actors[node_id])
-        self.actors.pop(node_id, None)
-
     def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
         """Say how the node of an agent was lost, or the agent alone, and go on without it; "" where both are there."""
-        loss = self._loss_of_node(agent.node_id)
+        loss = loss_of_node(agent.node_id)
         if loss:
             # The places are asked for anew, elsewhere.
-            self._kill(agent.node_id)
             self.avoid([agent.node_id])
             self.release()
-            return loss
-        if isinstance(error, OutOfMemoryError):
-            loss = f"its node's agent was killed by Ray's out-of-memory killer: {str(error).splitlines()[0]}"
-        elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-            loss = "its node's agent died (killed, or crashed), and its workers with it"
+        else:
+            loss = loss_of_agent(error)
         if loss:
-            self._kill(agent.node_id)
+            self.ray_agents.kill(agent.node_id)
         return loss
-
-    def _loss_of_node(self, node_id: str) -> str:
-        for node in ray.nodes():
-            if node["NodeID"] != node_id:
-                continue
-            if not node["Alive"]:
-                return "its node left the cluster"
-            # Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
-            try:
-                socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-            except OSError:
-                return "its node does not answer"
-            return ""
-        return "its node left the cluster"
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""
         return int(ray.cluster_resources().get("GPU", 0)), "machine" if self.is_embedded else "cluster"
-
-
-class SpareBundle(RayNodes):
-    """A place for one worker beside the worker group: free resources of that size, borrowed as long as nobody waits.
-
-    When training has ended the workers' places are kept for the next stage; until then one of them serves.
-    """
-
-    def __init__(self, training: RayNodes) -> None:
-        super().__init__(training.cluster, is_embedded=training.is_embedded)
-        self.training = training
-        self.run = f"{training.run} evaluation"
-        self.has_training_ended = False
-        self.next_look = 0.0
-
-    def is_free(self) -> bool:
-        """Tell whether there is a place on a node that stays, and nobody waits for places."""
-        if self.has_training_ended and self.training.reservation is not None:
-            return True
-        free = ClusterState.now().staying
-        for node in self.training._nodes_to_avoid():
-            free.pop(node, None)
-        return room_for(share_of_worker(self.cluster), free) >= 1 and not self.training.is_anything_asked_for()
-
-    def is_wanted(self) -> bool:
-        """Tell whether somebody waits for the place that was borrowed; asked of Ray once a second."""
-        if not self.training.lent or time.monotonic() < self.next_look:
-            return False
-        self.next_look = time.monotonic() + BORROW_LOOK_S
-        return self.training.is_anything_asked_for()
-
-    def training_has_ended(self) -> None:
-        """Hear that the worker group's own places are free from now on."""
-        self.has_training_ended = True
-
-    def take(self) -> bool:
-        """Take one of the places that training has left, or borrow another; tell whether Ray had it at once."""
-        if self.has_training_ended and self.training.reservation is not None:
-            self.reservation = self.training.reservation
-            return True
-        share = share_of_worker(self.cluster)
-        # Others see who has it by its name, which is none of those that they wait for.
-        group = placement_group([share], name=f"evaluation {self.run} {secrets.token_hex(4)}")
-        self.reservation = Reservation(group, 1, share)
-        self.training.lent.append(self.reservation)
-        if group.wait(timeout_seconds=BORROW_S):
-            return True
-        self.give_back()
-        return False
-
-    def give_back(self) -> None:
-        """Give back what was borrowed, where anything was."""
-        self.reservation = None
-        self.gpu_ids = {}
-        while self.training.lent:
-            remove_placement_group(self.training.lent.pop().group)
-
-    def close(self) -> None:
-        """End the agents of evaluations."""
-        for node_id in list(self.actors):
-            self._kill(node_id)
 
 
 def too_small(text: str, reason: str) -> ClusterError:
@@ -540,18 +364,20 @@ def too_small(text: str, reason: str) -> ClusterError:
     return ClusterError(f"{text}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")
 
 
-_joined: dict[str, RayNodes] = {}  # of this process, by Ray's id of it in the cluster: none or one
+_joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
 
 
 def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
     """Return what this process has in the cluster that it has joined."""
-    job = ray.get_runtime_context().get_job_id()
-    if job not in _joined:
-        # What was held under another id was held in a connection that has ended, and Ray has taken it back. The nodes
-        # to avoid are kept: it may be the same cluster that was joined again, and no id is given twice.
+    # Every cluster counts its drivers anew, so that the first of each has the same id; no two nodes have the same.
+    context = ray.get_runtime_context()
+    connection = (str(context.get_node_id()), str(context.get_job_id()))
+    if connection not in _joined:
+        # What was held over another connection has gone with it. The nodes to avoid are kept: it may be the same
+        # cluster that was joined again.
         avoided = {node: since for nodes in _joined.values() for node, since in nodes.avoided.items()}
         _joined.clear()
-        _joined[job] = RayNodes(cluster, is_embedded=is_embedded)
-        _joined[job].avoided = avoided
-    _joined[job].cluster = cluster
-    return _joined[job]
+        _joined[connection] = RayNodes(cluster, is_embedded=is_embedded)
+        _joined[connection].avoided = avoided
+    _joined[connection].cluster = cluster
+    return _joined[connection]

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from data.errors import ExitCode, PatchlineError, Preempted
 from jobs.cluster.elastic import Growth, Sizes
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import Nodes
-from jobs.cluster.worker_group import DrainEvent, WorkerGroupError
+from jobs.cluster.worker_group import DrainEvent
 from jobs.resolved_recipe import Context
 from pipeline.monitoring.watchdog import Place
 
@@ -48,14 +49,6 @@ class FailuresInARow:
         is_same_again = raised_an_exception and failure.cause == self.last_cause and self.count > 0
         self.last_cause = failure.cause
         return is_same_again or self.count > self.max_restarts
-
-
-def add_what_the_driver_knows(failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
-    """Add to a failure what its worker was doing, and what a user can lower where memory ran out."""
-    if failure.rank is not None and failure.rank in places:
-        failure.place = str(places[failure.rank])
-    if any(word in failure.cause for word in OUT_OF_MEMORY):
-        failure.cause += LESS_MEMORY
 
 
 def is_move(
@@ -99,8 +92,14 @@ def restart_point(context: Context) -> str:
     return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
 
 
-def write_incident(context: Context, failure: WorkerGroupError) -> None:
-    """Append to the log of incidents that a person can read: when, which worker, why, and the traceback."""
+def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+    """Append to the log of incidents that a person can read: when, which worker, in which of `places`, and why."""
+    # These go into the failure itself, because the log and the stage's error say them too.
+    if failure.rank is not None and failure.rank in places:
+        failure.place = str(places[failure.rank])
+    if any(word in failure.cause for word in OUT_OF_MEMORY):
+        failure.cause += LESS_MEMORY
+
     clock = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         with open(context.directory / "incidents.txt", "a") as file:

@@ -41,12 +41,12 @@ from typing import Any, Protocol, Self, cast
 
 from data.errors import ExitCode, Preempted
 from jobs.cluster.elastic import Growth, Sizes
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.recovery import (
     GO_ON,
     FailuresInARow,
     StageFailed,
-    add_what_the_driver_knows,
     fall_back,
     is_move,
     last_step,
@@ -57,7 +57,7 @@ from jobs.cluster.recovery import (
     write_incident,
 )
 from jobs.cluster.worker import Task, WorkerFunction
-from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
@@ -117,7 +117,20 @@ class Attempt:
         nothing to commit. Where that ends the attempt, the companion ends first.
         """
         try:
-            self.end_if_stuck()
+            # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker
+            # that has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
+            if not self.group.have_all_ended():
+                stuck = self.watch.look(self.group.places(), self.group.is_frozen)
+                if stuck is not None:
+                    raise self.group.failure(stuck.rank, stuck.cause)
+                # Slow is not stuck: the run goes on at the pace of its slowest worker, and its user learns which it is.
+                slow = self.watch.slow()
+                if slow is not None:
+                    rank, share = slow
+                    self.context.log(
+                        f"worker {rank} on {self.group.node_names[rank]} is slow: "
+                        f"the others waited for it alone in {share:.0%} of the looks"
+                    )
             if self.growth.wanted is None and self.growth.is_due():
                 room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
                 self.context.log(f"{room}: committing the step, to go on with more")
@@ -138,24 +151,6 @@ class Attempt:
             raise Preempted(f"stopped in {self.context.name}; run the same command again to do it from its start")
         self.group.request_stop()
 
-    def end_if_stuck(self) -> None:
-        """Raise WorkerGroupError where one worker has held up all others too long; say which worker is slow."""
-        # A worker that has ended enters no phase any more: now the cluster is clearing up, which is nobody's fault.
-        if self.group.have_all_ended():
-            return
-        # The agents read what the workers have left: no worker has to answer, so a frozen one cannot hold this up.
-        stuck = self.watch.look(self.group.places(), self.group.is_frozen)
-        if stuck is not None:
-            raise self.group.failure(stuck.rank, stuck.cause)
-        # Slow is not stuck: the run goes on, at the pace of its slowest worker, and somebody should know which it is.
-        slow = self.watch.slow()
-        if slow is not None:
-            rank, share = slow
-            node = self.group.node_names[rank]
-            self.context.log(
-                f"worker {rank} on {node} is slow: the others waited for it alone in {share:.0%} of the looks"
-            )
-
 
 def supervise(
     function: WorkerFunction,
@@ -165,14 +160,16 @@ def supervise(
     worlds: Sequence[int],
     stall_s: float,
     can_commit: bool = True,
+    handed_on: Sequence[str] = (),
     accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone,
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
     `make_task(attempt)` returns what the workers of an attempt are told. `worlds` are the numbers of workers on which
     the stage may run, the largest first. A worker that holds up all others for `stall_s` seconds is a failure. Workers
-    that cannot commit are ended at once where somebody wants this process to end. `accompany(task, attempt_folder,
-    cluster)` returns what works beside each attempt.
+    that cannot commit are ended at once where somebody wants this process to end. `handed_on` names the files of the
+    stage's folder by which one attempt tells the next. `accompany(task, attempt_folder, cluster)` returns what works
+    beside each attempt.
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
@@ -199,7 +196,8 @@ def supervise(
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
-        group = WorkerGroup(nodes, cluster, folder, is_shared=context.campaign.storage.is_shared)
+        is_shared = context.campaign.storage.is_shared
+        group = WorkerGroup(nodes, cluster, folder, is_shared=is_shared, handed_on=handed_on)
         companion = accompany(task, folder, cluster)
         attempt = Attempt(context, number, group, watch, growth, companion, can_commit)
         try:
@@ -210,8 +208,7 @@ def supervise(
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                add_what_the_driver_knows(error, group.places())
-                write_incident(context, error)
+                write_incident(context, error, group.places())
             # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
             # is raised below. A store that is gone would be asked for a minute.
             is_end_of_stage = context.stopping() and error.exit_code is not None

@@ -4,21 +4,17 @@
    and the same task.
 2. The driver polls the agents, all with the same deadline, about once a second; news comes at once. It merges the
    reports into the state of every worker, and calls `on_tick`, which may end the attempt by raising.
-3. All workers have returned: rank 0's value is the group's. Otherwise `failure_of` names the worker that failed first.
-4. Whatever happens, the agents kill what is left, and no worker is alive when `run` returns.
-
-When one worker dies, all its peers raise within 0.1 s, because their collectives lose a member. Most of what is then
-reported is an echo; `failure_of` says in which order it looks for the first cause.
+3. Whatever happens, the agents kill what is left, and no worker is alive when `run` returns.
+4. All workers have returned: rank 0's value is the group's. Otherwise failure.py names the worker that failed first.
 """
 
 import math
 import os
 import pickle
-import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -28,65 +24,22 @@ from typing import Any
 
 from data.errors import PatchlineError
 from jobs.cluster.agent import NodeOrder, NodeReport, WorkerState
+from jobs.cluster.failure import Evidence, WorkerGroupError
 from jobs.cluster.node_files import Mark, begin_as_driver, take_over
 from jobs.cluster.nodes import NodeAgent, Nodes
 from jobs.cluster.placement import nodes_of
-from jobs.cluster.worker import RankInfo, Task, WorkerFunction, WorkerRecord, worker_file
+from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
-from pipeline.health import LEFT_OUT
 from pipeline.monitoring.watchdog import Place
 
 TICK_S = 0.5  # between two calls of `on_tick`, at most
 POLL_S = 1.0  # between two reports of an agent without news
 TOGETHER_S = 0.05  # agents that are polled with one deadline answer within this time
-ASKED_TO_END_S = 1.5  # for the other workers to end as well, where one has asked for an exit code or lost a peer
-RAISED_S = 0.5  # for another worker to die, where one has raised: then that death was first
 SILENT_S = 15.0  # after which an agent that does not answer is asked for at its node
 SILENT_PEER_S = 2.0  # the same, where a worker says that it has lost a peer
 DRAIN_POLL_S = 1.0  # between two questions which nodes are being drained
 STOP_AGAIN_S = 5.0  # between two requests to commit and end
 END_S = 20.0  # for agents to end their workers
-STACK_CHARACTERS = 10_000  # of the end of a dead worker's log, enough for the stacks of all its threads
-
-# What torch raises when a collective loses a member, and what its text holds: gloo's files, NCCL's codes, the store.
-COLLECTIVE_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-COLLECTIVE_WORDS = re.compile(r"gloo/transport|ncclRemoteError|ncclSystemError|TCPStore")
-PEER_ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")  # "Read error [10.0.0.2]:34530: Connection reset by peer."
-
-
-class WorkerGroupError(Exception):
-    """A worker has ended an attempt, and no worker is alive.
-
-    `exit_code` is what the worker asked for, by SystemExit or by an exception that has an `exit_code`; None
-    for a crash, a signal, a lost node. `kind` is the exception's class name, "" where none was raised.
-    """
-
-    def __init__(
-        self,
-        rank: int | None,
-        node: str,
-        cause: str,
-        traceback: str = "",
-        *,
-        exit_code: int | None = None,
-        kind: str = "",
-    ) -> None:
-        super().__init__(cause)
-        self.rank = rank  # None where no single worker is to blame
-        self.node = node
-        self.cause = cause
-        self.traceback = traceback
-        self.exit_code = exit_code
-        self.kind = kind
-        self.place = ""  # where the worker was, as far as the driver knows: "backward of step 12"
-
-    def __str__(self) -> str:
-        worker = "the worker group"
-        if self.rank is not None:
-            worker = f"worker {self.rank} on {self.node}"
-        if self.place:
-            worker += f", in {self.place}"
-        return f"{worker}: {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -123,17 +76,28 @@ class WorkerGroup:
     Workers find RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in their
     environment, and initialise torch.distributed themselves. `folder`, of the attempt, exists and is new. All nodes
     share it; where they do not (`is_shared`), each has a folder of its own under the same path, and the caller's comes
-    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py).
+    to hold copies of what workers leave in theirs, and in the stage's folder around it (node_files.py). `handed_on`
+    names the files of the stage's folder by which one attempt tells the next.
     """
 
-    def __init__(self, nodes: Nodes, cluster: ClusterConfig, folder: Path, *, is_shared: bool = True) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        cluster: ClusterConfig,
+        folder: Path,
+        *,
+        is_shared: bool = True,
+        handed_on: Sequence[str] = (),
+    ) -> None:
         self.nodes = nodes
         self.cluster = cluster
         self.folder = folder
         self.is_shared = is_shared
+        self.handed_on = handed_on
         self.links: list[AgentLink] = []
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
-        self.node_names: dict[int, str] = {}
+        self.node_names: dict[int, str] = {}  # by rank
+        self.addresses: dict[int, str] = {}  # by rank, of the worker's node
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
@@ -166,14 +130,17 @@ class WorkerGroup:
             for link in self.links:
                 link.agent.call("stop")
 
+    def evidence(self) -> Evidence:
+        """Return what is known of the workers, from which their failure is judged."""
+        losses = {}
+        for link in self.links:
+            if link.loss:
+                losses.update({info.rank: link.loss for info in link.ranks})
+        return Evidence(self.folder, self.cluster.world, self.states, self.node_names, self.addresses, losses)
+
     def failure(self, rank: int, cause: str) -> WorkerGroupError:
         """Return the error of a worker that cannot speak for itself, with the stacks that its log holds."""
-        log = worker_file(self.folder, rank, ".log")
-        stacks = ""
-        # A worker that died very early has not opened its log.
-        if log.exists():
-            stacks = log.read_text(errors="replace")[-STACK_CHARACTERS:]
-        return WorkerGroupError(rank, self.node_names.get(rank, "an unknown node"), cause, stacks)
+        return self.evidence().silent_failure(rank, cause)
 
     # -------------------------------------------------------------------- the attempt
 
@@ -185,12 +152,45 @@ class WorkerGroup:
         """
         threading.Thread(target=self._watch_draining, name="draining", daemon=True).start()
         try:
+            # 1. Tell the agents which workers to start.
             self._start(pickle.dumps((function, task)), on_tick)
-            self._follow(on_tick)
+
+            # 2. Follow the workers' states until all have ended, or until it is known which one failed first.
+            judge_at = math.inf  # when the first failure is judged, once there is a sign of one
+            next_tick = 0.0
+            while True:
+                self.poll(max(0.0, min(next_tick, judge_at) - time.monotonic()))
+                # A node that was told to go: the next tick has the workers commit and end.
+                for node_id, why in list(self.draining.items()):
+                    for link in self.links:
+                        if link.agent.node_id == node_id:
+                            self._note(link.ranks[0].rank, link.agent.name, node_id, why)
+                    if node_id == self.nodes.own_node():
+                        self._note(None, os.uname().nodename, node_id, why)
+                # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
+                evidence = self.evidence()
+                now = time.monotonic()
+                if self.have_all_ended() or evidence.deaths() or now >= judge_at:
+                    break
+                if judge_at == math.inf:
+                    judge_at = now + evidence.grace_s()
+                if now >= next_tick:
+                    next_tick = now + TICK_S
+                    on_tick()
         finally:
+            # 3. Whatever has happened, no worker is left alive. What agents say last is taken with it.
             self.has_ended.set()
-            self._end()
-        failure = self.failure_of()
+            links = [link for link in self.links if not link.loss]
+            if any(link.has_own_folder for link in links):
+                # A poll that is under way may be older than the workers' last words: every agent is asked once more.
+                for _ in range(2):
+                    self.poll(POLL_S)
+            # Of the nodes that answer within seconds.
+            with suppress(Exception):
+                wait([link.agent.call("end") for link in links], END_S)
+
+        # 4. Name the worker that failed first, or return rank 0's value.
+        failure = self.evidence().first_failure()
         if failure is not None:
             raise failure
         record = self.states[0].record
@@ -219,10 +219,24 @@ class WorkerGroup:
                 )
                 infos.append(info)
                 self.node_names[info.rank] = agent.name
+                self.addresses[info.rank] = agent.address
             self.links.append(AgentLink(agent, infos))
 
+        # Nodes that share no storage with the driver get the attempt's folder, and what earlier attempts tell this one:
+        # None for a file that is not there.
         if not self.is_shared:
-            self._begin_files(deadline, on_tick)
+            token = secrets.token_hex(16)
+            begin_as_driver(self.folder, token)
+            stage = self.folder.parents[1]
+            told: dict[str, bytes | None] = {}
+            for name in self.handed_on:
+                path = stage / name
+                told[name] = path.read_bytes() if path.exists() else None
+            earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
+            begun = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
+            for link, is_own in zip(self.links, self._answers(begun, deadline, on_tick), strict=True):
+                link.has_own_folder = is_own
+
         # Rank 0 serves the store in which the workers find each other; it is told at which port.
         first = self.links[0]
         (port,) = self._answers([(first, first.agent.call("listen"))], deadline, on_tick)
@@ -238,18 +252,6 @@ class WorkerGroup:
             order = NodeOrder(link.ranks, call, self.folder, variables, not link.has_own_folder)
             calls.append((link, link.agent.call("start", order)))
         self._answers(calls, deadline, on_tick)
-
-    def _begin_files(self, deadline: float, on_tick: Callable[[], None]) -> None:
-        """Prepare the folders of nodes that share no storage with the driver."""
-        token = secrets.token_hex(16)
-        begin_as_driver(self.folder, token)
-        stage = self.folder.parents[1]
-        # What one attempt tells the next; None where there is no such file.
-        told = {LEFT_OUT: (stage / LEFT_OUT).read_bytes() if (stage / LEFT_OUT).exists() else None}
-        earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
-        calls = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
-        for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
-            link.has_own_folder = is_own
 
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
@@ -275,28 +277,6 @@ class WorkerGroup:
                     raise WorkerGroupError(rank, link.agent.name, cause) from error
         return answers
 
-    def _follow(self, on_tick: Callable[[], None]) -> None:
-        """Follow the workers' states until all have ended, or until it is known which one failed first."""
-        patience_until: float | None = None  # when the first failure is judged, once there is one
-        next_tick = 0.0
-        while True:
-            wake_at = next_tick if patience_until is None else min(next_tick, patience_until)
-            self.poll(max(0.0, wake_at - time.monotonic()))
-            self._take_drain_events()
-            now = time.monotonic()
-            # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
-            if self.have_all_ended() or self._has_death():
-                return
-            if patience_until is None:
-                grace_s = self._grace_s()
-                if grace_s is not None:
-                    patience_until = now + grace_s
-            elif now >= patience_until:
-                return
-            if now >= next_tick:
-                next_tick = now + TICK_S
-                on_tick()
-
     def poll(self, wait_s: float) -> None:
         """Ask the agents that are not asked yet, and take the answers that come within so many seconds."""
         now = time.monotonic()
@@ -315,7 +295,7 @@ class WorkerGroup:
                 self._take_answer(link)
             elif link.answer is not None:
                 # Without a peer that says so, a node that is silent for a moment may only be slow.
-                limit_s = SILENT_PEER_S if self._lost_a_peer() else SILENT_S
+                limit_s = SILENT_PEER_S if self.evidence().has_lost_a_peer() else SILENT_S
                 if time.monotonic() > link.asked + limit_s:
                     link.asked += limit_s
                     link.loss = self.nodes.loss_of(link.agent, None)
@@ -345,16 +325,6 @@ class WorkerGroup:
                 link.agent.call("take", link.taken)
                 link.taken = {}
 
-    def _end(self) -> None:
-        """Have every agent kill its workers, and take what they left last, of the nodes that answer within seconds."""
-        links = [link for link in self.links if not link.loss]
-        if any(link.has_own_folder for link in links):
-            # A poll that is under way may be older than the workers' last words: every agent is asked once more.
-            for _ in range(2):
-                self.poll(POLL_S)
-        with suppress(Exception):
-            wait([link.agent.call("end") for link in links], END_S)
-
     # -------------------------------------------------------------------- nodes that are told to go
 
     def _watch_draining(self) -> None:
@@ -364,116 +334,8 @@ class WorkerGroup:
                 for node_id in self.nodes.draining():
                     self.draining[node_id] = "its node is drained"
 
-    def _take_drain_events(self) -> None:
-        for node_id, why in list(self.draining.items()):
-            for link in self.links:
-                if link.agent.node_id == node_id:
-                    self._note(link.ranks[0].rank, link.agent.name, node_id, why)
-            if node_id == self.nodes.own_node():
-                self._note(None, os.uname().nodename, node_id, why)
-
     def _note(self, rank: int | None, node: str, node_id: str, why: str) -> None:
         self.drain_events.setdefault(rank, DrainEvent(rank, node, node_id, why))
-
-    # -------------------------------------------------------------------- who is to blame
-
-    def _deaths(self) -> dict[int, str]:
-        """Return how those workers died that did not write their end, by rank.
-
-        A lost node is no death where a worker has asked for an exit code: a node that is drained is gone as soon as its
-        workers have committed.
-        """
-        deaths = {rank: state.death for rank, state in self.states.items() if state.death}
-        asked = any(record.get("exit_code") is not None for record in self._ends().values())
-        for link in self.links:
-            if link.loss and not asked:
-                for info in link.ranks:
-                    if info.rank not in self._ends():
-                        deaths.setdefault(info.rank, link.loss)
-        return deaths
-
-    def _has_death(self) -> bool:
-        return bool(self._deaths())
-
-    def _ends(self) -> dict[int, WorkerRecord]:
-        """Return the records of workers that have written their end, by rank."""
-        ends = {}
-        for rank, state in self.states.items():
-            if state.record is not None and "ended" in state.record:
-                ends[rank] = state.record
-        return ends
-
-    def _lost_a_peer(self) -> bool:
-        return any(has_lost_a_peer(record) for record in self._ends().values())
-
-    def _grace_s(self) -> float | None:
-        """Return how long to wait for a better explanation of a failure, from its first sign; None without a sign."""
-        raised = [record for record in self._ends().values() if "error" in record]
-        if not raised:
-            # A node that is lost after its workers have asked to end: the others will do so as well.
-            return ASKED_TO_END_S if any(link.loss for link in self.links) else None
-        if any(record["exit_code"] is not None or has_lost_a_peer(record) for record in raised):
-            return ASKED_TO_END_S
-        return RAISED_S
-
-    def failure_of(self) -> WorkerGroupError | None:
-        """Name the worker that ended the attempt; None where all have returned. First match wins:
-
-        1. a worker that died without writing its end, because its death makes all its peers raise;
-        2. of those that asked for an exit code, the earliest: it knew what it wanted, the others crashed because of it;
-        3. of those that raised, the earliest. Each wrote the time of its own node's clock: between nodes, "earliest" is
-           as good as the clocks agree.
-        """
-        deaths = self._deaths()
-        if deaths:
-            rank = min(deaths)
-            return self.failure(rank, deaths[rank])
-        ends = self._ends()
-        raised = [record for record in ends.values() if "error" in record]
-        if not raised:
-            return None if len(ends) == self.cluster.world else WorkerGroupError(None, "", "ended without a word")
-
-        # False sorts before True, so an exit code that was asked for comes before every crash.
-        first = min(raised, key=lambda record: (record["exit_code"] is None, record["ended"]))
-        if has_lost_a_peer(first):
-            # Like a death it may have been chance. So it has no kind: a second time it is not "the same exception".
-            cause = f"a collective failed: {self._lost_peer(first)} was lost or did not answer, and no death was seen"
-            return WorkerGroupError(first["rank"], first["node"], cause, first["traceback"])
-        return WorkerGroupError(
-            first["rank"],
-            first["node"],
-            f"{first['kind']}: {first['error']}".rstrip(": "),
-            first["traceback"],
-            exit_code=first["exit_code"],
-            kind=first["kind"],
-        )
-
-    def _lost_peer(self, record: WorkerRecord) -> str:
-        """Say which worker or node the error of a collective names by its address, as far as it names any."""
-        address = PEER_ADDRESS.search(record["error"])
-        if address is None:
-            return "the other workers"
-        others = []
-        for link in self.links:
-            if link.agent.address == address[1]:
-                others += [info.rank for info in link.ranks if info.rank != record["rank"]]
-        # On a node with several workers the address does not tell which of them it was.
-        if not others:
-            return address[1]
-        workers = "worker" if len(others) == 1 else "one of workers"
-        return f"{workers} {', '.join(map(str, others))} on {self.node_names[others[0]]}"
-
-
-def has_lost_a_peer(record: WorkerRecord | Mapping[str, Any]) -> bool:
-    """Tell whether a worker has ended because a collective lost a member, which says little about that worker."""
-    if "error" not in record or record["exit_code"] is not None:
-        return False
-    return is_lost_connection(record["kind"], record["error"])
-
-
-def is_lost_connection(kind: str, error: str) -> bool:
-    """Tell whether an exception says that a collective lost a member."""
-    return kind in COLLECTIVE_ERRORS and COLLECTIVE_WORDS.search(error) is not None
 
 
 def run_worker_group(

@@ -24,8 +24,9 @@ from typing import cast
 
 import models
 from data.errors import ExitCode, PatchlineError
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import nodes_of
-from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
+from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.commands.plan import GPU_FLOPS
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all

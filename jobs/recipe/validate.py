@@ -19,6 +19,7 @@ from jobs.recipe import class_names
 from jobs.recipe.changes import changes_since_half_done
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
 from pipeline import artifacts
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
 def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
@@ -78,9 +79,13 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
         names.add(stage.name)
         if campaign.done(stage) is not None:
             continue
-        for value in stage.parents.values():
+        # A stage that goes on from a checkpoint of its own does not read the weights that it started from: they may
+        # have gone.
+        checkpoints = StageCheckpoints(campaign.storage, campaign.directory(stage).name)
+        is_resumed = stage.kind.trains and not fresh and bool(checkpoints.committed())
+        for field, value in stage.parents.items():
             link = reference(value)
-            if link is not None:
+            if link is not None and not (is_resumed and field == "init"):
                 names.add(link[0])
     finished: list[Stage] = []
     results: list[CheckResult] = []

@@ -25,10 +25,11 @@ from typing import Any, Self, cast
 
 from data.checks import one_line
 from data.errors import Preempted
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import SparePlace
 from jobs.cluster.placement import spare_place_of
 from jobs.cluster.worker import Task
-from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.resolved_recipe import Context
 from pipeline.checkpoints.manifest import committed, step_of

@@ -41,6 +41,7 @@ from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.disk_space import check_disk_space
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
+from pipeline.health import EXCLUDED_STEPS
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.plan.memory import (
     GIB,
@@ -77,6 +78,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
         context,
         worlds=worlds,
         stall_s=cfg.stall_s,
+        handed_on=(EXCLUDED_STEPS,),
         accompany=accompany,
     )
     if evaluations is not None:

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from data.checks import at_least
+from data.draws import few_shot_rows
 from data.errors import ConfigError
 from data.images.preprocess import shape_of
-from data.shards.subset import few_shot_rows
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import config

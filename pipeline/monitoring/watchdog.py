@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,7 +182,8 @@ class Watch:
         if len(self.places) < self.world:
             if idle_s > self.start_s:
                 missing = [rank for rank in range(self.world) if rank not in self.places]
-                return self.judge_start(missing, idle_s, frozen)
+                no_start = Verdict(missing[0], f"does not start, {idle_s:.0f}s without a sign of life")
+                return first_frozen(missing, idle_s, frozen) or no_start
             return None
 
         # Only in the steps do all workers do equally much; elsewhere rank 0 may be behind for good reasons.
@@ -201,21 +202,14 @@ class Watch:
             return ""
         return str(self.places[rank])
 
-    def judge_start(self, missing: list[int], idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
-        """Name one of the workers that have not started: the first frozen one, or the first."""
-        for rank in missing:
-            if frozen(rank):
-                return Verdict(rank, frozen_for(idle_s))
-        return Verdict(missing[0], f"does not start, {idle_s:.0f}s without a sign of life")
-
     def judge(self, idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
         """Name one of the workers that are furthest behind, and say why as far as can be told from outside."""
         fewest = min(place.entered for place in self.places.values())
         # Several may be equally far behind; one that is stopped by a signal explains why the rest do not move.
         late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
-        for rank in late:
-            if frozen(rank):
-                return Verdict(rank, frozen_for(idle_s))
+        stopped = first_frozen(late, idle_s, frozen)
+        if stopped is not None:
+            return stopped
 
         rank = late[0]
         # In this phase a worker waits for nobody but the storage and its own decoding processes.
@@ -256,6 +250,9 @@ class Watch:
         return None
 
 
-def frozen_for(idle_s: float) -> str:
-    """Return the cause of a verdict on a worker whose process is stopped."""
-    return f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life"
+def first_frozen(ranks: Sequence[int], idle_s: float, frozen: Callable[[int], bool]) -> Verdict | None:
+    """Return the verdict on the first of these workers whose process is stopped by a signal; None where none is."""
+    for rank in ranks:
+        if frozen(rank):
+            return Verdict(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life")
+    return None

@@ -26,7 +26,7 @@ from data.remote import urls
 from data.seal import seal
 from jobs.__main__ import main
 from jobs.cluster import supervisor
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.run import sync

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 from jobs.cluster import recovery
-from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign

@@ -149,7 +149,7 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
         events.append("the save fails")
         raise CheckpointError("3 saves in a row failed")
 
-    monkeypatch.setattr(health, "read_left_out", lambda folder: [])
+    monkeypatch.setattr(health, "read_excluded", lambda folder: [])
     telemetry = SimpleNamespace(log=events.append)
     cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
     worker = SimpleNamespace(

@@ -19,7 +19,8 @@ import models
 from data.errors import Preempted
 from data.shards.packing import pack
 from data.sources.samples import Sample
-from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from models.weights import npz
 from pipeline import config

@@ -162,20 +162,20 @@ def test_tensorboards_files_grow_and_long_files_are_bounded(pair, monkeypatch) -
 
 
 def test_the_driver_tells_a_node_what_the_attempt_before_has_left(pair) -> None:
-    pair.begin({"left-out.json": b"[[3, 4]]", "gone.json": None})
-    assert (pair.node / "left-out.json").read_bytes() == b"[[3, 4]]"
-    (pair.node / "left-out.json").write_bytes(b"[[3, 5]]")
+    pair.begin({"excluded-steps.json": b"[[3, 4]]", "gone.json": None})
+    assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 4]]"
+    (pair.node / "excluded-steps.json").write_bytes(b"[[3, 5]]")
     pair.look()
-    assert pair.same("left-out.json")
+    assert pair.same("excluded-steps.json")
     # A process that takes over in the attempt does not put back what was told at its beginning.
     pair.files = NodeFiles(pair.node / ATTEMPT)
-    pair.begin({"left-out.json": b"[[3, 4]]"})
-    assert (pair.node / "left-out.json").read_bytes() == b"[[3, 5]]"
+    pair.begin({"excluded-steps.json": b"[[3, 4]]"})
+    assert (pair.node / "excluded-steps.json").read_bytes() == b"[[3, 5]]"
 
 
 def test_a_node_that_shares_the_folder_after_all_copies_nothing_onto_itself(pair) -> None:
     pair.files = NodeFiles(pair.driver / ATTEMPT)
-    assert not pair.begin({"left-out.json": None})
+    assert not pair.begin({"excluded-steps.json": None})
 
 
 def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> None:
@@ -204,7 +204,8 @@ import ray
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import disconnect
 from jobs.cluster.worker import records
-from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError, do_nothing
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup, do_nothing
 from jobs.cluster_config import ClusterConfig
 from tests import worker_functions
 

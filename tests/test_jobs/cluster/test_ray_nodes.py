@@ -23,9 +23,10 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
 from jobs.cluster import embedded, ray_nodes
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
-from jobs.cluster.worker_group import WorkerGroupError, do_nothing, run_worker_group
+from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign

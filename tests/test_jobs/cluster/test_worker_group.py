@@ -32,12 +32,13 @@ from data.errors import ClusterError, ConfigError, Preempted
 from jobs.cluster import agent, embedded, worker
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.elastic import Growth
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.fork_server import with_malloc
 from jobs.cluster.nodes import NodeAgent
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Alone, Attempt
-from jobs.cluster.worker_group import AgentLink, WorkerGroup, WorkerGroupError, do_nothing, run_worker_group
+from jobs.cluster.worker_group import AgentLink, WorkerGroup, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
@@ -231,6 +232,7 @@ def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
         node = NodeAgent(f"n{rank}", f"id{rank}", f"10.0.0.{rank}", 1, lambda *arguments: Future())
         group.links.append(AgentLink(node, [info], loss=losses.get(f"n{rank}", "")))
         group.node_names[rank] = f"n{rank}"
+        group.addresses[rank] = f"10.0.0.{rank}"
         left(group, rank)
     return group
 
@@ -256,18 +258,18 @@ def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_
     group = group_of(tmp_path, 4)
     left(group, 0, ended=2.0, exit_code=None, **FAILURE)
     left(group, 1, ended=1.0, exit_code=None, **FAILURE)
-    assert group.failure_of().rank == 1
+    assert group.evidence().first_failure().rank == 1
     left(group, 3, ended=3.0, exit_code=65, **FAILURE)
-    assert group.failure_of().rank == 3
+    assert group.evidence().first_failure().rank == 3
     left(group, 2, death="killed")
-    died = group.failure_of()
+    died = group.evidence().first_failure()
     assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
 
 
 def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_path) -> None:
     group = group_of(tmp_path, 2)
     left(group, 0, **PEER_LOST)
-    failure = group.failure_of()
+    failure = group.evidence().first_failure()
     assert str(failure) == (
         "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, and no death was seen"
     )
@@ -278,13 +280,13 @@ def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_
 def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> None:
     group = group_of(tmp_path, 3, n1="its node does not answer")
     left(group, 0, **PEER_LOST)
-    assert str(group.failure_of()) == "worker 1 on n1: its node does not answer"
+    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
     left(group, 1, **PEER_LOST)
-    assert "a collective failed" in str(group.failure_of()), "who has written its end was there to do so"
+    assert "a collective failed" in str(group.evidence().first_failure()), "who has written its end was there to do so"
     # A node that is drained goes as soon as its worker has committed and ended.
     left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
     left(group, 1)
-    assert group.failure_of().exit_code == 75
+    assert group.evidence().first_failure().exit_code == 75
 
 
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
@@ -415,6 +417,16 @@ def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -
     cores = os.cpu_count() or 1
     assert connect(two["ray"]).cpus == max(cores, 2)
     assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
+
+
+def test_places_of_an_embedded_cluster_that_has_ended_are_not_taken_for_places_of_the_next(two) -> None:
+    """Each cluster gives its first driver the same id."""
+    before: Any = nodes_of(two["ray"])
+    before.reserve("test", [2], print, do_nothing)
+    disconnect()
+    after: Any = nodes_of(two["ray"])
+    assert after is not before and after.workers_held == 0
+    assert after.reserve("test", [2], print, do_nothing) == 2
 
 
 def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:

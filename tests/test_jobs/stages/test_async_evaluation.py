@@ -16,7 +16,8 @@ import pytest
 from data.bucket import Bucket
 from data.index.document import load_index
 from data.storage import Folder
-from jobs.cluster.worker_group import WorkerGroup, WorkerGroupError
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.stages.async_evaluation import AsyncEvaluation, NoPlace

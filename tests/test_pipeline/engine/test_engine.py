@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.fork_server import MALLOC
-from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline import process_group
 from pipeline.engine.settings import TUNING

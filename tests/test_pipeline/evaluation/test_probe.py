@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.shards.subset import few_shot_rows
+from data.draws import few_shot_rows
 from pipeline.evaluation.probe import fit
 
 pytestmark = pytest.mark.quick

@@ -17,12 +17,12 @@ from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 from torch import nn
 
+from data.draws import few_shot_rows
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
-from data.shards.subset import few_shot_rows
 from data.sources.samples import Sample, digits
 from pipeline.evaluation import document, logistic, neighbours
 from pipeline.evaluation.features import FeatureStore, collect

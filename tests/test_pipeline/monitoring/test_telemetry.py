@@ -13,7 +13,7 @@ import torch
 
 from data.errors import UsageError, exit_code
 from jobs import terminal
-from jobs.cluster.worker_group import WorkerGroupError
+from jobs.cluster.failure import WorkerGroupError
 from jobs.commands.status import status
 from jobs.run.ending import table, write_status
 from jobs.run.log import RunLog
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.quick
 
 REPORT = {"step": 120_000, "steps": 700_000, "loss": 2.841, "lr": 7.1e-4, "grad_norm": 0.42, "images_per_s": 41_200.0}
 REPORT |= {"world": 16, "mfu": 0.47, "wait": 0.008, "memory_gb": 61.0, "eta_s": 3.2 * 86400, "losses": [2.9, 2.841]}
+REPORT |= {"seconds": 24.0, "stalled_s": 0.5, "evaluated_s": 0.0}
 
 
 @pytest.mark.parametrize(

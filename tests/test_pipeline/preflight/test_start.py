@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from data.errors import ClusterError, ExitCode
-from jobs.cluster.worker_group import WorkerGroupError, run_worker_group
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.preflight import identity as identities
 from pipeline.preflight.identity import Identity, other_code, other_devices, other_packages
