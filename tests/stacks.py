@@ -4,8 +4,8 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -42,41 +42,38 @@ def recorded(folder: Path, event: str) -> list[Call]:
     return [(path, name) for path, name in json.loads(file.read_text())]
 
 
-class RecordingTarget:
-    """Stands in for what a worker process runs: records what happens in the worker, then calls the real thing."""
+def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[..., None]:
+    """`run_worker` of a forked worker, with what goes on in the worker recorded."""
+    rename = os.rename
 
-    def __init__(self, folder: Path, target: Callable[..., None]) -> None:
-        self.folder = folder
-        self.target = target
+    def before_forward(module: torch.nn.Module, inputs: object) -> None:
+        # `model(images)`: the outermost module of ours, which DeepSpeed's engine calls.
+        if type(module).__module__.split(".")[0] == "models":
+            record(folder, "forward")
 
-    def __call__(self, *arguments: object, **keywords: object) -> None:
-        register_module_forward_pre_hook(self.before_forward)
-        self.rename = os.rename
-        os.rename = self.before_rename
-        self.target(*arguments, **keywords)
-
-    def before_forward(self, module: torch.nn.Module, inputs: object) -> None:
-        """Record `model(images)`: the outermost module of ours, which DeepSpeed's engine calls."""
-        is_ours = type(module).__module__.split(".")[0] == "models"
-        if is_ours:
-            record(self.folder, "forward")
-
-    def before_rename(self, source: str | Path, destination: str | Path) -> None:
-        """Record the rename that makes a checkpoint exist."""
+    def before_rename(source: str | Path, destination: str | Path) -> None:
+        # The rename that makes a checkpoint exist.
         if Path(destination).name.startswith("step-"):
-            record(self.folder, "commit")
-        self.rename(source, destination)
+            record(folder, "commit")
+        rename(source, destination)
+
+    def run_and_record(*arguments: object) -> None:
+        register_module_forward_pre_hook(before_forward)
+        os.rename = before_rename  # type: ignore[assignment]
+        run_worker(*arguments)
+
+    return run_and_record
 
 
-def recording_start(folder: Path, start: Callable[[BaseProcess], None]) -> Callable[[BaseProcess], None]:
-    """`Process.start` that records who starts the first worker, and has what goes on in the worker recorded too."""
+def recording_call(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`ThisMachine.call` that records who has the agent start the first workers."""
 
-    def start_and_record(process: BaseProcess) -> None:
-        record(folder, "start")
-        process._target = RecordingTarget(folder, process._target)  # type: ignore[attr-defined]
-        start(process)
+    def record_and_call(place: object, method: str, *arguments: object) -> Any:
+        if method == "start":
+            record(folder, "start")
+        return call(place, method, *arguments)
 
-    return start_and_record
+    return record_and_call
 
 
 def numbered(calls: list[Call]) -> Iterator[str]:

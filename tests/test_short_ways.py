@@ -1,28 +1,32 @@
 """How many calls lie between the command and `model(images)`, and between the training loop and a commit.
 
 What is counted, on a real run with the processes backend: frames on the stack whose files belong to our four
-packages. Frames of libraries (torch, DeepSpeed, the command line, multiprocessing) and of the tests are not, nor
-is the line of `jobs/__main__.py` that calls `main`.
+packages. Frames of libraries (torch, DeepSpeed, the command line) and of the tests are not, nor is the line of
+`jobs/__main__.py` that calls `main`.
 
-1. To the model: the driver's frames when it starts the first worker process, of which `main` is the first, and that
-   worker's frames when the forward pass of the model begins; the last one is the function that calls the model.
+1. To the model: the driver's frames when it has the agent start the workers, of which `main` is the first, and the
+   worker's frames, from `run_worker` on, when the forward pass of the model begins; the last is the function that calls
+   the model. What the fork server has on its stack when it forks belongs to neither.
 2. To the commit: the frames below the training loop, `pipeline.train.train`, when `os.rename` gives a checkpoint its
-   name; the last one is the function that calls `os.rename`.
+   name; the last is the function that calls `os.rename`.
 """
 
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from jobs.__main__ import main
+from jobs.cluster import fork_server
+from jobs.cluster.placement import ThisMachine
 from tests.conftest import RECIPE
-from tests.stacks import Call, numbered, recorded, recording_start
+from tests.drives import launch_by_fork
+from tests.stacks import Call, numbered, recorded, recording_call, recording_worker
 
 pytestmark = pytest.mark.quick
 
-MOST_CALLS_TO_THE_MODEL = 10
-MOST_CALLS_TO_A_COMMIT = 3
+MOST_CALLS_TO_THE_MODEL = 12
+MOST_CALLS_TO_A_COMMIT = 4
+WORKER = ("jobs/cluster/worker.py", "run_worker")
 LOOP = ("pipeline/train.py", "train")
 
 
@@ -34,7 +38,10 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     pretraining_alone = RECIPE.partition("resize:")[0]
     recipe.write_text(pretraining_alone.format(run=folder / "run", shards=shards))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BaseProcess, "start", recording_start(folder, BaseProcess.start))
+        # The fork server is a fork of this process, so that what is patched here reaches the workers.
+        patch.setattr(fork_server.ForkServer, "launch", launch_by_fork)
+        patch.setattr(fork_server, "run_worker", recording_worker(folder, fork_server.run_worker))
+        patch.setattr(ThisMachine, "call", recording_call(folder, ThisMachine.call))
         options = ["cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null"]
         options.append("pretrain.optim.schedule.warmup_steps=1")
         assert main(["run", str(recipe), *options]) == 0
@@ -49,9 +56,10 @@ def show(title: str, calls: list[Call]) -> str:
     return text
 
 
-def test_at_most_ten_calls_from_the_command_to_the_model(stacks: Path) -> None:
+def test_at_most_twelve_calls_from_the_command_to_the_model(stacks: Path) -> None:
     in_the_driver = recorded(stacks, "start")
-    in_the_worker = recorded(stacks, "forward")
+    on_the_stack = recorded(stacks, "forward")
+    in_the_worker = on_the_stack[on_the_stack.index(WORKER) :]
     assert in_the_driver[0] == ("jobs/__main__.py", "main")
     assert LOOP in in_the_worker, "the worker's way to the model leads through the training loop"
     calls = in_the_driver + in_the_worker
@@ -59,7 +67,7 @@ def test_at_most_ten_calls_from_the_command_to_the_model(stacks: Path) -> None:
     assert len(calls) <= MOST_CALLS_TO_THE_MODEL, text
 
 
-def test_at_most_three_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
+def test_at_most_four_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
     in_the_worker = recorded(stacks, "commit")
     calls = in_the_worker[in_the_worker.index(LOOP) + 1 :]
     text = show("from the training loop to the rename of a checkpoint", calls)
