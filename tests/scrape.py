@@ -8,6 +8,7 @@ scraper.seen["ray_patchline_loss"]  →  {"run": "digits", "stage": "pretrain", 
 import re
 import time
 import urllib.request
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,22 +17,36 @@ import ray
 from jobs.cluster.embedded import token_path
 
 EVERY_S = 2.0
+HOLD_S = 40.0
 SAMPLE = re.compile(r"^(ray_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class Scraper:
-    """Scrapes every node again and again, as the `also` of a campaign."""
+    """Scrapes every node again and again, as the `also` of a campaign.
 
-    def __init__(self) -> None:
+    Ray exports a metric up to 10 s after it was set, which is longer than a small stage trains. So the driver is held
+    in the attempt `held_attempt`, whose workers go on, until all metrics in `wanted` were seen, or for HOLD_S.
+    """
+
+    def __init__(self, wanted: Iterable[str] = (), held_attempt: int = 0) -> None:
         self.seen: dict[str, dict[str, str]] = {}  # metric → labels of a sample
+        self.wanted = set(wanted)
+        self.held_attempt = held_attempt
         self.next_look = 0.0
 
     def tick(self, attempt_folder: Path, number: int) -> None:
         """Look every two seconds; the cluster may be coming or going."""
-        if time.monotonic() < self.next_look:
-            return
-        self.next_look = time.monotonic() + EVERY_S
+        deadline = time.monotonic() + HOLD_S
+        while number == self.held_attempt and self.wanted - self.seen.keys() and time.monotonic() < deadline:
+            self.scrape()
+            time.sleep(EVERY_S)
+        if time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + EVERY_S
+            self.scrape()
+
+    def scrape(self) -> None:
+        """Take the metrics of every node that answers."""
         with suppress(OSError, ValueError, KeyError):
             for node in ray.nodes():
                 text = fetch(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")

@@ -155,6 +155,7 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     worker = SimpleNamespace(
         rank=0,
         engine=SimpleNamespace(gradient_norm=lambda: 1.0),
+        cfg=cfg,
         health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
         job=SimpleNamespace(train=["digits"]),
         phases=SimpleNamespace(enter=lambda phase, step: None),
