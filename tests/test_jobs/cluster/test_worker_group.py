@@ -574,7 +574,7 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
-    context = pretrain_context(tmp_path, two["processes"], stopping=lambda: True)
+    context = pretrain_context(tmp_path, two["processes"], stop_requested=lambda: True)
     nodes: Any = Places()
     group = WorkerGroup(nodes, two["processes"], tmp_path)
     asked: list[str] = []
