@@ -145,7 +145,7 @@ class Attempt:
     def request_stop(self) -> None:
         """Ask the workers to commit and end; called again and again, because the attempt may have just begun."""
         # A worker that has not even started has nothing to commit, and to place it may take minutes.
-        if self.context.stop_requested() and not self.group.started():
+        if self.context.stop_requested() and not self.group.has_started():
             end_if_asked(self.context)
         if not self.can_commit:
             raise Preempted(f"stopped in {self.context.name}; run the same command again to do it from its start")
