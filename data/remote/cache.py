@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest
-from io import BufferedReader
+from io import BufferedRandom, BufferedReader
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from data.checks import at_least, more_than_0
 from data.errors import ConfigError, DataError, StorageError
@@ -178,7 +178,7 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
 
     @contextmanager
-    def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
+    def lent(self, url: str, size: int) -> Iterator[BufferedRandom]:
         """Give the block a local file with a remote shard that is in no index yet; the file goes when it ends."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)

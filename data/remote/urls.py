@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 
 from data.errors import DataError
 from data.index.names import some
-from data.index.tar import COMPRESSED
+from data.index.shard import COMPRESSED
 
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it
