@@ -98,9 +98,9 @@ def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, mon
 
     monkeypatch.setattr(placement.ThisMachine, "warm_up", ask)
     loaded = campaign.load(recipe, ["cluster.backend=processes", override])
-    command = session.Session(Mock(), fresh=False, also=None)
-    command.start_workers_of(loaded, list(loaded.stages))
-    command.start_workers_of(loaded, [stage for stage in loaded.stages if stage.name != "pretrain"])
+    command = session.Session(loaded, Mock(), fresh=False, also=None)
+    command.start_workers_of(list(loaded.stages))
+    command.start_workers_of([stage for stage in loaded.stages if stage.name != "pretrain"])
     assert asked == [is_needed, False], "a finished stage needs nothing"
 
 
@@ -187,7 +187,7 @@ def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, 
     # The same as the session finds, which knows the typed stages.
     if kind is None and expected:
         loaded = campaign.load(recipe, overrides)
-        assert [session.need_compiler(loaded, loaded.stages)] == expected
+        assert [any(stage.config.needs_compiler for stage in loaded.stages if stage.kind.trains)] == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from data.errors import ConfigError, ExitCode
 from jobs.cluster import embedded, placement
@@ -46,29 +45,22 @@ def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     except ConfigError:
         # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
         return
-    sections = {}
+    # 1. What the text of the stages asks for; what a sweep varies is not seen.
+    kinds = set()
+    needs_compiler = False  # as TrainConfig.needs_compiler
     for name, section in recipe.values.items():
         if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
-            sections[name] = section
-    kinds = [section.get("kind", name) for name, section in sections.items()]
+            kinds.add(section.get("kind", name))
+            recomputes = bool(section.get("checkpoint_blocks")) or section.get("activation_gb") is not None
+            needs_compiler |= section.get("zero") == 3 or recomputes or bool(section.get("compile"))
     if kind is not None:
-        kinds = [kind]
-    has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
-    if has_work_for_workers and not is_done(recipe.values.get("run", recipe.default_run)):
-        has_compiler = any(asks_for_compiler(section) for section in sections.values())
-        placement.start_early(cluster, has_compiler=has_compiler)
+        kinds = {kind}
 
-
-def is_done(run: object) -> bool:
-    """Tell whether the last command on a run has finished all its stages, so that nothing may be left to be done."""
+    # 2. Where the last command has finished all stages, nothing may be left to be done.
+    run = recipe.values.get("run", recipe.default_run)
     try:
-        status = json.loads(Path(str(run), "status.json").read_text())
-        return bool(status["exit_code"] == ExitCode.DONE)
+        is_done = json.loads(Path(str(run), "status.json").read_text())["exit_code"] == ExitCode.DONE
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def asks_for_compiler(section: Mapping[str, Any]) -> bool:
-    """Tell whether a stage's text asks for what `TrainConfig.needs_compiler` names; what a sweep varies is not seen."""
-    recomputes = bool(section.get("checkpoint_blocks")) or section.get("activation_gb") is not None
-    return section.get("zero") == 3 or recomputes or bool(section.get("compile"))
+        is_done = False
+    if not is_done and not kinds.issubset(WORKERLESS_KINDS):
+        placement.start_early(cluster, has_compiler=needs_compiler)
