@@ -93,25 +93,21 @@ def account(records: Sequence[Record]) -> Account:
         seconds = 0.0
         for report in reports:
             try:
-                add(total, report, kept_steps[number])
+                # Steps after those that the attempt keeps are lost. A later attempt may begin amid a report's steps:
+                # their single times are not known, so all count alike.
+                steps = len(report["losses"])
+                lost_share = min(max(report["step"] - kept_steps[number], 0), steps) / steps
+                kept_share = 1 - lost_share
+                waited_s = report["wait"] * report["seconds"]
+                total.lost += lost_share * report["seconds"]
+                total.data += kept_share * waited_s
+                total.checkpoint += kept_share * report["stalled_s"]
+                total.other += kept_share * report["evaluated_s"]
+                working_s = report["seconds"] - waited_s - report["stalled_s"] - report["evaluated_s"]
+                total.compute += kept_share * working_s
                 seconds += report["seconds"]
             except (TypeError, ArithmeticError):
                 raise altered(report, "a value of another type") from None
         total.other += max(0.0, end - first_step_at - seconds)
         previous_end = end
     return total
-
-
-def add(total: Account, report: Record, kept_step: float) -> None:
-    """Book the seconds of a report; its steps after `kept_step` are lost."""
-    steps = len(report["losses"])
-    # A later attempt may begin amid a report's steps. Their single times are not known, so all count alike.
-    lost_share = min(max(report["step"] - kept_step, 0), steps) / steps
-    kept_share = 1 - lost_share
-    seconds = report["seconds"]
-    waited_s = report["wait"] * seconds
-    total.lost += lost_share * seconds
-    total.data += kept_share * waited_s
-    total.checkpoint += kept_share * report["stalled_s"]
-    total.other += kept_share * report["evaluated_s"]
-    total.compute += kept_share * (seconds - waited_s - report["stalled_s"] - report["evaluated_s"])

@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
@@ -350,40 +350,19 @@ def altered(record: Record, problem: str) -> DataError:
     )
 
 
-def read_metrics(directory: Path, kind: str | None = "train", tail: int | None = None) -> list[Record]:
-    """Return the records of a kind (None: of all) in the order written, of the last `tail` bytes or of all.
+def read_metrics(directory: Path, kind: str | None = "train") -> list[Record]:
+    """Return the records of a kind (None: of all) in the order written.
 
-    A torn last line (the writer was killed) is left out, and so is a first line that the tail cuts.
+    A torn last line (the writer was killed) is left out. Raises DataError where a line is a record without a kind.
     """
     path = directory / "metrics.jsonl"
     if not path.exists():
         return []
     records: list[Record] = []
-    for line in lines_of(path, tail):
-        record = parsed(line, path)
-        if record is not None and (kind is None or record["kind"] == kind):
+    for record in records_in(path.read_bytes().splitlines(), path):
+        if kind is None or record["kind"] == kind:
             records.append(record)
     return records
-
-
-def lines_of(path: Path, tail: int | None) -> list[bytes]:
-    """Return the lines of the last `tail` bytes of a file, the first perhaps cut, or all of them."""
-    with open(path, "rb") as file:
-        if tail is not None:
-            file.seek(max(0, path.stat().st_size - tail))
-        return file.read().splitlines()
-
-
-def parsed(line: bytes, path: Path) -> MetricsRecord | None:
-    """Return the record of a line of metrics.jsonl; None where it is torn."""
-    try:
-        record = json.loads(line, object_hook=with_nan)
-    except ValueError:
-        return None
-    # Part of a torn line may be valid JSON by chance: a number, say.
-    if not isinstance(record, dict):
-        return None
-    return MetricsRecord(record, path)
 
 
 def last_metrics(directory: Path) -> Record | None:
@@ -391,8 +370,22 @@ def last_metrics(directory: Path) -> Record | None:
     path = directory / "metrics.jsonl"
     if not path.exists():
         return None
-    for line in reversed(lines_of(path, TAIL_BYTES)):
-        record = parsed(line, path)
-        if record is not None and record["kind"] == "train":
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().splitlines()  # the first is perhaps cut
+    for record in records_in(reversed(lines), path):
+        if record["kind"] == "train":
             return record
     return None
+
+
+def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
+    """Iterate the records of lines of metrics.jsonl, those that are torn left out."""
+    for line in lines:
+        try:
+            record = json.loads(line, object_hook=with_nan)
+        except ValueError:
+            continue
+        # Part of a torn line may be valid JSON by chance: a number, say.
+        if isinstance(record, dict):
+            yield MetricsRecord(record, path)
