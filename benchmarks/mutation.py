@@ -86,8 +86,13 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/evaluation/worker.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probes.py": CAMPAIGN,
     "pipeline/artifacts.py": ("tests/test_pipeline/test_artifacts.py",),
-    "pipeline/monitoring/accounting.py": (f"{RUNS}the_time_of_a_run",),
-    "pipeline/monitoring/telemetry.py": (*SHORT, f"{RUNS}a_commit_implies", f"{RUNS}a_log_that", *CAMPAIGN),
+    "pipeline/monitoring/telemetry.py": (
+        *SHORT,
+        f"{RUNS}a_commit_implies",
+        f"{RUNS}a_log_that",
+        f"{RUNS}the_time_of_a_run",
+        *CAMPAIGN,
+    ),
     "pipeline/monitoring/watchdog.py": (f"{RUNS}a_run_that_hangs", f"{RUNS}who_runs_out"),
     "pipeline/optimization.py": (
         ENGINE,

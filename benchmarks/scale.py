@@ -159,7 +159,7 @@ def measure_look(folder: Path) -> None:
 STATUS = """
 import sys
 from pathlib import Path
-from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import account
 from pipeline.monitoring.telemetry import last_metrics, read_metrics
 last_metrics(Path(sys.argv[1]))
 print(account(read_metrics(Path(sys.argv[1]), None)).line())

@@ -36,8 +36,7 @@ from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.objectives import OBJECTIVES
 from pipeline.optimization import learning_rate
 from pipeline.reports import report_training
