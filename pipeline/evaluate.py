@@ -32,8 +32,8 @@ from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, Evaluat
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
+from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
-from pipeline.worker import Job, Progress, Worker
 
 # ------------------------------------------------------------------------------------------------ one evaluation
 
