@@ -18,8 +18,7 @@ from data.index.joined import exclude, join
 from data.mixture import Mixture
 from data.mixture import shares as check_shares  # raises ValueError where a set would get none
 from data.order import Order
-from data.remote.ahead import wanted
-from data.remote.cache import CacheConfig
+from data.remote.cache import CacheConfig, wanted
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags

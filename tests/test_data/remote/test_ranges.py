@@ -17,11 +17,9 @@ from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
-from data.remote import ahead as ahead_module
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.ahead import Ahead, waited_for
-from data.remote.cache import Cache, CacheConfig
+from data.remote.cache import Ahead, Cache, CacheConfig, waited_for
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
@@ -302,8 +300,8 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     asked = []
     monkeypatch.undo()
     order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
-    shards_of = ahead_module.shards_of
-    monkeypatch.setattr(ahead_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
+    shards_of = cache_module.shards_of
+    monkeypatch.setattr(cache_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
     entered, may_go = threading.Event(), threading.Event()
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
     ahead = Ahead(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
