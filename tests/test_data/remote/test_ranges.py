@@ -1,6 +1,7 @@
 """A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
 
 import gc
+import pickle
 import re
 import threading
 import time
@@ -367,6 +368,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     for sample in range(ranges.AT_ONCE + 1):
         running.request((0, sample), span)
     assert entered.wait(30)
+    assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
     # The last one has no thread yet: it is cancelled while it is waited for.
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
         running.take((0, ranges.AT_ONCE), span, running.stop)
