@@ -197,6 +197,12 @@ class Agent:
             if self.files is not None:
                 self.files.take(taken)
 
+    def has_started(self) -> bool:
+        """Tell whether a worker of the attempt has started, as of this moment."""
+        with self.changed:
+            self._read_records()
+            return any(worker.record is not None for worker in self.workers.values())
+
     def stop(self) -> None:
         """Ask the workers to commit and end; all of them look for this file."""
         with self.changed:

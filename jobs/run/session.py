@@ -131,8 +131,8 @@ class Session:
                     campaign,
                     stage,
                     say=log,
-                    tick=self.poll,
-                    stopping=lambda: stopper.asked,
+                    poll=self.poll,
+                    stop_requested=lambda: stopper.asked,
                     check_owned=put_files,  # it looks first whether the run is still ours
                     fresh=self.fresh,
                 )

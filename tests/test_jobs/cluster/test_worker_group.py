@@ -574,19 +574,31 @@ def catches_sigterm(pid: int) -> bool:
 
 
 def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
-    context = pretrain_context(tmp_path, two["processes"], stopping=lambda: True)
+    context = pretrain_context(tmp_path, two["processes"], stop_requested=lambda: True)
     nodes: Any = Places()
     group = WorkerGroup(nodes, two["processes"], tmp_path)
     asked: list[str] = []
-    node = NodeAgent("n", "", "127.0.0.1", 2, lambda *arguments: asked.append(arguments[0]))  # type: ignore[arg-type, return-value]
-    group.links.append(AgentLink(node, []))
+    has_started = False
+
+    def call(method: str, *arguments: object) -> "Future[bool]":
+        asked.append(method)
+        answer: Future[bool] = Future()
+        answer.set_result(has_started)
+        return answer
+
+    group.links.append(AgentLink(NodeAgent("n", "", "127.0.0.1", 2, call), []))
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
     attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, Alone(), can_commit=True)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
         attempt.look()
+    assert asked == ["has_started"], "the last report may be older than a worker's start"
+    has_started = True
+    attempt.look()
+    assert asked == ["has_started", "has_started", "stop"], "a worker that has started is asked to commit"
+    has_started = False
     left(group, 1)
     attempt.look()
-    assert asked == ["stop"], "who has started is asked to commit"
+    assert asked[3:] == [], "it is asked again after a while only"
     with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to do it from its start"):
         dataclasses.replace(attempt, can_commit=False).look()
 
