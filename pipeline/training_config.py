@@ -187,16 +187,6 @@ class TrainConfig:
             check_shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
 
-    @property
-    def needs_compiler(self) -> bool:
-        """Tell whether a worker comes to import torch._dynamo.
-
-        DeepSpeed does so at ZeRO 3, and torch where blocks are recomputed or compiled. How many blocks `activation_gb`
-        recomputes is known only later: it counts even where that turns out to be none.
-        """
-        recomputes = self.checkpoint_blocks > 0 or self.activation_gb is not None
-        return self.zero == 3 or recomputes or self.compile
-
     def _check_exact_parts(self) -> None:
         parts = self.exact_parts
         is_power_of_two = parts & (parts - 1) == 0  # 0 too
