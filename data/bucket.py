@@ -14,8 +14,8 @@ In the folder of its sets; every name holds the attempt, so that no two attempts
 No owner that was frozen before it created the manifest can publish: a newer attempt, before it looks for a set, creates
 the MANIFEST.json of every set that has none (`sweep`), and a name is created once.
 
-Every request is made again when it fails (data/remote/retry.py); what never succeeds is a StorageError that names the
-address. Credentials come from the environment, as those for remote shards do.
+Every request is made again when it fails (`data.remote.urls.Retry`); what never succeeds is a StorageError that names
+the address. Credentials come from the environment, as those for remote shards do.
 """
 
 import json
@@ -31,8 +31,7 @@ from urllib.parse import urlsplit
 
 from data.errors import CheckpointError, ConfigError, StorageError
 from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole_file
-from data.remote.retry import Retry
-from data.remote.urls import CLIENTS, client, forget_credentials, redacted
+from data.remote.urls import CLIENTS, Retry, client, forget_credentials, redacted
 
 Answer = TypeVar("Answer")
 

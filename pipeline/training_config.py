@@ -21,8 +21,7 @@ from data.index.joined import exclude, join
 from data.mixture import Mixture
 from data.mixture import shares as check_shares  # raises ValueError where a set would get none
 from data.order import Order
-from data.remote.ahead import wanted
-from data.remote.cache import CacheConfig
+from data.remote.cache import CacheConfig, wanted
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
@@ -192,16 +191,6 @@ class TrainConfig:
             # Every set must get at least one sample of a batch.
             check_shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
-
-    @property
-    def needs_compiler(self) -> bool:
-        """Tell whether a worker comes to import torch._dynamo.
-
-        DeepSpeed does so at ZeRO 3, and torch where blocks are recomputed or compiled. How many blocks `activation_gb`
-        recomputes is known only later: it counts even where that turns out to be none.
-        """
-        recomputes = self.checkpoint_blocks > 0 or self.activation_gb is not None
-        return self.zero == 3 or recomputes or self.compile
 
     def _check_exact_parts(self) -> None:
         parts = self.exact_parts

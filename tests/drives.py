@@ -74,7 +74,7 @@ def fork_context() -> Any:
     """The forkserver of this process, with what a driver and its workers import."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*fork_server.PRELOAD, "jobs.run.session"])
+    context.set_forkserver_preload(["tests.warm", "jobs.run.session"])
     return context
 
 

@@ -158,6 +158,7 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
     try:
         _prepare(order)
         _write_record(order, record)
+        os.write(news, b".")
         if order.serves_store:
             assert server is not None
             _stores.append(serve_store(server))
