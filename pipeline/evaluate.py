@@ -31,8 +31,8 @@ from pipeline.evaluation.async_evaluation import IN_LOOP, REQUESTED
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
+from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
-from pipeline.worker import Job, Progress, Worker
 
 # ------------------------------------------------------------------------------------------------ one evaluation
 

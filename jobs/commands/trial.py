@@ -127,8 +127,8 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
             campaign=temporary,
             stage=stage,
             log=say,
-            tick=steps_said(stage.name, say),
-            stopping=lambda: False,
+            poll=steps_said(stage.name, say),
+            stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
         context.directory.mkdir()
@@ -169,10 +169,10 @@ def steps_said(name: str, say: Callable[[str], None]) -> Callable[[Path, int], N
     """Return what is called while the workers work: it says each report's step once."""
     said = [0]
 
-    def tick(attempt_folder: Path, _number: int) -> None:
+    def poll(attempt_folder: Path, _number: int) -> None:
         reports = read_metrics(attempt_folder.parents[1])
         if reports and reports[-1]["step"] > said[0]:
             said[0] = reports[-1]["step"]
             say(f"{name}   step {said[0]} of {STEPS}, {amount(reports[-1]['images_per_s'])} images/s")
 
-    return tick
+    return poll

@@ -130,7 +130,7 @@ class AsyncEvaluation:
             while self.thread.is_alive() or async_evaluation.requested(self.stage):
                 self.start_thread()
                 left = ", ".join(map(str, async_evaluation.requested(self.stage)))
-                if self.context.stopping():
+                if self.context.stop_requested():
                     raise Preempted(
                         f"stopped: training has ended, the evaluations of steps {left} have not; "
                         "run the same command again: it goes on with them"
@@ -161,7 +161,7 @@ class AsyncEvaluation:
         if left:
             folder = self.stage / async_evaluation.FOLDER
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
-        self.context.tick(self.attempt_folder, attempt)
+        self.context.poll(self.attempt_folder, attempt)
 
     # -------------------------------------------------------------------- the thread
 

@@ -100,8 +100,7 @@ def worker(task: Task) -> dict[str, list[Entry]]:
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
     # The driver imports this module, and has no use for what brings deepspeed.
-    from pipeline.preflight.start import check_start
-    from pipeline.process_group import join_group
+    from pipeline.process_group import check_start, join_group
     from pipeline.start import fetch_init
     from pipeline.train import notice_sigterm
 

@@ -243,7 +243,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
-    context = Context(loaded, stage, said.append, tick=lambda folder, number: None, stopping=lambda: False)
+    context = Context(loaded, stage, said.append, poll=lambda folder, number: None, stop_requested=lambda: False)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said

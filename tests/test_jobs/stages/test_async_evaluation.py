@@ -231,7 +231,7 @@ class Stage:
         self.folder = folder
         self.said: list[str] = []
         no = lambda *args: None  # noqa: E731
-        context: Any = SimpleNamespace(directory=folder, log=self.said.append, tick=no, stopping=no)
+        context: Any = SimpleNamespace(directory=folder, log=self.said.append, poll=no, stop_requested=no)
         context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
