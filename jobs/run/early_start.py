@@ -6,7 +6,7 @@ The driver imports torch, which takes seconds. Meanwhile the fork server of plai
 1. the recipe's cluster is typed, not its stages, which cannot be without torch;
 2. nothing is started where no stage has workers, where the run is done, for plain processes with GPUs, and where a Ray
    cluster is to be joined, which sees nothing of this run before it is accepted;
-3. the fork server is started, with torch's compiler where the text of a stage asks for what needs it, or the cluster.
+3. the fork server is started, or the cluster.
 
 A guess costs time and never a result: the session starts what is missing once it knows (jobs/run/session.py), and
 a cluster that nobody has joined ends with the command (`started_early`).
@@ -45,22 +45,17 @@ def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     except ConfigError:
         # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
         return
-    # 1. What the text of the stages asks for; what a sweep varies is not seen.
     kinds = set()
-    needs_compiler = False  # as TrainConfig.needs_compiler
     for name, section in recipe.values.items():
         if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
             kinds.add(section.get("kind", name))
-            recomputes = bool(section.get("checkpoint_blocks")) or section.get("activation_gb") is not None
-            needs_compiler |= section.get("zero") == 3 or recomputes or bool(section.get("compile"))
     if kind is not None:
         kinds = {kind}
-
-    # 2. Where the last command has finished all stages, nothing may be left to be done.
+    # Where the last command has finished all stages, nothing may be left to be done.
     run = recipe.values.get("run", recipe.default_run)
     try:
         is_done = json.loads(Path(str(run), "status.json").read_text())["exit_code"] == ExitCode.DONE
     except (OSError, ValueError, KeyError, TypeError):
         is_done = False
     if not is_done and not kinds.issubset(WORKERLESS_KINDS):
-        placement.start_early(cluster, has_compiler=needs_compiler)
+        placement.start_early(cluster)

@@ -105,7 +105,7 @@ class Session:
         # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
         unfinished = [stage for stage in stages if self.campaign.done(stage) is None]
         if any(stage.kind.needs_workers for stage in unfinished):
-            self.start_workers_of(unfinished)
+            self.start_workers()
         self.pollers += start_trackers(self.campaign.trackers, self.facts, log)
         # What earlier commands logged has been shown already.
         for stage in self.campaign.stages:
@@ -156,7 +156,7 @@ class Session:
         self.put_files()
         return outcome
 
-    def start_workers_of(self, unfinished: list[Stage]) -> None:
+    def start_workers(self) -> None:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
         log = self.log
         cluster = self.campaign.cluster
@@ -170,8 +170,7 @@ class Session:
 
             self.pollers.append(StatusPoller("monitoring", [Gauges().show], log))
         # The fork server of plain processes mostly runs since before our imports (early_start.py).
-        trained = [stage.config for stage in unfinished if stage.kind.trains]
-        nodes_of(cluster).warm_up(has_compiler=any(cfg.needs_compiler for cfg in trained))
+        nodes_of(cluster).warm_up()
         warn_of_unused_gpus(cluster, log)
 
     def poll(self, attempt_folder: Path, number: int) -> None:
