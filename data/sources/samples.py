@@ -155,10 +155,6 @@ class Published:
     source: str
     also: tuple[int, ...] = ()  # other numbers of samples that others have counted in the same archive
 
-    def __str__(self) -> str:
-        """Return `3,680 samples of 37 classes (Parkhi et al. 2012)`."""
-        return f"{self.samples:,} samples of {self.classes:,} classes ({self.source})"
-
 
 class Archive(NamedTuple):
     """A data set as its owners distribute it."""
@@ -178,27 +174,29 @@ def samples_of_archive(
     the last in the samples; and where the archive is damaged or another. Of a `partial` set what differs is logged.
     """
     published = archive.published[split]
+    expected = f"expected {published.samples:,} samples of {published.classes:,} classes ({published.source})"
+    way_out = (
+        "\n  compare the archive's size or checksum with its owners', and download it again\n"
+        "  if it is a part on purpose: --partial, in a recipe partial: true"
+    )
     log = logging.getLogger(__name__)
-
-    def compare(is_as_published: bool, text: str) -> None:
-        if is_as_published:
-            return
-        line = f"{name}: found {text}, expected {published}"
-        if not partial:
-            raise DataError(
-                f"{line}\n"
-                "  compare the archive's size or checksum with its owners', and download it again\n"
-                "  if it is a part on purpose: --partial, in a recipe partial: true"
-            )
-        log.warning("%s", line)
 
     names = (archive.counted or archive.classes)(path)
     samples = archive.samples(path, split)  # which may refuse what lies there, in better words than a count
-    compare(not names or len(names) == published.classes, f"{len(names):,} classes")
+    if names and len(names) != published.classes:
+        difference = f"{name}: found {len(names):,} classes, {expected}"
+        if not partial:
+            raise DataError(difference + way_out)
+        log.warning("%s", difference)
+
     count = 0
     seen: set[int] = set()
     for sample in samples:
         count += 1
         seen.update(sample.labels)
         yield sample
-    compare(count in (published.samples, *published.also), f"{count:,} samples of {len(seen):,} classes")
+    if count not in (published.samples, *published.also):
+        difference = f"{name}: found {count:,} samples of {len(seen):,} classes, {expected}"
+        if not partial:
+            raise DataError(difference + way_out)
+        log.warning("%s", difference)
