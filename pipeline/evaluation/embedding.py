@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
-from data.journal import Journal
 from data.leaks.search import Embeddings, Match, ShardMatches, key_of, matches_of
 from data.remote.cache import CacheConfig
+from data.seal import Journal
 from data.shards.reader import ShardReader
 from pipeline.evaluation.features import normalise
 

@@ -17,10 +17,9 @@ import models
 from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
-from pipeline.arithmetic import batch_arithmetic
-from pipeline.checkpoints.disk_space import checkpoint_bytes
+from pipeline.checkpoints.saver import checkpoint_bytes
 from pipeline.plan.memory_traces import Kind, is_kept, step_to_trace, traces_of
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, batch_arithmetic
 
 GIB = 2**30
 LAST_STAGE = 3  # of ZeRO

@@ -50,9 +50,8 @@ from pipeline.engine.engine import Engine
 from pipeline.evaluation.features import normalise
 from pipeline.objectives import OBJECTIVES
 from pipeline.plan.memory_traces import Kind, Moment
-from pipeline.start import build_engine
+from pipeline.start import Worker, build_engine
 from pipeline.training_config import TrainConfig
-from pipeline.worker import Worker
 
 SMALL = 2  # images of a micro-batch; with one image, axes of length 1 are copied less often than any other
 LARGE = 3

@@ -82,7 +82,7 @@ def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("data.journal.write_whole", killed)
+        patched.setattr("data.seal.write_whole", killed)
         pack(wrong, tmp_path, shard_samples=5, classes=5)
     assert partial.read_text() == before
 

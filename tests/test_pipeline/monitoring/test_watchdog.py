@@ -1,10 +1,11 @@
 """The watchdog: a hang becomes a verdict that names rank, phase and shard."""
 
 import pytest
+import torch
 
-from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from pipeline.evaluation.worker import watched
+from data.shards.reader import ShardReader
+from pipeline.evaluation.worker import EvaluationGroup, Evaluator
 from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Place, Verdict, Watch, read_place
 
 pytestmark = pytest.mark.quick
@@ -201,19 +202,26 @@ def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_pa
     """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
     worker = Phases(tmp_path, 0, 3600)
     index = load_index(shards / "train")
-    samples = EvaluationSet(index, "resize(16)", batch_size=30)
+    evaluator = Evaluator(
+        group=EvaluationGroup(worker, torch.device("cpu"), wants_stop=lambda: False),
+        model=torch.nn.Identity(),
+        dtype=torch.float32,
+        folder=tmp_path,
+        preprocess="resize(16)",
+        micro_batch=30,
+    )
     named: list[str] = []
-    read = samples.reader.read
+    read = ShardReader.read
 
-    def reading(shard: int, sample: int) -> tuple[str, bytes, bytes]:
+    def reading(reader: ShardReader, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         place = read_place(tmp_path, 0)
         assert place is not None
         assert index.shards[shard].name in place.shard, f"{index.shards[shard].name} is read, {place.shard} is named"
         named.append(place.shard)
-        return read(shard, sample)
+        return read(reader, shard, sample)
 
-    monkeypatch.setattr(samples.reader, "read", reading)
-    assert sum(batch.mask.sum() for batch in watched(samples, worker)) == index.samples == len(named)
+    monkeypatch.setattr(ShardReader, "read", reading)
+    assert sum(batch.mask.sum() for batch in evaluator.batches(index)) == index.samples == len(named)
     assert named[0] == index.shards[0].name and f"{index.shards[0].name} … {index.shards[1].name}" in named
     worker.close()
 

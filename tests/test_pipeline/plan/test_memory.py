@@ -26,8 +26,8 @@ from pipeline.plan import memory, memory_traces
 from pipeline.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
 from pipeline.plan.memory_traces import Kind, Moment, Trace, step_to_trace
 from pipeline.plan.tracer import LiveBytes, TracedWorker, copied_by_gloo
+from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
-from pipeline.worker import Worker
 
 MIB = 2**20
 
