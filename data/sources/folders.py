@@ -111,27 +111,25 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
     is no image; `root` is by default the table's own folder.
     """
     path = Path(path)
-    rows, label_column = labelled_rows(path)
-    ids = ids_of(classes_in(path, (row[label_column] for row in rows)))
+    names, labels = table_columns(path)
+    ids = ids_of(classes_in(path, labels))
     entries = []
-    for row in rows:
-        name = str(row["path"])
+    for name, label in zip(names, labels, strict=True):
         try:
-            labels = parse_labels(label_text(row[label_column]), ids)
+            entries.append(ListedFile(name, parse_labels(label_text(label), ids)))
         except ValueError as error:
             raise DataError(f"{path}: {printable(name)}: {error}") from None
-        entries.append(ListedFile(name, labels))
     yield from read_files(path.parent if root is None else root, entries)
 
 
 def table_classes(path: str | os.PathLike[str]) -> Names:
     """Return the class names of a table whose labels are texts, sorted; none where they are ids."""
-    rows, label_column = labelled_rows(Path(path))
-    return classes_in(Path(path), (row[label_column] for row in rows))
+    _, labels = table_columns(Path(path))
+    return classes_in(Path(path), labels)
 
 
-def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
-    """Read a table of paths: its rows, and its column of labels; raises DataError where it lacks a column."""
+def table_columns(path: Path) -> tuple[list[str], list[object]]:
+    """Read the paths and the labels of a table of paths; raises DataError where it lacks a column."""
     rows: list[dict[str, object]]
     if path.suffix == ".parquet":
         from pyarrow import parquet
@@ -149,7 +147,12 @@ def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
     if label_column is None or "path" not in columns:
         raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
-    return rows, label_column
+    names = []
+    labels = []
+    for row in rows:
+        names.append(str(row["path"]))
+        labels.append(row[label_column])
+    return names, labels
 
 
 def classes_in(path: Path, labels: Iterable[object]) -> Names:
@@ -255,8 +258,13 @@ def parquet_classes(source: str | os.PathLike[str]) -> Names:
 
     Raises DataError where two files of a folder name them differently.
     """
-    files = [ImageParquet(path) for path in files_of(source, "*.parquet")]
-    names = agreed([(str(file.path), file.names) for file in files], str(source))
+    files = []
+    described = []
+    for path in files_of(source, "*.parquet"):
+        file = ImageParquet(path)
+        files.append(file)
+        described.append((str(path), file.names))
+    names = agreed(described, str(source))
     if names:
         return names
     labels: set[str] = set()

@@ -202,9 +202,12 @@ def validation_images(path: Path) -> list[StoredImage]:
 
 def class_folders_of(path: Path, images: Sequence[StoredImage]) -> list[str]:
     """Return the class folder of each image; none of a tar, or where images lie in no class folder."""
-    if any(image.place == path for image in images):
-        return []
-    return [image.place.name for image in images]
+    folders = []
+    for image in images:
+        if image.place == path:
+            return []
+        folders.append(image.place.name)
+    return folders
 
 
 # --------------------------------------------------------------------------------------------------- devkit

@@ -66,7 +66,9 @@ def prepared_set(path: Path, task: Task) -> PreparedSet:
         name = content["name"]
         prepared_config = content.get("configName") or config
         file_format = content.get("fileFormat", "tfrecord")
-        shards = {split["name"]: [int(count) for count in split["shardLengths"]] for split in content["splits"]}
+        shards: dict[str, list[int]] = {}
+        for split in content["splits"]:
+            shards[split["name"]] = list(map(int, split["shardLengths"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{files[0]}: no description of a prepared set ({error}); prepare it again") from None
     is_expected = name == task.dataset and config in (None, prepared_config)

@@ -163,12 +163,15 @@ def label_of(task: str, example: Mapping[str, Values]) -> int:
         case "clevr_count":  # scenes hold 3 to 10 objects
             return len(example["objects/size"]) - 3
         case "clevr_distance":  # the depth of the nearest object; every third value is one: x, y, depth, x, y, …
-            return interval(min(map(float, example["objects/pixel_coords"][2::3])), CLEVR_DEPTHS)
+            depths = [float(value) for value in example["objects/pixel_coords"][2::3]]
+            return interval(min(depths), CLEVR_DEPTHS)
         case "kitti_distance":  # the metres to the nearest car, van or truck, the z of its location; 3 without any
             nearest = NO_VEHICLE_METRES
-            for object_type, z in zip(example["objects/type"], example["objects/location"][2::3], strict=True):
-                if int(object_type) < KITTI_VEHICLES:
-                    nearest = min(nearest, float(z))
+            metres = [float(value) for value in example["objects/location"][2::3]]
+            types = [int(value) for value in example["objects/type"]]
+            for object_type, distance in zip(types, metres, strict=True):
+                if object_type < KITTI_VEHICLES:
+                    nearest = min(nearest, distance)
             return interval(nearest, KITTI_METRES)
         case "dsprites_x_position":  # two of 32 positions a class
             return int(example["label_x_position"][0]) // 2
