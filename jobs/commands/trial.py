@@ -24,7 +24,7 @@ from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_m
 from jobs.run.session import temporary_run
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
-from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, name_of, write_trial
+from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, write_trial
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
@@ -151,7 +151,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    campaign.storage.send(name_of(result.key, result.world))
+    campaign.storage.send(str(path.relative_to(campaign.run)))
     say(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "

@@ -215,12 +215,6 @@ class Watch:
             cause = f"stuck for {idle_s:.0f}s, the others wait for it"
         return Verdict(rank, cause)
 
-    def place(self, rank: int | None) -> str:
-        """Return where a worker was last, in words; "" where it has not said so."""
-        if rank is None or rank not in self.places:
-            return ""
-        return str(self.places[rank])
-
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
 

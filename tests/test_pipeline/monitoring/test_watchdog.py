@@ -95,7 +95,7 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gr
     clock.now = 11
     verdict = watch.look(lambda r: r == stopped)
     assert verdict is not None and verdict.rank == rank and verdict.cause.startswith(cause)
-    assert watch.place(rank) == place
+    assert str(watch.places[rank]) == place
 
 
 def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
@@ -122,9 +122,10 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
         assert watch.look(awake) is None
         clock.now = 23
         assert watch.look(awake) == Verdict(0, "stuck for 11s, the others wait for it")
-        assert watch.place(0) == "restore"
+        assert str(watch.places[0]) == "restore"
     group[2].enter("evaluate", 40, "test-000001.tar")
-    assert watch.look(awake) is None and watch.place(2) == "evaluate after step 40, shard test-000001.tar"
+    assert watch.look(awake) is None
+    assert str(watch.places[2]) == "evaluate after step 40, shard test-000001.tar"
 
 
 def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopped(group, watch, clock) -> None:
@@ -194,7 +195,7 @@ def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> N
     for worker in group:
         worker.enter("data", 10**9, 244 * letter + "-000123.tar")
     assert watch.look(awake) is None
-    place = watch.place(2)
+    place = str(watch.places[2])
     assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
 
 
