@@ -19,12 +19,12 @@ from pathlib import Path
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
 from jobs.recipe import class_names
-from jobs.recipe.choices import resolve_sweep, with_field
+from jobs.recipe.sweeps import resolve_sweep, with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
-from jobs.run.temporary_run import temporary_run
+from jobs.run.session import temporary_run
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
-from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, name_of, write_trial
+from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, write_trial
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
@@ -127,8 +127,8 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
             campaign=temporary,
             stage=stage,
             log=say,
-            tick=steps_said(stage.name, say),
-            stopping=lambda: False,
+            poll=steps_said(stage.name, say),
+            stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
         context.directory.mkdir()
@@ -151,7 +151,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    campaign.storage.send(name_of(result.key, result.world))
+    campaign.storage.send(str(path.relative_to(campaign.run)))
     say(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "
@@ -169,10 +169,10 @@ def steps_said(name: str, say: Callable[[str], None]) -> Callable[[Path, int], N
     """Return what is called while the workers work: it says each report's step once."""
     said = [0]
 
-    def tick(attempt_folder: Path, _number: int) -> None:
+    def poll(attempt_folder: Path, _number: int) -> None:
         reports = read_metrics(attempt_folder.parents[1])
         if reports and reports[-1]["step"] > said[0]:
             said[0] = reports[-1]["step"]
             say(f"{name}   step {said[0]} of {STEPS}, {amount(reports[-1]['images_per_s'])} images/s")
 
-    return tick
+    return poll
