@@ -21,6 +21,7 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
+from data.checks import printable_lines
 from jobs.progress import LiveBar
 
 MOST_WAITING = 10_000  # lines; some 2 MB
@@ -135,6 +136,11 @@ def write_all(handle: int, content: bytes) -> None:
             content = content[os.write(handle, content) :]
         except BlockingIOError:  # of a pipe that its reader has set so
             select.select([], [handle], [])
+
+
+def echo(line: str) -> None:
+    """Print a line of a command's answer at once, without what a terminal would obey."""
+    print(printable_lines(line), flush=True)
 
 
 def write_last(text: str) -> None:

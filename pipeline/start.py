@@ -42,9 +42,8 @@ from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import Phases
-from pipeline.preflight.identity import device_name
 from pipeline.preflight.machine import processor
-from pipeline.preflight.start import check_start
+from pipeline.preflight.start import check_start, device_name
 from pipeline.process_group import join_group, network_line
 from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
 from pipeline.worker import Job, Progress, Worker

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from pipeline import versions
 from pipeline.checkpoints import shared_storage_check
 from pipeline.monitoring.watchdog import Phases
-from pipeline.preflight import identity
 from pipeline.preflight import start as starting
 from pipeline.process_group import join_group
 from tests.drives import with_a_disk_of_its_own
@@ -43,7 +42,7 @@ def be_otherwise(task: dict[str, Any]) -> None:
         with open(Path(task["copy"]) / "data" / "order.py", "a") as file:
             file.write("\n")
         versions.ROOT = Path(task["copy"])
-        identity.ROOT = versions.ROOT
+        starting.ROOT = versions.ROOT
     elif act == "other torch":
         versions.version = lambda package: "1.0"
     elif act == "own disk":

@@ -8,7 +8,8 @@ import typer
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import recipe_path
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.terminal import echo
 
 Variables = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
@@ -87,9 +88,9 @@ def list_jobs(_debug: Debug = False) -> None:
     for job in jobs:
         # The start to the minute; below it how far the job is, or what it waits for.
         note = "  its driver has not started" if job.status == "PENDING" else ""
-        say(f"{job.state:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
+        echo(f"{job.state:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
         if job.last_line:
-            say(f"{'':10} {job.last_line.removeprefix(WAITING)}")
+            echo(f"{'':10} {job.last_line.removeprefix(WAITING)}")
 
 
 def job_name(run: str) -> str:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from jobs.command_line.words import Debug, make_group, say, show
+from jobs.command_line.words import Debug, make_group
 
 ForeignPath = Annotated[
     str, typer.Argument(help="An official .npz; a folder or .safetensors file of ours, timm or transformers.")
@@ -54,7 +54,7 @@ def import_foreign(
     """Write official, timm or transformers weights as ours."""
     from jobs.commands.weights import import_weights
 
-    import_weights(path, directory, say, overrides=overrides or [], class_list=names)
+    import_weights(path, directory, overrides=overrides or [], class_list=names)
 
 
 @commands.command()
@@ -64,7 +64,7 @@ def export(directory: OurFolder, path: Target, format: Format, _debug: Debug = F
     from jobs.commands.weights import export_weights
 
     stored_runs.refuse_as_weights(directory, "export")
-    export_weights(directory, path, format, say)
+    export_weights(directory, path, format)
 
 
 @commands.command()
@@ -73,7 +73,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     from jobs.commands import analyze, stored_runs
 
     stored_runs.refuse_as_weights(weights, "analyze")
-    show(analyze.analyze(weights, images, output, limit))
+    analyze.analyze(weights, images, output, limit)
 
 
 @commands.command()

@@ -18,7 +18,7 @@ that of the first one.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import cast
 
@@ -33,6 +33,7 @@ from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import warn_of_unused_gpus
 from jobs.run.temporary_run import temporary_run
+from jobs.terminal import echo
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
@@ -49,17 +50,17 @@ LARGEST_ALL_REDUCE = 2**28  # bytes
 SMALLEST_ALL_REDUCE = 2**20
 
 
-def preflight(campaign: Campaign, log: Callable[[str], None]) -> int:
-    """Log a line for every check; return the exit code."""
+def preflight(campaign: Campaign) -> int:
+    """Print a line for every check; return the exit code."""
     began = time.monotonic()
     cluster = campaign.cluster
     workers = counted(cluster.most, "worker")
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {workers}"
-    log(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
+    echo(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     results = validate_all(campaign, campaign.stages)
     try:
-        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), log, do_nothing)
+        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), echo, do_nothing)
         requirements = requirements_of(campaign, world)
         report, silent = measure_everywhere(campaign, requirements, world)
         results += check_report(report, requirements)
@@ -75,16 +76,16 @@ def preflight(campaign: Campaign, log: Callable[[str], None]) -> int:
         results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
 
     for result in results:
-        log(f"{result.level:4} {result.subject:11} {result.text}")
+        echo(f"{result.level:4} {result.subject:11} {result.text}")
         if result.remedy:
-            log(f"     → {' '.join(result.remedy.split())}")
+            echo(f"     → {' '.join(result.remedy.split())}")
     counts: Counter[str] = Counter()
     code = ExitCode.DONE  # of the first FAIL
     for result in results:
         counts[result.level] += 1
         if result.level == "FAIL" and code == ExitCode.DONE:
             code = result.exit_code
-    log(
+    echo(
         f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "
         f"{time.monotonic() - began:.1f} s"
     )

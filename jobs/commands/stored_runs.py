@@ -100,8 +100,8 @@ def is_read(name: str) -> bool:
     return len(folders) < 2 and file in SMALL_FILES
 
 
-def status(url: str) -> list[str]:
-    """Show where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
+def status(url: str) -> None:
+    """Print where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
     with local_copy(url) as (store, stage):
         for folder in store.local.iterdir():
             # The newest manifest alone is asked from which step a resume would start.
@@ -110,18 +110,7 @@ def status(url: str) -> list[str]:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_whole(checkpoints.local / name / MANIFEST, content or b"")
-        lines = status_command.status(store.local / stage)
-        return [line.replace(str(store.local), store.url) for line in lines]
-
-
-def refuse(path: str, command: str) -> None:
-    """Raise UsageError where a command that reads folders is given the URL of a run."""
-    if "://" in path:
-        raise UsageError(
-            f"{command} takes a folder, found {path}\n"
-            "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
-            f"  with the store's own tools, for example: aws s3 sync {path} runs/NAME"
-        )
+        status_command.status(store.local / stage, store.url)
 
 
 def refuse_as_weights(path: str, command: str) -> None:

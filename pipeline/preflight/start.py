@@ -5,34 +5,122 @@
 3. Rank 0 looks for a file of every other worker: the log of its phases.
 4. A difference that makes other bits or loses a checkpoint is refused, by all workers alike; rank 0 logs the others.
 
-It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
+    {"rank": 1, "node": "n2", "code": "3f2a…", "packages": {"torch": "2.13.0", …}, "device": "cpu", …} of every worker
+    → "worker 1 on n2 has torch 2.12.0, worker 0 on n1 has 2.13.0"
+
+It takes less than 0.1 s. `jobs preflight` makes the same comparisons, and measures what
+takes longer: links, disks, storage (docs/preflight.md).
 """
 
 import math
+import os
+import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 
 from data.errors import ClusterError
 from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
-from pipeline.preflight.identity import (
-    Identity,
-    identity,
-    named,
-    other_code,
-    other_devices,
-    other_packages,
-)
 from pipeline.preflight.machine import memory_free
-from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
+from pipeline.versions import MUST_BE_EQUAL, ROOT, SHOULD_BE_EQUAL, code_version, package_versions
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
+NO_RANK = -1  # of a node that has no worker
+DEVICES = ("device", "GPU driver")  # properties that `differences` compares besides packages
 SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
+
+
+# ------------------------------------------------------------------------ who a worker is
+
+
+class Identity(TypedDict):
+    """Code, packages and device of one worker, or of a node without a worker; JSON."""
+
+    rank: int
+    node: str
+    root: str  # where its checkout lies
+    code: str  # the digest of that
+    packages: dict[str, str]
+    device: str  # "cpu", or the name of the GPU
+    driver: str  # version of the GPU's driver; "" without one
+
+
+def identity(device: torch.device) -> Identity:
+    """Return the identity of this worker."""
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
+    driver = None
+    with suppress(OSError):
+        driver = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", NVIDIA_DRIVER.read_text())
+    return {
+        "rank": int(os.environ.get("RANK", NO_RANK)),
+        "node": socket.gethostname(),
+        "root": str(ROOT),
+        "code": code_version(),
+        "packages": package_versions(),
+        "device": device_name(device),
+        "driver": driver[1] if driver else "",
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the name of the GPU, such as "NVIDIA H100 80GB HBM3"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def differences(workers: Sequence[Identity], properties: Sequence[str]) -> list[str]:
+    """Return a text for each property that not all workers have alike: the first worker that differs from rank 0.
+
+    Properties are packages, and those of `DEVICES`.
+    """
+    texts = []
+    for name in properties:
+        values = []
+        for worker in workers:
+            known = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(known[name])
+        others = [number for number, value in enumerate(values) if value != values[0]]
+        if others:
+            first_other = named(workers[others[0]], len(others) - 1)
+            texts.append(
+                f"{first_other} has {name} {values[others[0]] or 'none'}, {named(workers[0])} has {values[0] or 'none'}"
+            )
+    return texts
+
+
+def other_code(workers: Sequence[Identity], code: str) -> str:
+    """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
+    others = [worker for worker in workers if worker["code"] != code]
+    if not others:
+        return ""
+    first = others[0]
+    return (
+        f"{named(first, len(others) - 1)} runs other code than this command: "
+        f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
+    )
+
+
+def named(worker: Identity, more: int = 0) -> str:
+    """Return how a worker is called in messages: "worker 1 on n2", and " (and 3 more)" where it stands for others."""
+    name = f"worker {worker['rank']} on {worker['node']}"
+    if worker["rank"] == NO_RANK:
+        name = f"the spare node {worker['node']}"
+    if more:
+        name += f" (and {more} more)"
+    return name
+
+
+# ------------------------------------------------------------------------ the check
 
 
 @dataclass(frozen=True)
@@ -72,8 +160,11 @@ def check_start(
 
     # 2. The clocks are read when all have come, so that they are read together.
     myself = identity(device)
+    free_bytes = memory_free()
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
     dist.barrier()
-    arrival = Arrival(myself, time.time(), sees_claim, free_bytes_of(device))
+    arrival = Arrival(myself, time.time(), sees_claim, free_bytes)
     arrivals = [arrival] * dist.get_world_size()
     dist.all_gather_object(arrivals, arrival)
 
@@ -96,14 +187,6 @@ def check_start(
     dist.broadcast_object_list(refusal, src=0)
     if refusal[0]:
         raise ClusterError(refusal[0])
-
-
-def free_bytes_of(device: torch.device) -> int:
-    """Return the free bytes of a worker's device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
-    return memory_free()
 
 
 def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
@@ -136,16 +219,14 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
 def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
     """Raise ClusterError where these workers may not train together."""
     # Other code or other versions would make other bits.
-    workers = []
-    for arrival in arrivals:
-        workers.append(arrival.identity)
+    workers = [arrival.identity for arrival in arrivals]
     text = other_code(workers, code)
     if text:
         raise ClusterError(
             f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
             "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
         )
-    for difference in other_packages(workers, MUST_BE_EQUAL):
+    for difference in differences(workers, MUST_BE_EQUAL):
         raise ClusterError(
             f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
         )
@@ -173,11 +254,9 @@ def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_f
 
 def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[str], None]) -> None:
     """Log differences that only may do harm: smaller versions, devices, clocks."""
-    workers = []
-    for arrival in arrivals:
-        workers.append(arrival.identity)
-    for difference in (*other_packages(workers, SHOULD_BE_EQUAL), *other_devices(workers)):
-        log(str(difference))
+    workers = [arrival.identity for arrival in arrivals]
+    for difference in differences(workers, (*SHOULD_BE_EQUAL, *DEVICES)):
+        log(difference)
     # The worker whose clock is furthest from rank 0's.
     first = arrivals[0]
     furthest = max(arrivals, key=lambda arrival: abs(arrival.clock_s - first.clock_s))

@@ -43,7 +43,7 @@ from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
-from pipeline.preflight.identity import device_name
+from pipeline.preflight.start import device_name
 from tests import worker_functions
 from tests.contexts import pretrain_context
 from tests.families import family_of
