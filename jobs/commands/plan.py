@@ -85,7 +85,7 @@ class Assumptions:
                 raise ConfigError(f"{option} is {value:g}, expected more than 0")
 
 
-def plan(campaign: Campaign, assumed: Assumptions = Assumptions(), log: Callable[[str], None] | None = None) -> None:
+def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
     """Print the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
     campaign = resolve_sweep(campaign)
     cluster = campaign.cluster

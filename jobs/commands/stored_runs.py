@@ -42,8 +42,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
     """Give the block the run, stage or checkpoint of this path or URL. Raises UsageError where there is none."""
     if "://" in name:
         with local_copy(name) as (store, stage):
-            stages = [stage] if stage else stages_of(store)
-            yield OpenedRun(name, store, [StageCheckpoints(store, stage) for stage in stages])
+            yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
         return
 
     path = Path(name).resolve()
@@ -55,11 +54,11 @@ def opened(name: str) -> Iterator[OpenedRun]:
         yield OpenedRun(name, checkpoints.storage, [checkpoints])
     else:
         storage = Folder(path)
-        yield OpenedRun(name, storage, [StageCheckpoints(storage, stage) for stage in stages_of(storage)])
+        yield OpenedRun(name, storage, stages_of(storage))
 
 
-def stages_of(storage: Storage) -> list[str]:
-    """Return the names of the stages' folders that hold checkpoints. Raises UsageError where there are none."""
+def stages_of(storage: Storage) -> list[StageCheckpoints]:
+    """Return the checkpoints of every stage that has some, by the stages' names. Raises UsageError for none."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -70,7 +69,7 @@ def stages_of(storage: Storage) -> list[str]:
             f"{storage.address()} holds no checkpoints\n"
             "  name a run directory, a stage's folder in it, or a step-* folder"
         )
-    return sorted(stages)
+    return [StageCheckpoints(storage, stage) for stage in sorted(stages)]
 
 
 @contextmanager

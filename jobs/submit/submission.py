@@ -13,11 +13,13 @@ its directory.
 """
 
 import asyncio
+import json
 import logging
 import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,19 +27,23 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
+
+from pathspec import PathSpec
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
 from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
 from jobs.cluster_config import complaint
-from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 Say = Callable[[str], None]
 
+MIB = 2**20
+UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
+IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 POLL_S = 0.5
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
@@ -58,6 +64,8 @@ for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
 
 @dataclass(frozen=True)
 class Job:
+    """A campaign as the cluster's table of jobs has it."""
+
     id: str
     run: str
     status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
@@ -78,6 +86,22 @@ class Job:
         """Ray's status, but PENDING while the driver waits for its workers' places."""
         is_waiting = self.status == "RUNNING" and self.last_line.startswith(WAITING)
         return "PENDING" if is_waiting else self.status
+
+
+class RuntimeEnv(TypedDict):
+    """What a job takes along: a folder, less what is excluded, and environment variables."""
+
+    working_dir: str
+    excludes: list[str]
+    env_vars: dict[str, str]
+
+
+class JobRequest(TypedDict):
+    """What the Jobs API is asked, besides the command."""
+
+    submission_id: str
+    metadata: dict[str, str]
+    runtime_env: RuntimeEnv
 
 
 # ------------------------------------------------------------------------ the four commands
@@ -148,7 +172,13 @@ def list_jobs() -> list[Job]:
             ended.append(job)
             continue
         if job.status == "RUNNING":
-            job = replace(job, last_line=_last_line(client, job.id))
+            # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
+            # There is none where the job's node is away.
+            with suppress(RuntimeError):
+                lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
+                # What stands behind the last line break is half a line.
+                if len(lines) > 1:
+                    job = replace(job, last_line=lines[-2])
         if job.state == "RUNNING":
             running.append(job)
         else:
@@ -193,8 +223,14 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
     say(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
     client.stop_job(job.id)
     # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
+    # A second job kills its supervisor: the Jobs API has no call for that, and may be all that we can reach.
     if job.status == "PENDING":
-        _kill_pending(client, job.id, say)
+        command = shlex.join(["python", "-c", KILL_PENDING.format(id=job.id)])
+        helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
+        while client.get_job_status(helper) in ("PENDING", "RUNNING"):
+            time.sleep(POLL_S)
+        # Otherwise the helper would stay in the cluster's list of jobs.
+        client.delete_job(helper)
 
     # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
     deadline = time.monotonic() + wait_s
@@ -210,6 +246,59 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
         )
     say(f"job {job.id}: {job.status}")
     return job
+
+
+# ------------------------------------------------------------------------ what a job takes along
+
+
+def measure(root: Path) -> dict[str, int]:
+    """Return the bytes of all that Ray would ship from `root`, before compression, by entry of its first two levels.
+
+    Raises UsageError, naming the largest, when that is more than the Jobs API takes.
+    """
+    sizes: Counter[str] = Counter()
+
+    def walk(folder: Path, excludes: list[tuple[Path, PathSpec]]) -> None:
+        for name in IGNORE_FILES:
+            if (folder / name).is_file():
+                patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())
+                excludes = [*excludes, (folder, patterns)]
+        for path in folder.iterdir():
+            # As Ray does: a pattern that ends with a slash matches what lies in a folder, and never the folder itself.
+            if any(patterns.match_file(path.relative_to(base)) for base, patterns in excludes):
+                continue
+            if path.is_dir():
+                walk(path, excludes)
+            elif path.is_file():
+                entry = "/".join(path.relative_to(root).parts[:2])
+                sizes[entry] += path.stat().st_size
+
+    walk(root, [(root, PathSpec.from_lines("gitignore", EXCLUDES))])
+    if sizes.total() > UPLOAD_LIMIT_BYTES:
+        largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
+        raise UsageError(
+            f"the checkout is {sizes.total() / MIB:.0f} MiB, Ray takes {UPLOAD_LIMIT_BYTES / MIB:.0f}\n"
+            f"largest: {largest}\n"
+            f"move them out of {root}, or name them in .rayignore"
+        )
+    return dict(sizes)
+
+
+def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str:
+    """Return the `ray job submit` that does the same (its own quoting mangles braces in the command)."""
+    runtime_env: dict[str, object] = {**request["runtime_env"]}
+    del runtime_env["working_dir"]  # an option of its own
+    options = {
+        "--address": address,
+        "--submission-id": request["submission_id"],
+        "--working-dir": ".",
+        "--metadata-json": json.dumps(request["metadata"]),
+        "--runtime-env-json": json.dumps(runtime_env),
+    }
+    words = ["ray", "job", "submit"]
+    for option, value in options.items():
+        words += [option, value]
+    return shlex.join([*words, "--", *command])
 
 
 # ------------------------------------------------------------------------ the Jobs API
@@ -287,16 +376,6 @@ def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
     return sorted(jobs, key=attrgetter("started_s"))
 
 
-def _last_line(client: "JobSubmissionClient", job_id: str) -> str:
-    """Return the line that a job's driver has printed last; "" where it has printed none, or its node is away."""
-    # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
-    with suppress(RuntimeError):
-        lines = RAY_LINE.sub("", client.get_job_logs(job_id)).split("\n")
-        # What stands behind the last line break is half a line.
-        return lines[-2] if len(lines) > 1 else ""
-    return ""
-
-
 def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:
     """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
     return [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
@@ -312,16 +391,3 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
         f"runs with jobs there: {', '.join(runs) or 'none'}; a restart of the head forgets them\n"
         f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
     )
-
-
-def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
-    """End a job that waits for its place: a second job kills its supervisor.
-
-    The Jobs API has no call for that, and it may be all of the cluster that we can reach.
-    """
-    command = shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)])
-    helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
-    while client.get_job_status(helper) in ("PENDING", "RUNNING"):
-        time.sleep(POLL_S)
-    # Otherwise the helper would stay in the cluster's list of jobs.
-    client.delete_job(helper)
