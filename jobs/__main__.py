@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output is gone, as with `patchline plan … | head`: nobody would see a message.
+        # The reader of our output is gone, as with `patchline plan … | head`: a message would not be seen.
         return ExitCode.IO
     except Exception as error:
         return report(error, with_traceback="--debug" in words)

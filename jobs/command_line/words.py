@@ -1,4 +1,4 @@
-"""What several commands share: words, the groups that they stand in, how they wait and how they are stopped."""
+"""The parts that several commands share: words, groups, a wait that is explained, and a stop by SIGTERM."""
 
 import signal
 import sys

@@ -171,8 +171,8 @@ def reports_of(records: Sequence[Record], step: int) -> list[Record]:
 
 def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
     """Make the batch of a step, counted from 0, with one loader that takes the slots of all workers."""
-    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so the pixels are the same
-    # whoever decodes them.
+    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so every worker makes the
+    # same pixels of it.
     loader = TrainLoader(
         index,
         order,

@@ -113,7 +113,7 @@ def status(url: str) -> None:
 
 
 def refuse_as_weights(path: str, command: str) -> None:
-    """Raise UsageError, which names the command that helps, where one that reads weights is given a run's URL."""
+    """Raise UsageError, which names the command that helps, where weights are to be read at a run's URL."""
     if "://" in path:
         raise UsageError(
             f"{command} takes weights on a disk, found {path}\n"

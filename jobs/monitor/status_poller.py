@@ -6,8 +6,8 @@
     poller.leave_stage()
     poller.close()
 
-Every five seconds it reads the stage's folder, and nothing else, into a View, and gives that to all who show it (a
-gauge of Ray must be set again within 20 s). A failure costs that look, and one line.
+Every five seconds it reads the stage's folder, and nothing else, into a View, and gives that to every `show` (a gauge
+of Ray must be set again within 20 s). A failure costs that look, and one line.
 """
 
 import json
@@ -52,7 +52,7 @@ Show = Callable[[View], None]
 
 
 class StatusPoller:
-    """Looks at the stage that runs, and gives what it sees to everybody who shows it."""
+    """Reads how the running stage stands, from a thread of its own, and gives the view to every `show`."""
 
     def __init__(
         self, name: str, shows: Sequence[Show], log: Callable[[str], None], close_s: float | None = None
@@ -93,10 +93,11 @@ class StatusPoller:
             self.log(f"{self.name}: no answer within {self.close_s:g} s, and the end is not waited for")
 
     def work(self) -> None:
-        """Look until the end, and once more then: first at a stage that has ended, then at the one that runs."""
+        """Do the thread's part: look every POLL_EVERY_S until the end, and once more then."""
         is_closing = False
         while not is_closing:
             is_closing = self.closing.wait(POLL_EVERY_S)
+            # A stage that has ended is shown once more, and before the stage that follows it.
             ended = self.ended
             self.ended = None
             if ended is not None:

@@ -305,7 +305,7 @@ def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
+    """Return a client of the cluster that the environment names, or of a cluster of this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     # Ray reads the variable that this sets when it is imported.
     use_token_if_any()

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 SHARED_MEMORY = Path("/dev/shm")
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also for who may not use them
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also of GPUs that this user may not use
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
 

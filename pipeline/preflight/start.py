@@ -39,7 +39,7 @@ DEVICES = ("device", "GPU driver")  # properties that `differences` compares bes
 SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
 
 
-# ------------------------------------------------------------------------ who a worker is
+# ------------------------------------------------------------------------ identities and their differences
 
 
 class Identity(TypedDict):
@@ -148,7 +148,7 @@ def check_start(
     """Collective: refuse a worker group that would not train as one; rank 0 logs with `log`.
 
     `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
-    directory is each node's own, and nobody looks for files of another. `device_bytes` is what a worker needs of its
+    directory is each node's own, and files of other nodes are not looked for. `device_bytes` is what a worker needs of its
     device, where that is known. Raises ClusterError, on all workers alike.
     """
     # 1. In a folder that is listed anew, and with patience, where a network file system is late.
