@@ -236,7 +236,8 @@ def export_weights(path: str, step: int | None, target: Path) -> None:
 def prune(path: str, keep: int, keep_every: int) -> None:
     """Delete all but the newest `keep` of every stage, the multiples of `keep_every`, and those that are to be judged.
 
-    Raises UsageError for fewer than 2, CheckpointError where a checkpoint that is to stay is bad; nothing is deleted then.
+    Raises UsageError for fewer than 2, CheckpointError where a checkpoint that is to stay is bad; then nothing is
+    deleted.
     """
     if keep < LEAST_KEPT:
         raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more: one checkpoint alone can be bad")

@@ -148,8 +148,8 @@ def check_start(
     """Collective: refuse a worker group that would not train as one; rank 0 logs with `log`.
 
     `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
-    directory is each node's own, and files of other nodes are not looked for. `device_bytes` is what a worker needs of its
-    device, where that is known. Raises ClusterError, on all workers alike.
+    directory is each node's own, and files of other nodes are not looked for. `device_bytes` is what a worker needs of
+    its device, where that is known. Raises ClusterError, on all workers alike.
     """
     # 1. In a folder that is listed anew, and with patience, where a network file system is late.
     claim = run / "attempts" / f"{attempt:06d}.json"
