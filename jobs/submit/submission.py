@@ -35,11 +35,10 @@ from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
 from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
 from jobs.cluster_config import complaint
+from jobs.terminal import echo
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
-
-Say = Callable[[str], None]
 
 MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
@@ -113,7 +112,6 @@ def submit(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
     root: Path = ROOT,
-    say: Say = print,
 ) -> Job:
     """Ship the checkout and run `command` in it on the cluster, as the next try of `run`.
 
@@ -148,11 +146,11 @@ def submit(
         "metadata": {"job_name": Path(run).name, "run": run},
         "runtime_env": {"working_dir": str(root), "excludes": EXCLUDES, "env_vars": variables},
     }
-    say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
-    say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
+    echo(f"shipping {root}: {size / MIB:.1f} MiB before compression")
+    echo(f"the same by hand: {equivalent(client.get_address(), request, command)}")
     # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
-    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request), say)
-    say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
+    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request))
+    echo(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
 
 
@@ -191,7 +189,7 @@ def status(run: str) -> Job:
     return _latest_job(_connect(), run)
 
 
-def logs(run: str, *, write: Say | None = None) -> Job:
+def logs(run: str, *, write: Callable[[str], None] | None = None) -> Job:
     """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
     client = _connect()
     job = _latest_job(client, run)
@@ -210,7 +208,7 @@ def logs(run: str, *, write: Say | None = None) -> Job:
     return status(run)
 
 
-def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Job:
+def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30) -> Job:
     """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
 
     Raises ClusterError when the job is still alive after `wait_s`.
@@ -218,15 +216,15 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
     client = _connect()
     job = _latest_job(client, run)
     if not job.alive:
-        say(f"job {job.id} has already ended: {job.status}")
+        echo(f"job {job.id} has already ended: {job.status}")
         return job
-    say(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
+    echo(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
     client.stop_job(job.id)
     # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
     # A second job kills its supervisor: the Jobs API has no call for that, and may be all that we can reach.
     if job.status == "PENDING":
         command = shlex.join(["python", "-c", KILL_PENDING.format(id=job.id)])
-        helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
+        helper = _submit_when_possible(partial(client.submit_job, entrypoint=command))
         while client.get_job_status(helper) in ("PENDING", "RUNNING"):
             time.sleep(POLL_S)
         # Otherwise the helper would stay in the cluster's list of jobs.
@@ -244,7 +242,7 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Jo
             f"its node may be gone, or busy writing\n"
             f"type `python -m jobs stop {run}` again, or look at {client.get_address()}/#/jobs/{job.id}"
         )
-    say(f"job {job.id}: {job.status}")
+    echo(f"job {job.id}: {job.status}")
     return job
 
 
@@ -332,7 +330,7 @@ def _connect() -> "JobSubmissionClient":
         ) from None
 
 
-def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
+def _submit_when_possible(submit_job: Callable[[], str]) -> str:
     """Submit a job and return its id; a head that has just started cannot take jobs yet, and is asked again.
 
     Raises ClusterError where it takes none for AGENT_WAIT_S.
@@ -347,7 +345,7 @@ def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
             if NO_AGENT not in str(error):
                 raise
             if not has_said:
-                say(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
+                echo(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
                 has_said = True
         if time.monotonic() > deadline:
             raise ClusterError(
