@@ -37,12 +37,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from data.files import write_durably
+from data.files import MANIFEST, write_durably
 from data.index.document import SUFFIX, load_index, seal_of
 from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
-from data.storage import MANIFEST, Folder
+from data.storage import Folder
 from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.nodes import NodeAgent
 from jobs.cluster.worker import WorkerRecord
@@ -61,7 +61,7 @@ from pipeline.checkpoints.manifest import (
     sealed,
 )
 from pipeline.checkpoints.reader import Reader
-from pipeline.checkpoints.shared_storage_check import WrittenFile
+from pipeline.checkpoints.stage_checkpoints import WrittenFile
 from pipeline.monitoring.watchdog import Place, Watch
 
 WORLDS = (64, 256, 1024, 4096)
@@ -159,7 +159,7 @@ def measure_look(folder: Path) -> None:
 STATUS = """
 import sys
 from pathlib import Path
-from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import account
 from pipeline.monitoring.telemetry import last_metrics, read_metrics
 last_metrics(Path(sys.argv[1]))
 print(account(read_metrics(Path(sys.argv[1]), None)).line())

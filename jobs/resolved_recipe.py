@@ -214,8 +214,8 @@ class Context:
     campaign: Campaign
     stage: Stage
     log: Callable[[str], None]
-    tick: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
-    stopping: Callable[[], bool]  # somebody has requested that this process ends
+    poll: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
+    stop_requested: Callable[[], bool]  # this process is to end
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 

@@ -14,9 +14,9 @@ def pretrain_context(
     *,
     remote: str | None = None,
     log: Callable[[str], None] = print,
-    tick: Callable[[Path, int], None] = lambda folder, number: None,
-    stopping: Callable[[], bool] = lambda: False,
+    poll: Callable[[Path, int], None] = lambda folder, number: None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Context:
     """Return the context of a stage `pretrain` with its defaults, whose folder in the run is pretrain-1."""
     stage = Stage("pretrain", PRETRAIN, PRETRAIN.defaults, "pretrain", key="1")
-    return Context(Campaign(run, cluster, (stage,), remote=remote), stage, log, tick, stopping)
+    return Context(Campaign(run, cluster, (stage,), remote=remote), stage, log, poll, stop_requested)

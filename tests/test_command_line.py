@@ -13,10 +13,10 @@ from setuptools import find_packages
 
 from data.errors import Preempted
 from jobs.__main__ import main
-from jobs.cluster import embedded, placement
-from jobs.cluster.fork_server import PRELOAD
+from jobs.cluster import embedded
+from jobs.cluster.fork_server import IMPORTS
 from jobs.recipe import campaign
-from jobs.run import early_start, session
+from jobs.run import early_start
 from pipeline.config import read_recipe
 
 pytestmark = pytest.mark.quick
@@ -64,7 +64,8 @@ import os
 import sys
 from jobs.commands import status
 print("torch" in sys.modules)
-import jobs.cluster.preload
+from jobs.cluster.fork_server import import_for_workers
+import_for_workers()
 print("torch._dynamo" in sys.modules)
 import deepspeed.runtime.zero.muon.muon_optimizer  # whose functions torch.compile would wrap
 print("torch._inductor.codecache" in sys.modules)
@@ -76,32 +77,6 @@ def test_status_imports_no_torch_and_a_fork_server_the_compiler_for_all_workers(
     done = subprocess.run([sys.executable, "-c", LEAN], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line in ("True", "False")]
     assert lines == ["False", "True", "False"]
-
-
-@pytest.mark.parametrize(
-    ("override", "is_needed"),
-    [
-        ("pretrain.zero=2", False),
-        ("pretrain.zero=3", True),
-        ("pretrain.checkpoint_blocks=1", True),
-        ("pretrain.activation_gb=2", True),
-        ("pretrain.compile=true", True),
-    ],
-)
-def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, monkeypatch, override, is_needed):
-    asked = []
-    warm_up = placement.ThisMachine.warm_up
-
-    def ask(machine, *, has_compiler=False) -> None:
-        asked.append(has_compiler)
-        warm_up(machine)
-
-    monkeypatch.setattr(placement.ThisMachine, "warm_up", ask)
-    loaded = campaign.load(recipe, ["cluster.backend=processes", override])
-    command = session.Session(Mock(), fresh=False, also=None)
-    command.start_workers_of(loaded, list(loaded.stages))
-    command.start_workers_of(loaded, [stage for stage in loaded.stages if stage.name != "pretrain"])
-    assert asked == [is_needed, False], "a finished stage needs nothing"
 
 
 FORK_SERVER_SEEN = """
@@ -162,32 +137,23 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
         words.insert(0, "run")
     script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"fork server [] {' '.join(PRELOAD)}\n", done.stderr
+    assert done.stdout == f"fork server [] {IMPORTS}\n", done.stderr
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "expected"),
+    ("overrides", "kind", "is_started"),
     [
-        ([], None, [False]),
-        (["pretrain.zero=3"], None, [True]),
-        (["finetune.checkpoint_blocks=1"], None, [True]),
-        (["pretrain.activation_gb=2"], None, [True]),
-        (["pretrain.compile=true"], None, [True]),
-        (["pretrain.zero=1", "pretrain.checkpoint_blocks=0", "pretrain.activation_gb=null"], None, [False]),
-        ([], "resize", []),  # the driver itself resizes
-        ([], "pretrain", [False]),
-        (["cluster.gpus_per_worker=x"], None, []),  # refused with the whole recipe
+        ([], None, True),
+        ([], "resize", False),  # the driver itself resizes
+        ([], "pretrain", True),
+        (["cluster.gpus_per_worker=x"], None, False),  # refused with the whole recipe
     ],
 )
-def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, monkeypatch, overrides, kind, expected):
+def test_the_recipes_text_tells_whether_workers_will_be_wanted(recipe, monkeypatch, overrides, kind, is_started):
     asked = []
-    monkeypatch.setattr(early_start.placement, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
+    monkeypatch.setattr(early_start.placement, "start_early", asked.append)
     early_start.start_early(read_recipe(recipe, overrides), kind)
-    assert asked == expected
-    # The same as the session finds, which knows the typed stages.
-    if kind is None and expected:
-        loaded = campaign.load(recipe, overrides)
-        assert [session.need_compiler(loaded, loaded.stages)] == expected
+    assert bool(asked) == is_started
 
 
 @pytest.mark.parametrize(
@@ -202,7 +168,7 @@ def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, 
 )
 def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, status, is_started):
     asked = []
-    monkeypatch.setattr(early_start.placement, "start_early", lambda cluster, has_compiler: asked.append(cluster))
+    monkeypatch.setattr(early_start.placement, "start_early", asked.append)
     if status is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "status.json").write_text(status)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
-from jobs.cluster import fork_server
+from jobs.cluster import fork_server, placement
 from jobs.cluster.placement import ThisMachine
 from tests.conftest import RECIPE
 from tests.drives import launch_by_fork
@@ -38,13 +38,17 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     pretraining_alone = RECIPE.partition("resize:")[0]
     recipe.write_text(pretraining_alone.format(run=folder / "run", shards=shards))
     with pytest.MonkeyPatch.context() as patch:
-        # The fork server is a fork of this process, so that what is patched here reaches the workers.
+        # A fork server of its own, that no test before has warmed. It is a fork of this process, so that the patches
+        # made here reach the workers.
+        patch.setattr(placement, "_machines", {})
         patch.setattr(fork_server.ForkServer, "launch", launch_by_fork)
         patch.setattr(fork_server, "run_worker", recording_worker(folder, fork_server.run_worker))
         patch.setattr(ThisMachine, "call", recording_call(folder, ThisMachine.call))
         options = ["cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null"]
         options.append("pretrain.optim.schedule.warmup_steps=1")
         assert main(["run", str(recipe), *options]) == 0
+        for machine in placement._machines.values():
+            machine.agent.close()
     return folder
 
 

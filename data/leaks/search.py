@@ -30,10 +30,10 @@ from data.files import whole_file
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
-from data.journal import Journal
 from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness_of
 from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
 from data.remote.cache import CacheConfig
+from data.seal import Journal
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
 from data.shards.parallel import in_parallel
 from data.shards.reader import ShardReader, check_sizes

@@ -56,7 +56,7 @@ def is_move(
 ) -> bool:
     """Tell whether an attempt has ended because a node gave notice or there is room for more workers, and only so."""
     was_asked = growth.wanted is not None or bool(drain_events)
-    return end.exit_code == ExitCode.PREEMPTED and was_asked and not context.stopping()
+    return end.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested()
 
 
 def move(
@@ -115,7 +115,7 @@ def fall_back(context: Context, nodes: Nodes, failure: WorkerGroupError, sizes: 
     Tells whether that is so.
     """
     proven = sizes.fall_back(world)
-    if proven is None or context.stopping():
+    if proven is None or context.stop_requested():
         return False
     nodes.stay_on(proven.nodes)
     start = restart_point(context)
@@ -144,7 +144,7 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     Raises Preempted where somebody wants this process to end, before or during the wait.
     """
     start = restart_point(context)
-    if context.stopping():
+    if context.stop_requested():
         raise Preempted(f"{failure}; stopped at {start}; {GO_ON}")
     # What has just made a checkpoint starts at once; what makes none is perhaps waiting for a disk or a node.
     wait_s = 0.0
@@ -156,7 +156,7 @@ def prepare_restart(context: Context, failure: WorkerGroupError, attempts_withou
     # In small pieces, so that a signal does not have to wait for the end of the wait.
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        if context.stopping():
+        if context.stop_requested():
             raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
         time.sleep(STOP_POLL_S)
 

@@ -135,9 +135,9 @@ class Attempt:
                 room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
                 self.context.log(f"{room}: committing the step, to go on with more")
             is_moved = bool(self.group.drain_events) or self.growth.wanted is not None
-            if is_moved or self.context.stopping():
+            if is_moved or self.context.stop_requested():
                 self.request_stop()
-            self.context.tick(self.group.folder, self.number)
+            self.context.poll(self.group.folder, self.number)
         except BaseException:
             self.companion.end()
             raise
@@ -145,7 +145,7 @@ class Attempt:
     def request_stop(self) -> None:
         """Ask the workers to commit and end; called again and again, because the attempt may have just begun."""
         # A worker that has not even started has nothing to commit, and to place it may take minutes.
-        if self.context.stopping() and not self.group.started():
+        if self.context.stop_requested() and not self.group.has_started():
             end_if_asked(self.context)
         if not self.can_commit:
             raise Preempted(f"stopped in {self.context.name}; run the same command again to do it from its start")
@@ -211,7 +211,7 @@ def supervise(
                 write_incident(context, error, group.places())
             # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
             # is raised below. A store that is gone would be asked for a minute.
-            is_end_of_stage = context.stopping() and error.exit_code is not None
+            is_end_of_stage = context.stop_requested() and error.exit_code is not None
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, {link.agent.node_id for link in group.links})
@@ -225,7 +225,7 @@ def supervise(
             failure = error
         finally:
             # The log may have grown since the last look.
-            context.tick(folder, number)
+            context.poll(folder, number)
 
         # a and b.
         if failure.exit_code == ExitCode.PREEMPTED:
@@ -243,7 +243,7 @@ def supervise(
 
 def end_if_asked(context: Context) -> None:
     """Raise Preempted where somebody wants this process to end before any worker has started."""
-    if context.stopping():
+    if context.stop_requested():
         raise Preempted(f"stopped before the workers had started, at {restart_point(context)}; {GO_ON}")
 
 

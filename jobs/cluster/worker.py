@@ -158,6 +158,7 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
     try:
         _prepare(order)
         _write_record(order, record)
+        os.write(news, b".")
         if order.serves_store:
             assert server is not None
             _stores.append(serve_store(server))
@@ -209,7 +210,7 @@ def _prepare(order: WorkerOrder) -> None:
 def _require_folder(folder: Path) -> None:
     """Raise ClusterError where the attempt's folder, which the driver has made, is not there on this node."""
     # Here, because an agent imports this module and not numpy, which this one brings.
-    from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
+    from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
 
     # With patience, because a network file system may show it late.
     unseen, waited_s = look_for(folder.parent, {folder.name: None})

@@ -113,6 +113,15 @@ class WorkerGroup:
         """Return the ranks that have started."""
         return [rank for rank, state in self.states.items() if state.record is not None]
 
+    def has_started(self) -> bool:
+        """Tell whether any worker has started; the agents are asked where no report says so."""
+        if self.started():
+            return True
+        # The last report may be a second old, and a worker that has started since may have taken steps.
+        asked = [link.agent.call("has_started") for link in self.links if not link.loss]
+        answered, _ = wait(asked, POLL_S)
+        return any(answer.exception() is None and answer.result() for answer in answered)
+
     def have_all_ended(self) -> bool:
         """Tell whether every worker is done, well or not."""
         return len(self.states) == self.cluster.world and all(state.has_ended for state in self.states.values())

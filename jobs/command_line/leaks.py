@@ -100,7 +100,7 @@ def leaks(
             report=progress.of,
             report_test=progress.of,
         )
-    embedding.forget(folder)
+    (folder / embedding.JOURNAL).unlink(missing_ok=True)
     report = lines(found_leaks, train_indexes, test_indexes)
     write_whole(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_indexes, test_indexes, fetched_by)

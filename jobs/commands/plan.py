@@ -38,7 +38,6 @@ from jobs.stages import sweep
 from jobs.terminal import echo
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan import memory
@@ -55,10 +54,10 @@ from pipeline.plan.cost import (
 )
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.plan.trial import read_trials
-from pipeline.preflight.machine import memory_free
+from pipeline.process_group import memory_free
 from pipeline.start import engine_settings
 from pipeline.token_dropping import describe, flops_of, phases
-from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.training_config import TrainConfig, batch_arithmetic, cache_line, steps_of, training_order
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md

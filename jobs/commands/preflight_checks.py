@@ -19,8 +19,8 @@ from jobs.resolved_recipe import CheckResult
 from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.preflight.folder import FolderReport
 from pipeline.preflight.network import PairTime
-from pipeline.preflight.start import DEVICES, SKEW_S, Identity, differences, named, other_code
 from pipeline.preflight.worker import PreflightReport
+from pipeline.process_group import DEVICE, SKEW_S, Identity, differences, named, other_code
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONG_SAVE_S = 60.0
@@ -127,9 +127,9 @@ class Checks:
         spares = len(self.everywhere) - len(self.workers)
         if spares:
             text += f"; {counted(spares, 'spare node')} looked at too"
-        other_devices = differences(identities, DEVICES)
+        other_devices = differences(identities, DEVICE)
         remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
-        self.add("WARN" if other_devices else "OK", "workers", "; ".join([text, *other_devices]), remedy)
+        self.add("WARN" if other_devices else "OK", "workers", "; ".join([text, *map(str, other_devices)]), remedy)
 
         # The code is compared with this command's, the packages with those of rank 0.
         others = other_code(self.identities, self.requirements.code)
@@ -143,9 +143,9 @@ class Checks:
         must = differences(self.identities, MUST_BE_EQUAL)
         should = differences(self.identities, SHOULD_BE_EQUAL)
         if must:
-            self.add("FAIL", "versions", "; ".join(must), remedy)
+            self.add("FAIL", "versions", "; ".join(map(str, must)), remedy)
         elif should:
-            self.add("WARN", "versions", "; ".join(should), remedy)
+            self.add("WARN", "versions", "; ".join(map(str, should)), remedy)
         else:
             packages = map(" ".join, identities[0]["packages"].items())
             self.add("OK", "versions", f"{', '.join(packages)}, in all workers")

@@ -24,7 +24,7 @@ from jobs.run.temporary_run import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
-from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, name_of, write_trial
+from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, write_trial
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
@@ -127,8 +127,8 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
             campaign=temporary,
             stage=stage,
             log=echo,
-            tick=StepsShown(stage.name).tick,
-            stopping=lambda: False,
+            poll=StepsShown(stage.name).poll,
+            stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
         context.directory.mkdir()
@@ -151,7 +151,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    campaign.storage.send(name_of(result.key, result.world))
+    campaign.storage.send(str(path.relative_to(campaign.run)))
     echo(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "
@@ -172,7 +172,7 @@ class StepsShown:
         self.stage = stage
         self.last_step = 0
 
-    def tick(self, attempt_folder: Path, _number: int) -> None:
+    def poll(self, attempt_folder: Path, _number: int) -> None:
         """Print the step of the newest report, where it is a new one."""
         reports = read_metrics(attempt_folder.parents[1])
         if reports and reports[-1]["step"] > self.last_step:

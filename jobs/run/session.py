@@ -99,7 +99,7 @@ class Session:
         # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
         unfinished = [stage for stage in stages if campaign.done(stage) is None]
         if any(stage.kind.needs_workers for stage in unfinished):
-            self.start_workers_of(campaign, unfinished)
+            self.start_workers_of(campaign)
         facts: dict[Path, dict[str, Any]] = {}  # of each stage that has begun, for the trackers
         self.pollers += start_trackers(campaign.trackers, facts, log)
         # What earlier commands logged has been shown already.
@@ -131,8 +131,8 @@ class Session:
                     campaign,
                     stage,
                     say=log,
-                    tick=self.poll,
-                    stopping=lambda: stopper.asked,
+                    poll=self.poll,
+                    stop_requested=lambda: stopper.asked,
                     check_owned=put_files,  # it looks first whether the run is still ours
                     fresh=self.fresh,
                 )
@@ -148,7 +148,7 @@ class Session:
         log(f"run: {campaign.place}")
         return rows
 
-    def start_workers_of(self, campaign: Campaign, unfinished: list[Stage]) -> None:
+    def start_workers_of(self, campaign: Campaign) -> None:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
         log = self.log
         cluster = campaign.cluster
@@ -162,7 +162,7 @@ class Session:
 
             self.pollers.append(StatusPoller("monitoring", [Gauges().show], log))
         # The fork server of plain processes mostly runs since before our imports (early_start.py).
-        nodes_of(cluster).warm_up(has_compiler=need_compiler(campaign, unfinished))
+        nodes_of(cluster).warm_up()
         warn_of_unused_gpus(cluster, log)
 
     def poll(self, attempt_folder: Path, number: int) -> None:
@@ -235,12 +235,6 @@ def names_of_stages(campaign: Campaign, only: str | None) -> list[str]:
         if only in wanted:
             names.append(stage.name)
     return names
-
-
-def need_compiler(campaign: Campaign, stages: list[Stage]) -> bool:
-    """Tell whether workers of a stage that has not finished come to import torch's compiler."""
-    unfinished = [stage for stage in stages if campaign.done(stage) is None]
-    return any(stage.config.needs_compiler for stage in unfinished if stage.kind.trains)
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:

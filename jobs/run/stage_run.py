@@ -32,8 +32,8 @@ def run_stage(
     stage: Stage,
     *,
     say: Callable[[str], None],
-    tick: Callable[[Path, int], None],
-    stopping: Callable[[], bool],
+    poll: Callable[[Path, int], None],
+    stop_requested: Callable[[], bool],
     check_owned: Callable[[], None],
     fresh: bool,
 ) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def run_stage(
         campaign=campaign,
         stage=stage,
         log=say,
-        tick=tick,
-        stopping=stopping,
+        poll=poll,
+        stop_requested=stop_requested,
         class_names=class_names.of_stage(stage, there),
         check_owned=check_owned,
     )

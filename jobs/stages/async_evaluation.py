@@ -130,7 +130,7 @@ class AsyncEvaluation:
             while self.thread.is_alive() or async_evaluation.requested(self.stage):
                 self.start_thread()
                 left = ", ".join(map(str, async_evaluation.requested(self.stage)))
-                if self.context.stopping():
+                if self.context.stop_requested():
                     raise Preempted(
                         f"stopped: training has ended, the evaluations of steps {left} have not; "
                         "run the same command again: it goes on with them"
@@ -161,7 +161,7 @@ class AsyncEvaluation:
         if left:
             folder = self.stage / async_evaluation.FOLDER
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
-        self.context.tick(self.attempt_folder, attempt)
+        self.context.poll(self.attempt_folder, attempt)
 
     # -------------------------------------------------------------------- the thread
 
@@ -236,9 +236,8 @@ class AsyncEvaluation:
                 self.context.log(remark)
             where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
             remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
-            line = async_evaluation.evaluation_line(step, async_evaluation.metrics_of(judged["values"]), remark)
-            values = {"step": step, **judged["values"], **where}
-            async_evaluation.put_record(self.stage, step, {"kind": "evaluate", "values": values, "line": line})
+            record = async_evaluation.evaluation_record(step, judged["values"], where, remark)
+            async_evaluation.put_record(self.stage, step, record)
             # Of a worker that did not fail the log says nothing more.
             shutil.rmtree(folder, ignore_errors=True)
         except Ended:

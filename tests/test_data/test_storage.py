@@ -485,7 +485,7 @@ def test_a_stop_that_a_worker_has_heard_asks_a_store_that_is_gone_for_nothing(
 def supervise(url: str, run: Path, stops: Sequence[str]) -> None:
     """Run attempts of a stage whose checkpoints are at `url`; it is to end as soon as there is a stop."""
     cluster = ClusterConfig(backend="processes")
-    context = pretrain_context(run, cluster, remote=url, stopping=lambda: bool(stops))
+    context = pretrain_context(run, cluster, remote=url, stop_requested=lambda: bool(stops))
     supervisor.supervise(print, lambda attempt: {}, context, worlds=(1,), stall_s=60.0)
 
 

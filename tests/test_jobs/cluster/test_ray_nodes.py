@@ -289,7 +289,7 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
         if attempt == 3 and len(records(folder)) == 3:
             (tmp_path / "finish").touch()
 
-    context = pretrain_context(tmp_path, some, log=said.append, tick=tick)
+    context = pretrain_context(tmp_path, some, log=said.append, poll=tick)
 
     def task(attempt: int) -> dict[str, Any]:
         return {

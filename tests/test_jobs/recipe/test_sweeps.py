@@ -243,7 +243,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
-    context = Context(loaded, stage, said.append, tick=lambda folder, number: None, stopping=lambda: False)
+    context = Context(loaded, stage, said.append, poll=lambda folder, number: None, stop_requested=lambda: False)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said
@@ -394,7 +394,8 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     assert ending.result_text({"metrics": metrics}) == "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%"
     line = status.stage_line(folder, has_ended=True)
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
-    assert async_evaluation.evaluation_line(3, metrics) == f"evaluate step 3  {line.partition('  ')[2]}"
+    record = async_evaluation.evaluation_record(3, metrics, {})
+    assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
 def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):

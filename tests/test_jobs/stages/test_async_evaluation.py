@@ -25,7 +25,7 @@ from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.group import EvaluationStopped
+from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
@@ -231,7 +231,7 @@ class Stage:
         self.folder = folder
         self.said: list[str] = []
         no = lambda *args: None  # noqa: E731
-        context: Any = SimpleNamespace(directory=folder, log=self.said.append, tick=no, stopping=no)
+        context: Any = SimpleNamespace(directory=folder, log=self.said.append, poll=no, stop_requested=no)
         context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
