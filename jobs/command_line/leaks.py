@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.cluster_config import cores
 from jobs.command_line.shards import cache_config, refuse_file
 from jobs.command_line.words import Debug, make_group, stoppable
 from jobs.progress import Progress
@@ -49,7 +50,6 @@ def leaks(
     from data.leaks.report import lines, write_page
     from data.leaks.search import DOCUMENT, find_leaks
     from pipeline.evaluation import embedding
-    from pipeline.preflight.machine import cores
 
     folder = Path(output)
     refuse_file(folder)

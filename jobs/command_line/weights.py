@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from data.errors import UsageError
+from jobs.cluster_config import cores
 from jobs.command_line.words import Debug, make_group
 from jobs.terminal import echo
 
@@ -108,7 +109,6 @@ def evaluate(
     from jobs.run.session import run_campaign
     from pipeline import config
     from pipeline.evaluation.document import NAME
-    from pipeline.preflight.machine import cores
 
     # Each set is called as its folder or index, numbered where two are alike.
     sets: dict[str, dict[str, str]] = {}
