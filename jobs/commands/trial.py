@@ -18,9 +18,9 @@ from pathlib import Path
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
 from jobs.recipe import class_names
-from jobs.recipe.choices import resolve_sweep, with_field
+from jobs.recipe.sweeps import resolve_sweep, with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
-from jobs.run.temporary_run import temporary_run
+from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
