@@ -44,6 +44,7 @@ MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
+STOP_WAIT_S = STOP_GRACE_S + 30  # the rest is for the status to follow
 POLL_S = 0.5
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
@@ -208,10 +209,10 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> Job:
     return status(run)
 
 
-def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30) -> Job:
+def stop(run: str) -> Job:
     """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
 
-    Raises ClusterError when the job is still alive after `wait_s`.
+    Raises ClusterError when the job is still alive after STOP_WAIT_S.
     """
     client = _connect()
     job = _latest_job(client, run)
@@ -230,15 +231,14 @@ def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30) -> Job:
         # Otherwise the helper would stay in the cluster's list of jobs.
         client.delete_job(helper)
 
-    # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + STOP_WAIT_S
     job = _latest_job(client, run)
     while job.alive and time.monotonic() < deadline:
         time.sleep(POLL_S)
         job = _latest_job(client, run)
     if job.alive:
         raise ClusterError(
-            f"job {job.id} is still {job.status} after {wait_s:.0f} s\n"
+            f"job {job.id} is still {job.status} after {STOP_WAIT_S} s\n"
             f"its node may be gone, or busy writing\n"
             f"type `python -m jobs stop {run}` again, or look at {client.get_address()}/#/jobs/{job.id}"
         )
