@@ -87,8 +87,8 @@ def list_jobs(_debug: Debug = False) -> None:
         print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
     for job in jobs:
         # The start to the minute; below it how far the job is, or what it waits for.
-        note = "  its driver has not started" if job.status == "PENDING" else ""
-        echo(f"{job.state:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
+        note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""
+        echo(f"{job.status:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
         if job.last_line:
             echo(f"{'':10} {job.last_line.removeprefix(WAITING)}")
 

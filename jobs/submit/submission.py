@@ -68,7 +68,7 @@ class Job:
 
     id: str
     run: str
-    status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
+    status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED; in `list_jobs` PENDING also while its driver waits
     started_s: float  # since 1970
     exit_code: int | None
     last_line: str = ""  # that its driver has printed; only `list_jobs` reads it, and only of a job that runs
@@ -80,12 +80,6 @@ class Job:
     @property
     def started(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
-
-    @property
-    def state(self) -> str:
-        """Ray's status, but PENDING while the driver waits for its workers' places."""
-        is_waiting = self.status == "RUNNING" and self.last_line.startswith(WAITING)
-        return "PENDING" if is_waiting else self.status
 
 
 class RuntimeEnv(TypedDict):
@@ -177,8 +171,10 @@ def list_jobs() -> list[Job]:
                 lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
                 # What stands behind the last line break is half a line.
                 if len(lines) > 1:
-                    job = replace(job, last_line=lines[-2])
-        if job.state == "RUNNING":
+                    # A driver that has started may still wait for its workers' places.
+                    is_waiting = lines[-2].startswith(WAITING)
+                    job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
+        if job.status == "RUNNING":
             running.append(job)
         else:
             waiting.append(job)
