@@ -88,6 +88,7 @@ def leaks(
                 report=progress.of,
             )
 
+    # Then the pictures themselves. The same call again goes on after a kill, here too.
     with stoppable(), Progress("shards, those of the test sets first") as progress:
         found_leaks = find_leaks(
             train_sets,
@@ -101,6 +102,8 @@ def leaks(
             report_test=progress.of,
         )
     (folder / embedding.JOURNAL).unlink(missing_ok=True)
+
+    # The document is there; a report and a page tell people of it, and for each set what to type.
     report = lines(found_leaks, train_indexes, test_indexes)
     write_whole(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, found_leaks, train_indexes, test_indexes, fetched_by)

@@ -56,7 +56,10 @@ def preflight(campaign: Campaign) -> int:
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {workers}"
     echo(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
+    # 1. The recipe, as `plan` and `run` check it. What they would refuse does not keep the cluster from being measured.
     results = validate_all(campaign, campaign.stages)
+
+    # 2. The cluster: a worker group that measures, and the nodes that have no worker of it.
     try:
         world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), echo, do_nothing)
         requirements = requirements_of(campaign, world)
@@ -73,6 +76,7 @@ def preflight(campaign: Campaign) -> int:
             code = ExitCode.UNAVAILABLE
         results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
 
+    # 3. A line a check, and below it what to do.
     for result in results:
         echo(f"{result.level:4} {result.subject:11} {result.text}")
         if result.remedy:
