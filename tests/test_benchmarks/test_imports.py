@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-# One process for all of them, because each would import torch anew; and not this one, whose settings scripts may change.
+# One process for all of them, which imports torch once; not this one, whose settings a script may change.
 IMPORT_ALL = """
 import importlib, sys, traceback
 failed = 0
