@@ -10,9 +10,8 @@ from typing import Any
 
 from data.errors import ConfigError
 from jobs.cluster_config import ClusterConfig
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.start import engine_settings
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, batch_arithmetic
 
 
 def allowed_worlds(stage_config: Any, cluster: ClusterConfig) -> tuple[int, ...]:

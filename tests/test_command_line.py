@@ -12,11 +12,11 @@ import yaml
 from setuptools import find_packages
 
 from data.errors import Preempted
-from jobs.__main__ import main, run_one
-from jobs.cluster import embedded, placement
-from jobs.cluster.fork_server import PRELOAD
+from jobs.__main__ import main
+from jobs.cluster import embedded
+from jobs.cluster.fork_server import IMPORTS
 from jobs.recipe import campaign
-from jobs.run import early_start, session
+from jobs.run import early_start
 from pipeline.config import read_recipe
 
 pytestmark = pytest.mark.quick
@@ -64,7 +64,8 @@ import os
 import sys
 from jobs.commands import status
 print("torch" in sys.modules)
-import jobs.cluster.preload
+from jobs.cluster.fork_server import import_for_workers
+import_for_workers()
 print("torch._dynamo" in sys.modules)
 import deepspeed.runtime.zero.muon.muon_optimizer  # whose functions torch.compile would wrap
 print("torch._inductor.codecache" in sys.modules)
@@ -78,32 +79,6 @@ def test_status_imports_no_torch_and_a_fork_server_the_compiler_for_all_workers(
     assert lines == ["False", "True", "False"]
 
 
-@pytest.mark.parametrize(
-    ("override", "is_needed"),
-    [
-        ("pretrain.zero=2", False),
-        ("pretrain.zero=3", True),
-        ("pretrain.checkpoint_blocks=1", True),
-        ("pretrain.activation_gb=2", True),
-        ("pretrain.compile=true", True),
-    ],
-)
-def test_the_fork_server_imports_the_compiler_where_a_stage_needs_it(recipe, monkeypatch, override, is_needed):
-    asked = []
-    warm_up = placement.ThisMachine.warm_up
-
-    def ask(machine, *, has_compiler=False) -> None:
-        asked.append(has_compiler)
-        warm_up(machine)
-
-    monkeypatch.setattr(placement.ThisMachine, "warm_up", ask)
-    loaded = campaign.load(recipe, ["cluster.backend=processes", override])
-    command = session.Session(Mock(), fresh=False, also=None)
-    command.start_workers_of(loaded, list(loaded.stages))
-    command.start_workers_of(loaded, [stage for stage in loaded.stages if stage.name != "pretrain"])
-    assert asked == [is_needed, False], "a finished stage needs nothing"
-
-
 FORK_SERVER_SEEN = """
 import os
 import sys
@@ -115,9 +90,9 @@ def look(server, words, environment, handles):
     os._exit(0)
 
 fork_server.ForkServer.launch = look
-from jobs.__main__ import main, run_one
+from jobs.__main__ import main
 sys.argv[1:] = sys.argv[2:]
-main() if sys.orig_argv[3] == "run" else run_one(sys.orig_argv[3])
+main(kind=None if sys.orig_argv[3] == "run" else sys.orig_argv[3])
 """
 
 
@@ -162,32 +137,23 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
         words.insert(0, "run")
     script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == f"fork server [] {' '.join(PRELOAD)}\n", done.stderr
+    assert done.stdout == f"fork server [] {IMPORTS}\n", done.stderr
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "expected"),
+    ("overrides", "kind", "is_started"),
     [
-        ([], None, [False]),
-        (["pretrain.zero=3"], None, [True]),
-        (["finetune.checkpoint_blocks=1"], None, [True]),
-        (["pretrain.activation_gb=2"], None, [True]),
-        (["pretrain.compile=true"], None, [True]),
-        (["pretrain.zero=1", "pretrain.checkpoint_blocks=0", "pretrain.activation_gb=null"], None, [False]),
-        ([], "resize", []),  # the driver itself resizes
-        ([], "pretrain", [False]),
-        (["cluster.gpus_per_worker=x"], None, []),  # refused with the whole recipe
+        ([], None, True),
+        ([], "resize", False),  # the driver itself resizes
+        ([], "pretrain", True),
+        (["cluster.gpus_per_worker=x"], None, False),  # refused with the whole recipe
     ],
 )
-def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, monkeypatch, overrides, kind, expected):
+def test_the_recipes_text_tells_whether_workers_will_be_wanted(recipe, monkeypatch, overrides, kind, is_started):
     asked = []
-    monkeypatch.setattr(early_start.placement, "start_early", lambda cluster, has_compiler: asked.append(has_compiler))
+    monkeypatch.setattr(early_start.placement, "start_early", asked.append)
     early_start.start_early(read_recipe(recipe, overrides), kind)
-    assert asked == expected
-    # The same as the session finds, which knows the typed stages.
-    if kind is None and expected:
-        loaded = campaign.load(recipe, overrides)
-        assert [session.need_compiler(loaded, loaded.stages)] == expected
+    assert bool(asked) == is_started
 
 
 @pytest.mark.parametrize(
@@ -202,7 +168,7 @@ def test_the_recipes_text_tells_what_the_fork_server_will_be_wanted_for(recipe, 
 )
 def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, status, is_started):
     asked = []
-    monkeypatch.setattr(early_start.placement, "start_early", lambda cluster, has_compiler: asked.append(cluster))
+    monkeypatch.setattr(early_start.placement, "start_early", asked.append)
     if status is not None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "status.json").write_text(status)
@@ -297,18 +263,12 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     stages: list[str] = []
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
-    def run_finetuning(*words: str) -> int:
-        monkeypatch.setattr("sys.argv", ["jobs.finetune", str(recipe), *words])
-        with pytest.raises(SystemExit) as end:
-            run_one("finetune")
-        return end.value.code
-
-    assert run_finetuning() == 0
-    assert run_finetuning(second, "--stage", "again") == 0
+    assert main([str(recipe)], kind="finetune") == 0
+    assert main([str(recipe), second, "--stage", "again"], kind="finetune") == 0
     assert stages == ["finetune", "again"]
-    assert run_finetuning(second) == 78
+    assert main([str(recipe), second], kind="finetune") == 78
     assert "2 stages of kind finetune: finetune, again; --stage names one" in capsys.readouterr().err
-    assert run_finetuning("--stage", "agian") == 78
+    assert main([str(recipe), "--stage", "agian"], kind="finetune") == 78
     assert "no stage 'agian'" in capsys.readouterr().err
 
 

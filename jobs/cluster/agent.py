@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.cluster.fork_server import PRELOAD, Ended, Forked, ForkServer, Listen, Listening, kill_group
+from jobs.cluster.fork_server import Ended, Forked, ForkServer, Listen, Listening, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerOrder, WorkerRecord, worker_file
 from pipeline.monitoring.watchdog import STOP_FILE, Place, read_place
@@ -107,7 +107,7 @@ class Agent:
         self.files: NodeFiles | None = None
         self.oom_kills = RecentOomKills()
 
-    def warm_up(self, modules: Sequence[str] = PRELOAD) -> str:
+    def warm_up(self) -> str:
         """Start the fork server where none runs, which takes seconds and is not waited for; return the node's name.
 
         A process that has touched CUDA must not fork, and importing torch or DeepSpeed may touch it: for workers with
@@ -115,7 +115,7 @@ class Agent:
         """
         with self.changed:
             if self.server is None:
-                self.server = ForkServer(self.base, () if self.has_gpus else modules, keeps_memory=not self.has_gpus)
+                self.server = ForkServer(self.base, has_gpus=self.has_gpus)
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
         return socket.gethostname()
 

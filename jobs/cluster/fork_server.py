@@ -1,8 +1,8 @@
 """A process that has imported what workers need, and forks the workers of its node: 0.1 s instead of 3 to 6 s each.
 
-    python -m jobs.cluster.fork_server CONNECTION LIFELINE [MODULE …]      two inherited file descriptors
+    python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
 
-1. Its agent (agent.py) starts it; it imports the modules, such as torch and DeepSpeed, while the driver still prepares.
+1. Its agent (agent.py) starts it; it imports torch, DeepSpeed and more while the driver still prepares.
 2. It takes orders from the connection, and answers each:
 
        Listen("10.0.0.1")        →  Listening(34530)       the socket of the next rank 0's store
@@ -34,9 +34,11 @@ from jobs.cluster.worker import STOP_SIGNALS, WorkerOrder, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-# Imported once for all workers. The first brings what their functions import, the last what training alone needs.
-PRELOAD = ("jobs.stages.fewshot", "jobs.cluster.preload")
-COMPILER = "torch._dynamo"  # imported there too where a stage needs it: 1.3 CPU-seconds
+# Imported once for all workers, and DeepSpeed with torch's compiler behind them. The first brings what the workers'
+# functions import. With the second, which brings sympy, every worker works out shapes on the meta device when it makes
+# its model and counts its products; rank 0 writes event files with the third.
+PRELOAD = ("jobs.stages.fewshot", "torch.fx.experimental.symbolic_shapes", "torch.utils.tensorboard")
+IMPORTS = "imports"  # the word by which a fork server is told to import all this
 # For workers on CPUs, which keep the memory that a step frees (keep_freed_memory in pipeline/process_group.py):
 # - One arena for all threads. Another thread's heaps hold 64 MB at most: whatever is larger goes back to the kernel at
 #   once, whatever mallopt was told.
@@ -90,18 +92,19 @@ class Process(Protocol):
 class ForkServer:
     """A fork server as its agent sees it: a child process, and a connection of orders and answers."""
 
-    def __init__(self, folder: Path, modules: Sequence[str], *, keeps_memory: bool) -> None:
-        """Start the process; `folder` is removed when it ends, `keeps_memory` is for workers on CPUs."""
+    def __init__(self, folder: Path, *, has_gpus: bool) -> None:
+        """Start the process; `folder` is removed when it ends. For workers with GPUs it imports nothing ahead."""
         ours, theirs = socket.socketpair()
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())
         words = [sys.executable, "-m", "jobs.cluster.fork_server", str(theirs.fileno()), str(lifeline), str(folder)]
         paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if keeps_memory:
+        if not has_gpus:
+            words.append(IMPORTS)
             # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers.
             environment = with_malloc({**environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})
-        self.process = self.launch([*words, *modules], environment, (theirs.fileno(), lifeline))
+        self.process = self.launch(words, environment, (theirs.fileno(), lifeline))
         theirs.close()
         os.close(lifeline)
 
@@ -232,17 +235,26 @@ def kill_group(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def import_for_workers() -> None:
+    """Import once what all workers need. What is missing is missing in the worker too, whose error has a rank."""
+    for name in PRELOAD:
+        with suppress(Exception):
+            importlib.import_module(name)
+    with suppress(Exception):
+        from pipeline.engine.deepspeed import import_deepspeed
+
+        import_deepspeed()
+
+
 def main(arguments: Sequence[str]) -> None:
     """Import, then serve."""
-    connection, lifeline, folder, *modules = arguments
+    connection, lifeline, folder, *words = arguments
     # Who stops a job may signal all its processes. The driver tells the workers when to end.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    for name in modules:
-        # What is missing is missing in the worker too, whose error has a rank.
-        with suppress(Exception):
-            importlib.import_module(name)
+    if IMPORTS in words:
+        import_for_workers()
     # What is here now is shared by all forks: the collector need not touch it, which would copy its pages.
     gc.freeze()
     server = Server(Connection(int(connection)), int(lifeline), Path(folder))

@@ -30,11 +30,8 @@ class NodeAgent:
 class Nodes(Protocol):
     """The nodes of one command, for attempt after attempt."""
 
-    def warm_up(self, *, has_compiler: bool = False) -> None:
-        """Begin what workers need and what takes seconds, where that takes nothing from anybody.
-
-        With `has_compiler` torch's compiler is imported too, for workers that need it (`TrainConfig.needs_compiler`).
-        """
+    def warm_up(self) -> None:
+        """Begin what workers need and what takes seconds, where that takes nothing from anybody."""
 
     def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
         """Return how many workers can start, one of `worlds`, when their places are reserved; the largest comes first.

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster.agent import Agent
-from jobs.cluster.fork_server import COMPILER, PRELOAD
 from jobs.cluster.nodes import Log, NodeAgent, Nodes, SparePlace, Tick
 from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
-from jobs.cluster_config import ClusterConfig
+from jobs.cluster_config import ClusterConfig, cores
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_nodes import RayNodes
@@ -32,9 +31,9 @@ class ThisMachine:
         self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
         self.name = ""
 
-    def warm_up(self, *, has_compiler: bool = False) -> None:
+    def warm_up(self) -> None:
         """Start the fork server: it imports while the driver still prepares the work."""
-        self.name = self.agent.warm_up((*PRELOAD, COMPILER) if has_compiler else PRELOAD)
+        self.name = self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
         """Return the largest world for which this machine has the GPUs. Raises ClusterError where it has too few."""
@@ -98,8 +97,6 @@ class SpareCore(ThisMachine):
 
     def is_free(self) -> bool:
         """Tell whether this process may use more cores and GPUs than the workers do."""
-        from pipeline.preflight.machine import cores  # it imports torch, for which a start does not wait
-
         if cores() <= self.busy_cores:
             return False
         gpus = self.cluster.gpus_per_worker
@@ -171,11 +168,9 @@ def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
     return SpareCore(cluster, cluster.world, busy_cores)
 
 
-def start_early(cluster: ClusterConfig, *, has_compiler: bool = False) -> None:
+def start_early(cluster: ClusterConfig) -> None:
     """Begin what workers need and what takes seconds: the fork server, or the processes of an embedded Ray cluster."""
     if cluster.backend == "processes":
-        machine = nodes_of(cluster)
-        assert isinstance(machine, ThisMachine)
-        machine.warm_up(has_compiler=has_compiler)
+        nodes_of(cluster).warm_up()
     else:
         embedded.start_early(cluster)

@@ -22,7 +22,6 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from jobs.cluster.agent import Agent, NodeOrder
-from jobs.cluster.fork_server import COMPILER, PRELOAD
 
 AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
 ANSWER_S = 3.0  # for a node that is alive to take a connection
@@ -72,7 +71,6 @@ class RayAgents:
 
     def __init__(self) -> None:
         self.actors: dict[str, Any] = {}  # by their node's id
-        self.has_compiler = False  # those that start from now on import torch's compiler
         self.number = 0  # of actors that were started; in their names
 
     def start(self, node_id: str, run: str, *, has_gpus: bool) -> "Callable[..., Future[Any]]":
@@ -89,7 +87,7 @@ class RayAgents:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
             self.actors[node_id] = remote.remote(has_gpus)
-            self.actors[node_id].warm_up.remote((*PRELOAD, COMPILER) if self.has_compiler else PRELOAD)
+            self.actors[node_id].warm_up.remote()
         actor = self.actors[node_id]
 
         def call(method: str, *arguments: object) -> "Future[Any]":

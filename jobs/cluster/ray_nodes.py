@@ -86,13 +86,12 @@ class RayNodes:
         self.run = ""
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
 
-    def warm_up(self, *, has_compiler: bool = False) -> None:
+    def warm_up(self) -> None:
         """Start the agent of an embedded cluster, which is for this command alone.
 
         Raises ClusterError where an embedded cluster has too few places: now, and not when the workers are needed.
         """
         self.refuse_too_few(self.cluster.least)
-        self.ray_agents.has_compiler |= has_compiler
         if self.is_embedded:
             self.ray_agents.start(self.own_node(), self.run, has_gpus=self.cluster.gpus_per_worker > 0)
 

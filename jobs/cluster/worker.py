@@ -210,7 +210,7 @@ def _prepare(order: WorkerOrder) -> None:
 def _require_folder(folder: Path) -> None:
     """Raise ClusterError where the attempt's folder, which the driver has made, is not there on this node."""
     # Here, because an agent imports this module and not numpy, which this one brings.
-    from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
+    from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
 
     # With patience, because a network file system may show it late.
     unseen, waited_s = look_for(folder.parent, {folder.name: None})

@@ -6,7 +6,7 @@ The driver imports torch, which takes seconds. Meanwhile the fork server of plai
 1. the recipe's cluster is typed, not its stages, which cannot be without torch;
 2. nothing is started where no stage has workers, where the run is done, for plain processes with GPUs, and where a Ray
    cluster is to be joined, which sees nothing of this run before it is accepted;
-3. the fork server is started, with torch's compiler where the text of a stage asks for what needs it, or the cluster.
+3. the fork server is started, or the cluster.
 
 A guess costs time and never a result: the session starts what is missing once it knows (jobs/run/session.py), and
 a cluster that nobody has joined ends with the command (`started_early`).
@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from data.errors import ConfigError, ExitCode
 from jobs.cluster import embedded, placement
@@ -46,29 +45,17 @@ def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     except ConfigError:
         # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
         return
-    sections = {}
+    kinds = set()
     for name, section in recipe.values.items():
         if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
-            sections[name] = section
-    kinds = [section.get("kind", name) for name, section in sections.items()]
+            kinds.add(section.get("kind", name))
     if kind is not None:
-        kinds = [kind]
-    has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
-    if has_work_for_workers and not is_done(recipe.values.get("run", recipe.default_run)):
-        has_compiler = any(asks_for_compiler(section) for section in sections.values())
-        placement.start_early(cluster, has_compiler=has_compiler)
-
-
-def is_done(run: object) -> bool:
-    """Tell whether the last command on a run has finished all its stages, so that nothing may be left to be done."""
+        kinds = {kind}
+    # Where the last command has finished all stages, nothing may be left to be done.
+    run = recipe.values.get("run", recipe.default_run)
     try:
-        status = json.loads(Path(str(run), "status.json").read_text())
-        return bool(status["exit_code"] == ExitCode.DONE)
+        is_done = json.loads(Path(str(run), "status.json").read_text())["exit_code"] == ExitCode.DONE
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def asks_for_compiler(section: Mapping[str, Any]) -> bool:
-    """Tell whether a stage's text asks for what `TrainConfig.needs_compiler` names; what a sweep varies is not seen."""
-    recomputes = bool(section.get("checkpoint_blocks")) or section.get("activation_gb") is not None
-    return section.get("zero") == 3 or recomputes or bool(section.get("compile"))
+        is_done = False
+    if not is_done and not kinds.issubset(WORKERLESS_KINDS):
+        placement.start_early(cluster)

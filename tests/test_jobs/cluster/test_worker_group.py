@@ -43,7 +43,7 @@ from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
-from pipeline.preflight.identity import device_name
+from pipeline.process_group import device_name
 from tests import worker_functions
 from tests.contexts import pretrain_context
 from tests.families import family_of
@@ -199,7 +199,7 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.shared_storage_check.SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("pipeline.checkpoints.stage_checkpoints.SEEN_WITHIN_S", 0.1)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
         worker._require_folder(tmp_path / "elsewhere")
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
@@ -870,21 +870,20 @@ EARLY_DRIVER = """
 
     if __name__ == "__main__":
         cluster = ClusterConfig(workers=1, backend="processes")
-        start_early(cluster, has_compiler=sys.argv[2] == "True")
+        start_early(cluster)
         function = worker_functions.has_compiler
         print(run_worker_group(function, {}, cluster=cluster, name="a", directory=Path(sys.argv[1])))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_compiler", [True])
-def test_a_forked_worker_has_the_compiler_where_the_fork_server_was_told_to_import_it(has_compiler, tmp_path) -> None:
+def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(textwrap.dedent(EARLY_DRIVER))
-    command = [sys.executable, str(script), str(tmp_path), str(has_compiler)]
+    command = [sys.executable, str(script), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"{has_compiler} ['', True]", "malloc keeps freed memory in a thread too"
+    assert done.stdout.splitlines()[-1] == "True ['', True]", "malloc keeps freed memory in a thread too"
 
 
 DRIVER = """
