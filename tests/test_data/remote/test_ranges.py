@@ -23,18 +23,11 @@ from data.remote import ranges, urls
 from data.remote.cache import Ahead, Cache, CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
-from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.sources.samples import digits
 from tests.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}
 BATCH = 20
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory) -> Index:
-    return pack(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
 
 
 @pytest.fixture(scope="module")
