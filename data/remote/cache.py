@@ -266,24 +266,6 @@ def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: C
     return remote_shards, remote_bytes
 
 
-def waited_for(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> str:
-    """Return what some slots of a step need, and how much of it is here: of remote shards, those that the cache has."""
-    shards = shards_of(order, slots, step)
-    cache = Cache(cfg)
-    missing = []
-    for shard in shards:
-        if "://" in index.location(shard) and not cache.has(index.shards[shard]):
-            missing.append(shard)
-    line = f"{len(slots)} samples of {len(shards)} shards"
-    if not missing:
-        return f"{line}, all of which are here"
-    size = sum(index.shards[shard].bytes for shard in missing)
-    return (
-        f"{line}; {len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not: "
-        f"{redacted(index.location(missing[0]))} …"
-    )
-
-
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
     """Return numbers of the shards that some slots read at a step, each once."""
     shard_of_slot = order.batch(step)[1]
