@@ -9,7 +9,7 @@
   (jobs/recipe/validate.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -87,7 +87,7 @@ class StageKind:
     keeps_head: Callable[[Any, ModelConfig | None, ModelConfig | None], bool] = lambda cfg, source, model: True
     checks: Checks = no_checks
     check_outputs: Checks = no_checks  # of a finished stage, beyond the digests of what it hands on
-    metrics: Callable[[Any], list[str]] = lambda cfg: []  # names of the numbers that it will have
+    metrics: Callable[[Any], Iterable[str]] = lambda cfg: ()  # names of the numbers that it will have
     needs_workers: bool = True  # otherwise the driver does its work
     trains: bool = False  # its config is a TrainConfig
 

@@ -32,12 +32,12 @@ f. Otherwise wait, and start the next attempt from the newest checkpoint. There 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, cast
 
 from data.errors import ExitCode, Preempted
 from jobs.cluster.elastic import Growth, Sizes
@@ -57,7 +57,7 @@ from jobs.cluster.recovery import (
     write_incident,
 )
 from jobs.cluster.worker import Task, WorkerFunction
-from jobs.cluster.worker_group import WorkerGroup
+from jobs.cluster.worker_group import WorkerGroup, do_nothing
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
@@ -65,37 +65,10 @@ from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.watchdog import Watch
 
 
-class Companion(Protocol):
-    """Works beside the worker group of an attempt, and takes no part in it."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def end(self) -> None:
-        """Give everything back at once."""
-
-
-class Alone:
-    """Stands in for a companion where there is none."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-def alone(task: Task, folder: Path, cluster: ClusterConfig) -> Companion:
-    """Return the companion of an attempt that has none."""
-    return Alone()
+@contextmanager
+def alone(task: Task, folder: Path, cluster: ClusterConfig) -> Iterator[Callable[[], None]]:
+    """Stand in for a companion of an attempt that has none."""
+    yield do_nothing
 
 
 @dataclass(frozen=True)
@@ -107,7 +80,7 @@ class Attempt:
     group: WorkerGroup
     watch: Watch
     growth: Growth
-    companion: Companion
+    end_companion: Callable[[], None]  # has what works beside the worker group give everything back at once
     can_commit: bool
 
     def look(self) -> None:
@@ -139,7 +112,7 @@ class Attempt:
                 self.request_stop()
             self.context.poll(self.group.folder, self.number)
         except BaseException:
-            self.companion.end()
+            self.end_companion()
             raise
 
     def request_stop(self) -> None:
@@ -161,15 +134,15 @@ def supervise(
     stall_s: float,
     can_commit: bool = True,
     handed_on: Sequence[str] = (),
-    accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone,
+    accompany: Callable[[Task, Path, ClusterConfig], AbstractContextManager[Callable[[], None]]] = alone,
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
     `make_task(attempt)` returns what the workers of an attempt are told. `worlds` are the numbers of workers on which
     the stage may run, the largest first. A worker that holds up all others for `stall_s` seconds is a failure. Workers
     that cannot commit are ended at once where somebody wants this process to end. `handed_on` names the files of the
-    stage's folder by which one attempt tells the next. `accompany(task, attempt_folder, cluster)` returns what works
-    beside each attempt.
+    stage's folder by which one attempt tells the next. `accompany(task, attempt_folder, cluster)` works beside
+    each attempt as long as its block lasts, and gives the function that has it give everything back at once.
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
@@ -198,10 +171,9 @@ def supervise(
         watch = Watch(world, stall_s, cluster.start_timeout_s)
         is_shared = context.campaign.storage.is_shared
         group = WorkerGroup(nodes, cluster, folder, is_shared=is_shared, handed_on=handed_on)
-        companion = accompany(task, folder, cluster)
-        attempt = Attempt(context, number, group, watch, growth, companion, can_commit)
         try:
-            with growth, companion:
+            with growth, accompany(task, folder, cluster) as end_companion:
+                attempt = Attempt(context, number, group, watch, growth, end_companion, can_commit)
                 value = group.run(function, task, attempt.look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:

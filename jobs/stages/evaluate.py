@@ -110,19 +110,13 @@ class Config:
                 paths[f"sets.{name}.train"] = evaluated.train
         return paths
 
-    def metrics(self) -> list[str]:
-        """Return the names of the values that come out, as `document.entries_of` calls them."""
-        values: list[str] = []
-        for protocol in self.protocols:
-            values += value_names(protocol, self)
-        if len(self.sets) == 1:
-            return values
-        # Of several sets each value begins with the set's name.
-        names = []
+    def metrics(self) -> Iterator[str]:
+        """Iterate the names of the values that come out, as `document.entries_of` calls them."""
         for name in self.sets:
-            for value in values:
-                names.append(f"{name} {value}")
-        return names
+            for protocol in self.protocols:
+                for value in value_names(protocol, self):
+                    # Of several sets each value begins with the set's name.
+                    yield value if len(self.sets) == 1 else f"{name} {value}"
 
     def uses_head(self) -> bool:
         """Return whether a protocol looks at the outputs of the head."""

@@ -320,7 +320,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     cfg: Config = stage.config
     for run_name in cfg.runs:
         run_stage = there.campaign.stage(run_name)
-        metrics = run_stage.kind.metrics(run_stage.config)
+        metrics = list(run_stage.kind.metrics(run_stage.config))
         if cfg.best not in metrics:
             raise ConfigError(
                 f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
