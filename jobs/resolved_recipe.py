@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
@@ -54,10 +54,8 @@ class SharedClasses:
 SourceModel = Callable[[str], ModelConfig | None]
 
 
-class Checks(Protocol):
-    """The checks of a kind: they raise for what cannot run, and yield what else is to be said."""
-
-    def __call__(self, stage: "Stage", there: "Available") -> Iterator["CheckResult"]: ...
+# The checks of a kind: they raise for what cannot run, and yield what else is to be said.
+Checks: TypeAlias = "Callable[[Stage, Available], Iterator[CheckResult]]"
 
 
 def no_checks(stage: "Stage", there: "Available") -> Iterator["CheckResult"]:
@@ -78,7 +76,7 @@ class StageKind:
     # Whether a set field of `inputs` names an input by its content, as all do but the images that are packed.
     is_input: Callable[[Any, str], bool] = lambda cfg, field: True
     files: tuple[str, ...] = ()  # other fields that may be relative paths
-    missing: Callable[[Any], list[str]] = lambda cfg: []  # messages about `files` at which there is nothing
+    missing: Callable[[Any], Iterable[str]] = lambda cfg: ()  # messages about `files` at which there is nothing
     makes_weights: bool = False  # which other stages may start from
     sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
     model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
@@ -215,11 +213,6 @@ class Context:
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 
     @property
-    def name(self) -> str:
-        """Return the stage's name, with which its messages begin."""
-        return self.stage.name
-
-    @property
     def directory(self) -> Path:
         """Return the stage's own folder in the run directory."""
         return self.campaign.directory(self.stage)
@@ -232,7 +225,7 @@ class Context:
     @property
     def model(self) -> ModelConfig:
         """Return the architecture that the stage ends with; a stage without one must not ask for it."""
-        assert self.stage.model is not None, f"{self.name} starts when the weights that tell its model are there"
+        assert self.stage.model is not None, f"{self.stage.name} starts when the weights that tell its model are there"
         return self.stage.model
 
 

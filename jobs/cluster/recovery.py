@@ -131,7 +131,7 @@ def no_progress(context: Context, failure: WorkerGroupError, attempts_without_pr
         exit_code = ExitCode.IO
     last = restart_point(context)
     return StageFailed(
-        f"{context.name}: {failure}\n"
+        f"{context.stage.name}: {failure}\n"
         f"  {attempts_without_progress} attempts in a row made no new checkpoint; the last is {last}\n"
         f"  the traceback is in {context.directory / 'incidents.txt'}",
         exit_code,

@@ -121,7 +121,7 @@ class Attempt:
         if self.context.stop_requested() and not self.group.has_started():
             end_if_asked(self.context)
         if not self.can_commit:
-            raise Preempted(f"stopped in {self.context.name}; run the same command again to do it from its start")
+            raise Preempted(f"stopped in {self.context.stage.name}; run the same command again to do it from its start")
         self.group.request_stop()
 
 
@@ -206,7 +206,7 @@ def supervise(
             continue
         # c. A worker that asks for an exit code knows what it wants.
         if failure.exit_code is not None:
-            raise StageFailed(f"{context.name}: {message_of(failure)}", failure.exit_code, failure.kind)
+            raise StageFailed(f"{context.stage.name}: {message_of(failure)}", failure.exit_code, failure.kind)
         # d to f.
         if failures.are_too_many(failure, made_progress):
             raise no_progress(context, failure, failures.count)
