@@ -114,13 +114,16 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, Featur
 @pytest.mark.parametrize(("right", "samples"), [(0, 10), (10, 10), (1, 3), (355, 400), (49_000, 50_000)])
 def test_the_interval_of_a_share_is_scipys_wilson_interval(right: int, samples: int) -> None:
     expected = stats.binomtest(right, samples).proportion_ci(0.95, method="wilson")
-    assert document.wilson(right, samples) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    entry = document.share_entry(right, samples)
+    assert (entry["value"], entry["samples"]) == (right / samples, samples)
+    assert (entry["low"], entry["high"]) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_the_interval_of_a_share_written_out_by_hand() -> None:
     # 8 of 10: (0.8 + 1.9208/10 ± 1.96 √(0.16/10 + 0.9604/100)) / (1 + 3.8416/10)
-    assert document.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert document.wilson(0, 0) == (0.0, 1.0)
+    entry = document.share_entry(8, 10)
+    assert (entry["low"], entry["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert document.share_entry(0, 0) == {"value": 0.0, "low": 0.0, "high": 1.0, "samples": 0}
 
 
 def test_few_shot_has_the_mean_of_its_seeds_and_their_standard_deviation(tmp_path: Path) -> None:
@@ -428,7 +431,7 @@ def test_a_new_protocol_is_a_function_and_a_row(
     labels = [s.labels[0] for n, s in enumerate(islice(digits(True, image_size=16), 150)) if n != 77]
     (entry,) = result["values"].values()
     assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
-    assert (entry["low"], entry["high"]) == document.wilson(round(entry["value"] * 149), 149)
+    assert document.share_entry(round(entry["value"] * 149), 149).items() <= entry.items()
     assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
 
 
