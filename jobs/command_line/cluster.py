@@ -8,7 +8,8 @@ import typer
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import recipe_path
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.terminal import echo
 
 Variables = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
@@ -27,7 +28,7 @@ def submit(
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
     from jobs.recipe import campaign
-    from jobs.recipe.portable_recipe import VARIABLE, portable
+    from jobs.recipe.render import VARIABLE, portable
     from jobs.submit import submission
     from pipeline.config import read_recipe
     from pipeline.versions import COMMIT_VARIABLE, git_commit
@@ -39,7 +40,7 @@ def submit(
             raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
         variables[name] = value
     document = read_recipe(recipe_path(recipe), overrides or [])
-    run = campaign.resolve(document).place  # a wrong recipe stops here, not on the cluster
+    run = campaign.resolve(document).storage.address()  # a wrong recipe stops here, not on the cluster
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
     text, changed = portable(document, run, Path.cwd())
@@ -86,10 +87,10 @@ def list_jobs(_debug: Debug = False) -> None:
         print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
     for job in jobs:
         # The start to the minute; below it how far the job is, or what it waits for.
-        note = "  its driver has not started" if job.status == "PENDING" else ""
-        say(f"{job.state:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
+        note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""
+        echo(f"{job.status:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
         if job.last_line:
-            say(f"{'':10} {job.last_line.removeprefix(WAITING)}")
+            echo(f"{'':10} {job.last_line.removeprefix(WAITING)}")
 
 
 def job_name(run: str) -> str:

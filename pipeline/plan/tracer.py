@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 import models
 from data.loader import Batch, Wait
-from models import ModelConfig, layers, vit
+from models import ModelConfig, vit
 from models.catalog import FAMILIES
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
@@ -106,7 +106,6 @@ def trace(
         around.enter_context(patch("pipeline.engine.deepspeed.over_gloo", lambda: not is_gpu))
         # Models, losses and optimizers keep what they would on a GPU with flash attention.
         if is_gpu:
-            around.enter_context(patch.object(layers, "attend", fused_attention))
             around.enter_context(patch.object(vit, "attend", fused_attention))
             around.enter_context(patch.object(torch.optim, "AdamW", fused_adamw))
             around.enter_context(patch.object(F, "dropout", cuda_dropout))
@@ -387,7 +386,7 @@ BIAS_MULTIPLE = 16  # and the other kernel a row of the bias
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Take the place of `models.layers.attend`."""
+    """Take the place of `models.vit.attend`."""
     # Flash attention takes half precision and no bias; the kernel that torch chooses otherwise takes both.
     if q.dtype == torch.bfloat16 and bias is None:
         width = q.shape[-1]
