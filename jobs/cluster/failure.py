@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from data.errors import PatchlineError
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.worker import WorkerRecord, worker_file
 
@@ -57,6 +57,15 @@ class WorkerGroupError(Exception):
         if self.place:
             worker += f", in {self.place}"
         return f"{worker}: {self.cause}"
+
+
+class StageFailed(PatchlineError):
+    """A stage ended for a reason that a restart does not cure; carries the worker's exit code and exception."""
+
+    def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.kind = kind  # name of the worker's exception; "" where it raised none
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ class Evidence:
         )
 
 
-def has_lost_a_peer(record: WorkerRecord | Mapping[str, Any]) -> bool:
+def has_lost_a_peer(record: WorkerRecord) -> bool:
     """Tell whether a worker has ended because a collective lost a member, which says little about that worker."""
     if "error" not in record or record["exit_code"] is not None:
         return False

@@ -78,8 +78,8 @@ class SpareBundle(RayNodes):
 
     def close(self) -> None:
         """End the agents of evaluations."""
-        for node_id in list(self.ray_agents.actors):
-            self.ray_agents.kill(node_id)
+        for node_id in list(self.actors):
+            self.end_agent(node_id)
 
 
 def run_on_spare_nodes(

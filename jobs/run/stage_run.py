@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError, Diverged
-from jobs.cluster.recovery import StageFailed
+from jobs.cluster.failure import StageFailed
 from jobs.recipe import class_names
 from jobs.recipe.changes import changed_warnings
 from jobs.recipe.validate import refuse, validate

@@ -1,6 +1,6 @@
 """Evaluates the commits of one trained stage beside training (`evaluate_on: spare`), one at a time.
 
-1. While an attempt runs, a thread looks once a second whether a place is free (SparePlace, jobs/cluster/nodes.py) and
+1. While an attempt runs, a thread looks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
    says so in a file. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/evaluation/async_evaluation.py).
 2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
@@ -26,8 +26,7 @@ from typing import Any, Self, cast
 from data.checks import one_line
 from data.errors import Preempted
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import SparePlace
-from jobs.cluster.placement import spare_place_of
+from jobs.cluster.placement import SparePlace, spare_place_of
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig

@@ -31,7 +31,6 @@ from jobs.resolved_recipe import Context
 from jobs.stages import any_weights
 from jobs.worlds import allowed_worlds
 from pipeline import config
-from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.evaluation.protocols import Protocol
@@ -84,7 +83,7 @@ def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context
         "attempt": attempt,
         "claimed": time.time(),
         "code": code_version(),
-        "folder": str(attempt_folder(context.directory, attempt)),
+        "folder": str(context.attempt_folder(attempt)),
         "remote": context.campaign.remote,
         "config": config.plain(cfg),
         "init": init,

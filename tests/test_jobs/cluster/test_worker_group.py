@@ -29,15 +29,14 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
-from jobs.cluster import agent, embedded, worker
-from jobs.cluster.agent import WorkerState
+from jobs.cluster import agent, embedded, fork_server, worker
+from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.fork_server import with_malloc
 from jobs.cluster.nodes import NodeAgent
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import connect, disconnect
-from jobs.cluster.supervisor import Alone, Attempt
+from jobs.cluster.supervisor import Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
@@ -200,8 +199,12 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("pipeline.checkpoints.shared_storage_check.SEEN_WITHIN_S", 0.1)
+    info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
+    order = worker.WorkerOrder(
+        info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True
+    )
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker._require_folder(tmp_path / "elsewhere")
+        worker._prepare(order)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
 
 
@@ -292,15 +295,14 @@ def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> Non
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    recent = agent.RecentOomKills()
-    assert not recent.any()
+    kills = agent.OomKills()
+    assert not kills.are_recent()
     (tmp_path / "vmstat").write_text("oom_kill 5\n")
-    for _ in range(1000):  # a dying worker wakes the driver before it has an exit code
-        recent.look()
-    assert recent.any()
+    # A dying worker wakes the driver before it has an exit code.
+    assert all(kills.are_recent() for _ in range(1000))
     monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
-    recent.look()
-    assert not recent.any(), "what is older than the window is forgotten"
+    kills.are_recent()
+    assert not kills.are_recent(), "what is older than the window is forgotten"
 
 
 def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
@@ -459,12 +461,14 @@ def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
     processes_started: list[subprocess.Popen[str]] = []
 
-    def start_guard(directory: Path, cpus: int) -> subprocess.Popen[str]:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    popen = subprocess.Popen
+
+    def start_guard(words: list[str], **options: Any) -> subprocess.Popen[str]:
+        process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes_started.append(process)
         return process
 
-    monkeypatch.setattr(embedded, "start_guard", start_guard)
+    monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
     monkeypatch.setattr(embedded, "short_directory", lambda: str(tmp_path))
     with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
         connect(ClusterConfig())
@@ -578,24 +582,24 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
     nodes: Any = Places()
     group = WorkerGroup(nodes, two["processes"], tmp_path)
     asked: list[str] = []
-    has_started = False
+    workers = [WorkerState(1, pid=1)]
 
-    def call(method: str, *arguments: object) -> "Future[bool]":
+    def call(method: str, *arguments: object) -> "Future[NodeReport]":
         asked.append(method)
-        answer: Future[bool] = Future()
-        answer.set_result(has_started)
+        answer: Future[NodeReport] = Future()
+        answer.set_result(NodeReport(1, workers))
         return answer
 
     group.links.append(AgentLink(NodeAgent("n", "", "127.0.0.1", 2, call), []))
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
-    attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, Alone(), can_commit=True)
+    attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, can_commit=True)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
         attempt.look()
-    assert asked == ["has_started"], "the last report may be older than a worker's start"
-    has_started = True
+    assert asked == ["poll"], "the last report may be older than a worker's start"
+    left(group, 1)
+    workers.append(group.states.pop(1))
     attempt.look()
-    assert asked == ["has_started", "has_started", "stop"], "a worker that has started is asked to commit"
-    has_started = False
+    assert asked == ["poll", "poll", "stop"], "a worker that has started is asked to commit"
     left(group, 1)
     attempt.look()
     assert asked[3:] == [], "it is asked again after a while only"
@@ -621,10 +625,15 @@ def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name,
     assert value == "0" or value not in str(caught.value), "the message is printed and kept"
 
 
-def test_what_malloc_is_told_stands_behind_what_the_user_tells_it() -> None:
+def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monkeypatch) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(fork_server.ForkServer, "launch", lambda server, words, *rest: environments.append(rest[0]))
     ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
     for theirs, expected in (("glibc.malloc.hugetlb=1", f"glibc.malloc.hugetlb=1:{ours}"), ("", ours)):
-        assert with_malloc({"GLIBC_TUNABLES": theirs, "A": "b"}) == {"GLIBC_TUNABLES": expected, "A": "b"}
+        monkeypatch.setenv("GLIBC_TUNABLES", theirs)
+        server = fork_server.ForkServer(tmp_path, has_gpus=False)
+        os.close(server.lifeline)
+        assert environments.pop()["GLIBC_TUNABLES"] == expected
 
 
 def test_what_is_no_secret_is_let_through() -> None:

@@ -513,7 +513,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         asked_for = []
 
         def ask(group: WorkerGroup) -> None:
-            if group.started() and not asked_for:
+            if group.has_started() and not asked_for:
                 assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
@@ -526,7 +526,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         remove_placement_group(asked_for[0])
 
         def kill(group: WorkerGroup) -> None:
-            if group.started():
+            if group.has_started():
                 with suppress(ProcessLookupError):
                     os.kill(group.states[0].pid, signal.SIGKILL)
 
