@@ -5,7 +5,7 @@
 1. `start` makes the cluster's directory and starts the guard, in a session of its own. The driver does not wait.
 2. The guard runs `ray start --head` with free ports, all of them on 127.0.0.1, and with a token that only this user can
    read. Then it writes "ready host:port" to its standard output, or "failed" and the reason.
-3. `address` waits for that line.
+3. The driver waits for that line when it joins (ray.py).
 4. The guard waits for the end of its standard input, which the driver holds open as long as it lives. So `end`, the
    driver's own end and a SIGKILL of it all come to the same: the guard kills every process of its session, in which
    all of Ray's are, and removes the directory.
@@ -90,21 +90,13 @@ def has_too_few_cpus(cluster: ClusterConfig) -> bool:
     return bool(_started) and _started[0].cpus < cluster.least * cluster.cpus_per_worker
 
 
-def start_early(cluster: ClusterConfig) -> None:
-    """Start a cluster where workers will want an embedded one; one that is joined is not touched before it is time."""
-    if is_wanted() and not is_started():
-        # The same failure comes again when the cluster is needed, and is reported then.
-        with suppress(OSError, ClusterError):
-            start(cluster)
-
-
-def start(cluster: ClusterConfig) -> Path:
+def start(cluster: ClusterConfig) -> Embedded:
     """Start a cluster that counts enough CPUs for these workers; one that counts too few is ended.
 
-    Returns its directory. Raises ClusterError where no token can be kept, and OSError.
+    The driver does not wait for it. Raises ClusterError where no token can be kept, and OSError.
     """
     if _started and not has_too_few_cpus(cluster):
-        return _started[0].directory
+        return _started[0]
     end()
     make_token()
     # This process joins with the same variables, which Ray reads when it is imported.
@@ -116,7 +108,7 @@ def start(cluster: ClusterConfig) -> Path:
         environment[name] = os.pathsep.join(filter(None, [str(path), os.environ.get(name)]))
     # Workers that compute with few threads share the cores; Ray only counts.
     cpus = max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker)
-    directory = Path(short_directory())
+    directory = short_directory()
     try:
         guard = subprocess.Popen(
             # -P leaves the driver's working directory out, whose files may have names of modules.
@@ -134,17 +126,7 @@ def start(cluster: ClusterConfig) -> Path:
         directory.rmdir()
         raise
     _started.append(Embedded(guard, directory, cpus))
-    return directory
-
-
-def address() -> str:
-    """Wait until the cluster that was started can be joined; return its host:port. Raises ConnectionError, why not."""
-    answer = _started[0].guard.stdout
-    assert answer is not None
-    word, _, text = answer.readline().strip().partition(" ")
-    if word != "ready":
-        raise ConnectionError(text or "its processes have ended")
-    return text
+    return _started[0]
 
 
 def end(*, waits: bool = True) -> None:
@@ -164,7 +146,7 @@ def end(*, waits: bool = True) -> None:
             pipe.close()
 
 
-def short_directory() -> str:
+def short_directory() -> Path:
     """Make a temporary directory whose path leaves enough bytes for the names of Ray's sockets."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
@@ -173,7 +155,7 @@ def short_directory() -> str:
         if len(parent) <= longest and os.access(parent, os.W_OK):
             chosen = parent
             break
-    return tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen)
+    return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen))
 
 
 # ------------------------------------------------------------------------ the token: who talks to a cluster runs code

@@ -93,18 +93,16 @@ class Evidence:
         A lost node is no death where a worker has asked for an exit code: a node that is drained is gone as soon as its
         workers have committed.
         """
-        deaths = {rank: state.death for rank, state in self.states.items() if state.death}
-        if self.losses:
-            ends = self.ends()
-            if all(record.get("exit_code") is None for record in ends.values()):
-                for rank, loss in self.losses.items():
-                    if rank not in ends:
-                        deaths.setdefault(rank, loss)
+        deaths = {}
+        ends = self.ends()
+        if all(record.get("exit_code") is None for record in ends.values()):
+            for rank, loss in self.losses.items():
+                if rank not in ends:
+                    deaths[rank] = loss
+        for rank, state in self.states.items():
+            if state.death:
+                deaths[rank] = state.death
         return deaths
-
-    def has_lost_a_peer(self) -> bool:
-        """Tell whether a worker says that a collective has lost a member."""
-        return any(has_lost_a_peer(record) for record in self.ends().values())
 
     def grace_s(self) -> float:
         """Return how long to wait for a better explanation of a failure; infinite where there is no sign of one."""

@@ -3,8 +3,10 @@
 Ray takes seconds to import, so only a cluster that needs it imports it.
 """
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
+from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster.nodes import SpareCore, ThisMachine
 from jobs.cluster.ray import connect
@@ -54,5 +56,8 @@ def start_early(cluster: ClusterConfig) -> None:
     """Begin what workers need and what takes seconds: the fork server, or the processes of an embedded Ray cluster."""
     if cluster.backend == "processes":
         nodes_of(cluster).warm_up()
-    else:
-        embedded.start_early(cluster)
+    # A cluster that is joined is not touched before it is time.
+    elif embedded.is_wanted() and not embedded.is_started():
+        # The same failure comes again when the cluster is needed, and is reported then.
+        with suppress(OSError, ClusterError):
+            embedded.start(cluster)

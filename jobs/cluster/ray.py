@@ -63,7 +63,29 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
     if not _is_joined() and embedded.is_wanted():
         _join_embedded(cluster)
     elif not _is_joined():
-        _join(os.environ["RAY_ADDRESS"])
+        address = os.environ["RAY_ADDRESS"]
+        if address.startswith("http"):
+            raise ClusterError(
+                f"RAY_ADDRESS={address} is a dashboard\n"
+                f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
+                f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
+            )
+        # "auto" is the cluster of this machine, whose address Ray finds itself.
+        if address != "auto":
+            require_reachable(address)
+        # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
+        embedded.use_token_if_any()
+        os.environ.update(embedded.ENVIRONMENT | dict(os.environ))
+        runtime_env = None
+        # The workers on other nodes need this checkout; a submitted job has shipped it already.
+        is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        if not is_submitted_job:
+            runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
+        try:
+            _init_ray(address=address, runtime_env=runtime_env)
+        except Exception as error:
+            raise explain(error, address) from None
+
     import ray
 
     resources = ray.cluster_resources()
@@ -96,48 +118,28 @@ def _is_joined() -> bool:
 
 def _join_embedded(cluster: ClusterConfig) -> None:
     """Start the embedded cluster, unless it was started early, and join it; ends it where that fails."""
-    directory = embedded.start(cluster)
+    started = embedded.start(cluster)
     try:
-        address = embedded.address()
+        # The guard's one line, when the cluster can be joined.
+        assert started.guard.stdout is not None
+        word, _, text = started.guard.stdout.readline().strip().partition(" ")
+        if word != "ready":
+            raise RuntimeError(text or "its processes have ended")
         import ray
 
         # Ray has read the variable when it was imported, which may have been before the cluster was started.
         if ray.util.get_node_ip_address() != embedded.LOOPBACK:
             raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
-        _init_ray(address=address)
+        _init_ray(address=text)
     except Exception as error:
         # The guard clears away what has come up of the cluster.
         disconnect()
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ClusterError(
             f"an embedded Ray cluster did not start: {reason}\n"
-            f"it needs 1 GB of memory, free ports on the loopback and disk space in {directory.parent}\n"
+            f"it needs 1 GB of memory, free ports on the loopback and disk space in {started.directory.parent}\n"
             f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
         ) from error
-
-
-def _join(address: str) -> None:
-    if address.startswith("http"):
-        raise ClusterError(
-            f"RAY_ADDRESS={address} is a dashboard\n"
-            f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
-            f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
-        )
-    # "auto" is the cluster of this machine, whose address Ray finds itself.
-    if address != "auto":
-        require_reachable(address)
-    # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
-    embedded.use_token_if_any()
-    os.environ.update(embedded.ENVIRONMENT | dict(os.environ))
-    runtime_env = None
-    # The workers on other nodes need this checkout; a submitted job has shipped it already.
-    is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if not is_submitted_job:
-        runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
-    try:
-        _init_ray(address=address, runtime_env=runtime_env)
-    except Exception as error:
-        raise explain(error, address) from None
 
 
 def _init_ray(**options: Any) -> None:

@@ -210,20 +210,20 @@ class RayNodes:
     def is_anything_asked_for(self) -> bool:
         """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
         total = ClusterState.now().total
-        ours = {reservation.group.id.hex() for reservation in self._reservations()}
+        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
         for group, row in placement_group_table().items():
             if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
                 wanted: Counter[str] = Counter()
                 for bundle in row["bundles"].values():
                     wanted.update(bundle)
-                    if room_for({name: 1 for name in bundle}, total) < 1:
+                    if room_for(dict.fromkeys(bundle, 1), total) < 1:
                         wanted["more than any node has"] += 1
-                if all(sum(node.get(name, 0) for node in total.values()) >= count for name, count in wanted.items()):
+                there: Counter[str] = Counter()
+                for resources in total.values():
+                    there.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
+                if wanted <= there:
                     return True
         return False
-
-    def _reservations(self) -> list[Reservation]:
-        return [reservation for reservation in [self.reservation, *self.lent] if reservation is not None]
 
     def _ask(self, workers: int, least: int) -> None:
         """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
@@ -245,6 +245,7 @@ class RayNodes:
 
     def _wait(self, worlds: Sequence[int], log: Log, on_tick: Tick) -> None:
         """Return when Ray has placed the request; log meanwhile what is missing. Raises what `reserve` raises."""
+        share = share_of_worker(self.cluster)
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
@@ -260,10 +261,13 @@ class RayNodes:
                 if self._choose(worlds, log):
                     deadline = max(deadline, next_choice)
             if now > deadline:
-                raise ClusterError(f"{self._missing(worlds[-1])}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
+                state = ClusterState.now()
+                text = missing(worlds[-1], share, self._open_to_us(state, set()), state)
+                raise ClusterError(f"{text}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
             # Not at once, when it has changed, and now and then. Or a queue looks like a hang.
             if now > next_line:
-                line = self._missing(worlds[0])
+                state = ClusterState.now()
+                line = missing(worlds[0], share, self._open_to_us(state, set()), state)
                 if len(worlds) > 1:
                     line += f"; fewer will do after {patience_s:g} s (cluster.patience_s)"
                 if line != last_line or now > logged_at + SAME_LINE_S:
@@ -295,14 +299,10 @@ class RayNodes:
             self._ask(world, worlds[-1])
         elif world != self.workers_held:
             if world < worlds[0]:
-                log(f"goes on with {world} of up to {worlds[0]} workers: {self._missing(worlds[0])}")
+                text = missing(worlds[0], share, self._open_to_us(state, set()), state)
+                log(f"goes on with {world} of up to {worlds[0]} workers: {text}")
             self._ask(world, worlds[-1])
         return world < worlds[0]
-
-    def _missing(self, workers: int) -> str:
-        share = share_of_worker(self.cluster)
-        state = ClusterState.now()
-        return missing(workers, share, room_for(share, self._open_to_us(state, set())), state)
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
         """Return what the nodes have for us, by node: what is free there, and what this process holds."""
@@ -310,7 +310,9 @@ class RayNodes:
         for node, resources in state.staying.items():
             if node not in avoided:
                 nodes[node] = Counter(resources)  # type: ignore[arg-type]  # amounts may be fractions
-        for reservation in self._reservations():
+        for reservation in [self.reservation, *self.lent]:
+            if reservation is None:
+                continue
             # A bundle that has lost its node lies on none of these.
             for node in placement_group_table(reservation.group)["bundles_to_node_id"].values():
                 if node in nodes:
@@ -340,7 +342,9 @@ class RayNodes:
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
         """Return the nodes that places must not lie on, where the others have room for `least` workers."""
         avoided = self.nodes_to_avoid() & set(state.total)
-        others = {node: resources for node, resources in state.total.items() if node not in avoided}
+        others = state.total.copy()
+        for node in avoided:
+            del others[node]
         # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
         if room_for(share_of_worker(self.cluster), others) < least:
             return set()
@@ -370,7 +374,10 @@ class RayNodes:
                     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
                     task: Any = ray.remote(num_cpus=0, num_gpus=gpus)(ray.get_gpu_ids)
                     answers.append(task.options(scheduling_strategy=place).remote())
-                self.gpu_ids[node_id] = ",".join(str(gpu) for of_bundle in ray.get(answers) for gpu in of_bundle)
+                ids: list[str] = []
+                for of_bundle in ray.get(answers):
+                    ids += map(str, of_bundle)
+                self.gpu_ids[node_id] = ",".join(ids)
             agents.append(
                 NodeAgent(
                     name=rows[node_id]["NodeManagerHostname"],
@@ -431,7 +438,8 @@ class RayNodes:
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""
-        return int(ray.cluster_resources().get("GPU", 0)), "machine" if self.is_embedded else "cluster"
+        place = "machine" if self.is_embedded else "cluster"
+        return int(ray.cluster_resources().get("GPU", 0)), place
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
@@ -445,9 +453,10 @@ def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
     if connection not in _joined:
         # What was held over another connection has gone with it. The nodes to avoid are kept: it may be the same
         # cluster that was joined again.
-        avoided = {node: since for nodes in _joined.values() for node, since in nodes.avoided.items()}
+        nodes = RayNodes(cluster, is_embedded=is_embedded)
+        for before in _joined.values():
+            nodes.avoided |= before.avoided
         _joined.clear()
-        _joined[connection] = RayNodes(cluster, is_embedded=is_embedded)
-        _joined[connection].avoided = avoided
+        _joined[connection] = nodes
     _joined[connection].cluster = cluster
     return _joined[connection]

@@ -175,7 +175,7 @@ class Attempt:
         if not group.have_all_ended():
             stuck = self.watch.look(group.places(), group.is_frozen)
             if stuck is not None:
-                raise group.failure(stuck.rank, stuck.cause)
+                raise group.evidence().silent_failure(stuck.rank, stuck.cause)
             # Slow is not stuck: the run goes on at the pace of its slowest worker, and its user learns which it is.
             slow = self.watch.slow()
             if slow is not None:

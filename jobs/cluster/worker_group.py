@@ -24,7 +24,7 @@ from typing import Any
 
 from data.errors import PatchlineError
 from jobs.cluster.agent import NodeOrder, NodeReport, WorkerState
-from jobs.cluster.failure import Evidence, WorkerGroupError
+from jobs.cluster.failure import Evidence, WorkerGroupError, has_lost_a_peer
 from jobs.cluster.node_files import Mark, begin_as_driver, take_over
 from jobs.cluster.nodes import NodeAgent
 from jobs.cluster.placement import Nodes, nodes_of
@@ -145,10 +145,6 @@ class WorkerGroup:
             if link.loss:
                 losses.update({info.rank: link.loss for info in link.ranks})
         return Evidence(self.folder, self.cluster.world, self.states, self.node_names, self.addresses, losses)
-
-    def failure(self, rank: int, cause: str) -> WorkerGroupError:
-        """Return the error of a worker that cannot speak for itself, with the stacks that its log holds."""
-        return self.evidence().silent_failure(rank, cause)
 
     # -------------------------------------------------------------------- the attempt
 
@@ -305,7 +301,9 @@ class WorkerGroup:
                 continue
             if not answer.done():
                 # Without a peer that says so, a node that is silent for a moment may only be slow.
-                limit_s = SILENT_PEER_S if self.evidence().has_lost_a_peer() else SILENT_S
+                limit_s = SILENT_S
+                if any(map(has_lost_a_peer, self.evidence().ends().values())):
+                    limit_s = SILENT_PEER_S
                 if time.monotonic() > link.asked + limit_s:
                     link.asked += limit_s
                     link.loss = self.nodes.loss_of(link.agent, None)
@@ -316,7 +314,8 @@ class WorkerGroup:
             except Exception as error:
                 # Or a connection that broke for a moment: then the agent is asked again.
                 link.loss = self.nodes.loss_of(link.agent, error)
-                time.sleep(0.0 if link.loss else TOGETHER_S)
+                if not link.loss:
+                    time.sleep(TOGETHER_S)
                 continue
 
             link.news = report.news

@@ -263,7 +263,7 @@ class AsyncEvaluation:
             raise NoPlace("somebody wants the place")
         stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
-            raise group.failure(stuck.rank, stuck.cause)
+            raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + LOOK_S
             self.waiting(at_most=1)

@@ -29,7 +29,6 @@ from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.resolved_recipe import Context
 from jobs.stages import any_weights
-from jobs.worlds import allowed_worlds
 from pipeline import config
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
@@ -67,7 +66,7 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
         worker,
         partial(make_task, cfg, init, requests, context),
         context,
-        worlds=allowed_worlds(cfg, context.campaign.cluster),
+        worlds=context.campaign.cluster.worlds,
         stall_s=cfg.stall_s,
         can_commit=False,
     )

@@ -92,7 +92,7 @@ def cluster() -> Iterator[Nodes]:
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
         # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.
         patch.setattr(ray._private.utils, "write_ray_address", lambda address: None)
-        folder = Path(embedded.short_directory())
+        folder = embedded.short_directory()
         nodes = Nodes(folder)
         patch.setenv("RAY_ADDRESS", nodes.cluster.address)
         yield nodes

@@ -357,7 +357,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
             os.kill(group.states[1].pid, signal.SIGSTOP)
         stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
-            raise group.failure(stuck.rank, stuck.cause)
+            raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
     with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without a sign"):
@@ -469,7 +469,7 @@ def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
         return process
 
     monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
-    monkeypatch.setattr(embedded, "short_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
     with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
         connect(ClusterConfig())
     assert processes_started[0].returncode == 0 and not embedded.is_started()
