@@ -216,11 +216,14 @@ class Agent:
             if self.files is not None:
                 self.files.take(taken)
 
-    def stop(self) -> None:
-        """Ask the workers to commit and end; all of them look for this file."""
+    def stop(self) -> bool:
+        """Ask the workers to commit and end; tell whether any of them has started, as of this moment."""
         with self.changed:
+            # All of them look for this file.
             if self.workers:
                 (self.node_folder / STOP_FILE).touch()
+            self._read_records()
+            return any(worker.record is not None for worker in self.workers.values())
 
     def end(self) -> None:
         """Kill the workers of the attempt, loaders included, and return when they are gone."""

@@ -119,11 +119,14 @@ class SpareCore(ThisMachine):
         super().__init__(cluster)
         self.busy_cores = busy_cores
         self.gpus_in_use = world * cluster.gpus_per_worker
+        self.has_training_ended = False  # set from outside: the worker group's own cores and GPUs are free from then on
 
     def is_free(self) -> bool:
         """Tell whether there is a place that nobody wants."""
         from pipeline.preflight.machine import cores  # it imports torch, for which a start does not wait
 
+        if self.has_training_ended:
+            return True
         if cores() <= self.busy_cores:
             return False
         gpus = self.cluster.gpus_per_worker
@@ -132,11 +135,6 @@ class SpareCore(ThisMachine):
     def is_wanted(self) -> bool:
         """Tell whether somebody waits for the place that is used."""
         return False  # other commands of this machine do not know of one another
-
-    def training_has_ended(self) -> None:
-        """Hear that the worker group's own places are free from now on."""
-        self.busy_cores = 0
-        self.gpus_in_use = 0
 
     def take(self) -> bool:
         """Take the place; tell whether that succeeded."""
@@ -154,6 +152,9 @@ class SpareCore(ThisMachine):
         (agent,) = super().agents(world)
         if not self.cluster.gpus_per_worker:
             return [agent]
+        visible = list(map(str, range(self.gpus_present()[0])))
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        visible = named.split(",") if named is not None else [str(number) for number in range(self.gpus_present()[0])]
-        return [dataclasses.replace(agent, visible_gpus=",".join(visible[self.gpus_in_use :]))]
+        if named is not None:
+            visible = named.split(",")
+        first = 0 if self.has_training_ended else self.gpus_in_use
+        return [dataclasses.replace(agent, visible_gpus=",".join(visible[first:]))]

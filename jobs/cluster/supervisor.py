@@ -191,11 +191,10 @@ class Attempt:
         # Asked again and again, because the attempt may have just begun.
         if group.drain_events or self.growth.wanted is not None or context.stop_requested():
             # A worker that has not even started has nothing to commit, and to place it may take minutes.
-            if context.stop_requested() and not group.has_started():
+            if not group.request_stop():
                 end_if_asked(context)
             if not self.can_commit:
                 raise Preempted(f"stopped in {context.name}; run the same command again to do it from its start")
-            group.request_stop()
         context.poll(group.folder, self.number)
 
 

@@ -110,17 +110,6 @@ class WorkerGroup:
         """Return in which phase every worker was when it was last seen."""
         return {rank: state.place for rank, state in self.states.items() if state.place is not None}
 
-    def has_started(self) -> bool:
-        """Tell whether any worker has started; the agents are asked where no report says so."""
-        if any(state.record is not None for state in self.states.values()):
-            return True
-        # The last report may be a second old, and a worker that has started since may have taken steps.
-        asked = [link.agent.call("poll", link.news, 0.0, {}) for link in self.links if not link.loss]
-        for answer in wait(asked, POLL_S).done:
-            if answer.exception() is None and any(state.record is not None for state in answer.result().workers):
-                return True
-        return False
-
     def have_all_ended(self) -> bool:
         """Tell whether every worker is done, well or not."""
         return len(self.states) == self.cluster.world and all(state.has_ended for state in self.states.values())
@@ -129,14 +118,19 @@ class WorkerGroup:
         """Tell whether a signal has stopped a worker."""
         return rank in self.states and self.states[rank].is_stopped
 
-    def request_stop(self) -> None:
-        """Ask the workers to commit and end."""
+    def request_stop(self) -> bool:
+        """Ask the workers to commit and end; tell whether any of them has started."""
         now = time.monotonic()
+        has_started = any(state.record is not None for state in self.states.values())
         # Again after a while: a request may be lost with a connection that broke for a moment.
-        if now > self.stop_requested + STOP_AGAIN_S:
+        if not has_started or now > self.stop_requested + STOP_AGAIN_S:
             self.stop_requested = now
-            for link in self.links:
-                link.agent.call("stop")
+            asked = [link.agent.call("stop") for link in self.links if not link.loss]
+            # The last report may be a second old, and a worker that has started since may have taken steps.
+            if not has_started:
+                for answer in wait(asked, POLL_S).done:
+                    has_started |= answer.exception() is None and answer.result()
+        return has_started
 
     def evidence(self) -> Evidence:
         """Return what is known of the workers, from which their failure is judged."""

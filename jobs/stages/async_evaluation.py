@@ -122,7 +122,7 @@ class AsyncEvaluation:
         has_requests = bool(async_evaluation.requested(self.stage))
         self.training_has_ended = True
         assert self.place is not None
-        self.place.training_has_ended()
+        self.place.has_training_ended = True
         began = time.monotonic()
         next_line = began
         try:
