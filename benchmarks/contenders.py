@@ -411,9 +411,8 @@ def fill_places(index: Index, places: np.ndarray, connection: Connection) -> Non
     import cv2
     import numpy as np
 
-    from data.images import jpeg
     from data.images.augment import draw
-    from data.images.decode import read_header, reduced_box, reduction
+    from data.images.decode import decode_region, read_header, reduced_box, reduction
     from data.index.tar import sample_digest
 
     cv2.setNumThreads(1)
@@ -439,7 +438,7 @@ def fill_places(index: Index, places: np.ndarray, connection: Connection) -> Non
                 box, flip = draw(header, draws, cfg)
                 denominator = reduction(min(box.height, box.width), SIZE)
                 region = box if denominator == 1 else reduced_box(box, header, denominator)
-                pixels = jpeg.decode_region(photo, denominator, region)
+                pixels = decode_region(photo, denominator, region)
                 cv2.resize(pixels, (SIZE, SIZE), dst=resized if flip else out)
                 if flip:
                     cv2.flip(resized, 1, dst=out)

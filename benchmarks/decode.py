@@ -35,9 +35,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.draws import Draws
-from data.images import jpeg
 from data.images.augment import AugmentConfig, fit, inception_box
-from data.images.decode import Box, decode_crop, read_header, reduced_box, reduction
+from data.images.decode import Box, add_restarts, decode_crop, decode_region, read_header, reduced_box, reduction
 from data.sources.tars import tars
 
 SIZE = 224  # pixels
@@ -61,7 +60,7 @@ Way = Callable[[list[Crop]], None]
 def read_photos(shards: list[str], marked: bool) -> list[bytes]:
     """The photographs of some tars; with restart markers if `marked`."""
     photos = [sample.read() for sample in tars(shards)]
-    return [jpeg.add_restarts(photo) for photo in photos] if marked else photos
+    return [add_restarts(photo) or photo for photo in photos] if marked else photos
 
 
 def crops_of(photos: list[bytes], turn: int, region_of: RegionOf) -> list[Crop]:
@@ -120,12 +119,12 @@ def each(decode: Callable[[Crop], None]) -> Way:
 
 
 def region_alone(crop: Crop) -> None:
-    pixels = jpeg.decode_region(crop.data, crop.denominator, crop.region)
+    pixels = decode_region(crop.data, crop.denominator, crop.region)
     assert pixels is not None, "the photographs are whole"
 
 
 def libraries(crop: Crop) -> None:
-    pixels = jpeg.decode_region(crop.data, crop.denominator, crop.region)
+    pixels = decode_region(crop.data, crop.denominator, crop.region)
     cv2.resize(pixels, (SIZE, SIZE), dst=OUT)
 
 

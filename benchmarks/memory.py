@@ -27,14 +27,13 @@ import torch
 import torch.distributed as dist
 
 import models
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import build
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.plan.memory import MemoryNeed, memory_need
 from pipeline.plan.memory_traces import step_to_trace, traces_of
 from pipeline.plan.tracer import TracedWorker, take_step
 from pipeline.start import build_engine
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, batch_arithmetic
 
 PAIR = 2  # workers of a configuration that has more than one
 

@@ -14,8 +14,8 @@ In the folder of its sets; every name holds the attempt, so that no two attempts
 No owner that was frozen before it created the manifest can publish: a newer attempt, before it looks for a set, creates
 the MANIFEST.json of every set that has none (`sweep`), and a name is created once.
 
-Every request is made again when it fails (data/remote/retry.py); what never succeeds is a StorageError that names the
-address. Credentials come from the environment, as those for remote shards do.
+Every request is made again when it fails (`data.remote.urls.Retry`); what never succeeds is a StorageError that names
+the address. Credentials come from the environment, as those for remote shards do.
 """
 
 import json
@@ -30,10 +30,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from data.errors import CheckpointError, ConfigError, StorageError
-from data.files import locked, naming, temporary_name, whole_file
-from data.folder import MANIFEST, SET_NAME
-from data.remote.retry import Retry
-from data.remote.urls import CLIENTS, client, forget_credentials, redacted
+from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole_file
+from data.remote.urls import CLIENTS, Retry, client, forget_credentials, redacted
 
 Answer = TypeVar("Answer")
 
@@ -59,6 +57,7 @@ class Bucket:
 
     is_shared = False
     sees_at_once = True
+    has_all_sets_here = False
     set_aside_as = f"with a {REFUSED} each"
     bring_back = f"repair one and delete its {REFUSED}"
 
@@ -196,9 +195,6 @@ class Bucket:
 
     # ------------------------------------------------------------------------ sets
 
-    def sets_here(self, kept: int) -> int:
-        return 1  # the one that a start has fetched
-
     def staged(self, folder: str, name: str, attempt: int) -> str:
         return f"{folder}/{name}-{attempt:06d}"
 
@@ -251,42 +247,40 @@ class Bucket:
                 names.append(f".tmp-{name.removeprefix('step-')}")
         return sorted(names, reverse=True)
 
-    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object]) -> Path:
+    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object], *, anew: bool = False) -> Path:
         local = self.local / folder
         local.mkdir(parents=True, exist_ok=True)
+
+        def fetch_one(file_and_size: tuple[str, int]) -> None:
+            file, size = file_and_size
+            self.fetch(file, self.local / file, size)
+
         # The scratch of two nodes may be one folder, such as a home on NFS.
         with locked(local / FETCHING):
             # The store has all that counts: copies of other sets, and what is left of saves, only take room.
             for path in local.iterdir():
-                if path.is_dir() and path.name != name:
+                if path.is_dir() and (path.name != name or anew):
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.is_file() and path.name != FETCHING:
                     path.unlink(missing_ok=True)
-            self.fetch_missing(folder, name)
-            try:
-                check(local / name)
-            except CheckpointError:
-                # The copy may be at fault: the transfer, or a disk that has lost it since. A second one tells.
-                shutil.rmtree(local / name, ignore_errors=True)
-                self.fetch_missing(folder, name)
-                check(local / name)
+            for is_second in (False, True):
+                # The files that are not here in their size.
+                missing = []
+                (local / name).mkdir(exist_ok=True)
+                for file, size in self.list(f"{folder}/{name}").items():
+                    path = self.local / file
+                    if not path.is_file() or path.stat().st_size != size:
+                        missing.append((file, size))
+                each(missing, fetch_one)
+                try:
+                    check(local / name)
+                    break
+                except CheckpointError:
+                    # The copy may be at fault: the transfer, or a disk that has lost it since. A second one tells.
+                    if is_second:
+                        raise
+                    shutil.rmtree(local / name, ignore_errors=True)
         return local / name
-
-    def fetch_missing(self, folder: str, name: str) -> None:
-        """Fetch the files of a set that are not here in their size."""
-        sizes = self.list(f"{folder}/{name}")
-        (self.local / folder / name).mkdir(exist_ok=True)
-
-        def fetch_one(file: str) -> None:
-            path = self.local / file
-            if not path.is_file() or path.stat().st_size != sizes[file]:
-                self.fetch(file, path, sizes[file])
-
-        each(sizes, fetch_one)
-
-    def check_set(self, folder: str, name: str, check: Callable[[Path], object]) -> Path:
-        shutil.rmtree(self.local / folder / name, ignore_errors=True)
-        return self.fetch_set(folder, name, check)
 
     def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
         marker = json.dumps({"refused by attempt": attempt, "because": problem})

@@ -14,6 +14,7 @@ says it in words, with the room that there is.
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,9 @@ from threading import get_native_id
 
 from data.errors import StorageError
 
+# A set of files, such as a checkpoint, is whole when this file is there, the last of them (data/storage.py).
+MANIFEST = "MANIFEST.json"
+SET_NAME = re.compile(r"step-\d{10}(-\d{6})?")
 # What a file system answers when it has no such operation at all; any other error is about this one file.
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}

@@ -10,8 +10,8 @@ What lies between a step and its images:
 5. The loader takes the answers in the same turn, hands each micro-batch out as it lies in the shared memory (or copies
    it where there is CUDA, into pinned memory), and gives the process its next task. A process that dies or hangs is
    replaced (`data.decoder_process`).
-6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.remote.ahead`). Samples whose
-   shards are not here yet are read by range (`data.remote.ranges`).
+6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.remote.cache.Ahead`). Samples
+   whose shards are not here yet are read by range (`data.remote.ranges`).
 
 With `processes=0` the same tasks are decoded in this process, each when it is asked for.
 
@@ -44,8 +44,7 @@ from data.images.gpu import decode_rows, torchcodec
 from data.index.index import Index
 from data.mixture import Mixture
 from data.order import Order
-from data.remote.ahead import Ahead, waited_for
-from data.remote.cache import CacheConfig
+from data.remote.cache import Ahead, CacheConfig, waited_for
 from data.shards.reader import ShardReader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side

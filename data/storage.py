@@ -19,20 +19,206 @@ attempt where that is needed: step-0000001200, step-0000001200-000007. Its life,
 4. `set_aside` keeps a bad one where no later attempt tries it; `retire` deletes an old one; `sweep` deletes what
    earlier attempts have left unpublished, and makes sure that none of it is published any more.
 Neither a kill nor a power cut leaves half a set under a valid name.
-A third kind of storage is a third class with the methods of `Folder`, and a line below.
+A third kind of storage is a third class with the methods of `Folder`, and a line in `open_storage`.
+
+A folder that every node mounts at the same path is the form that stands here; data/bucket.py is the other. In the
+folder of its sets:
+    step-0000001200/                  published; "-000007" is appended where another attempt has published that step
+    .tmp-0000001250-000007/           staged, or died; swept by the next attempt
+    .tmp-old-step-0000001100/         an old set on its way out; swept too, where its deletion was cut short
+    bad-0000001100-000007/            set aside; never tried, never deleted by us
 """
 
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from data.bucket import Bucket
-from data.folder import MANIFEST, SET_NAME, Folder
+from data.files import (
+    MANIFEST,
+    SET_NAME,
+    create_exclusively,
+    free_bytes,
+    make_folder,
+    sync,
+    write_durably,
+    write_whole,
+)
 
-__all__ = ["MANIFEST", "SET_NAME", "Bucket", "Folder", "Storage", "open_storage"]
+if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
+    from data.bucket import Bucket
 
-Storage: TypeAlias = Folder | Bucket
+Storage: TypeAlias = "Folder | Bucket"
 
 
 def open_storage(local: Path, url: str | None = None) -> Storage:
     """Return the storage of the run whose folder on this node is `local`, and whose URL is `url` if it has one."""
-    return Folder(local) if url is None else Bucket(url, local)
+    if url is None:
+        return Folder(local)
+    from data.bucket import Bucket
+
+    return Bucket(url, local)
+
+
+class Folder:
+    """Keeps the files of one run in a folder; the docstrings here are the contract of every form."""
+
+    is_shared = True  # every node sees the files under `local` as they are written
+    sees_at_once = False  # a network file system may show a file some seconds late
+    has_all_sets_here = True  # they take room on this node's disk; else only the one that a start has fetched does
+    set_aside_as = "as bad-*"  # how `set_aside` keeps a bad set, for people
+    bring_back = "bring one back from a copy as step-*"  # how a person makes it a set again
+
+    def __init__(self, local: Path) -> None:
+        self.local = local  # the run's folder on this node
+
+    def address(self, name: str = "") -> str:
+        """Return where a file is, for people."""
+        return str(self.local / name)
+
+    def create_once(self, name: str, content: bytes) -> bool:
+        """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
+
+        The content must be the caller's own. Raises StorageError where the storage cannot promise this, OSError.
+        """
+        path = self.local / name
+        make_folder(path.parent, self.local)
+        return create_exclusively(path, content)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file whole, in the place of one that is there. Raises StorageError, OSError."""
+        write_whole(self.local / name, content)
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's content; None where there is none. Raises StorageError, OSError."""
+        try:
+            return (self.local / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def list(self, folder: str = "") -> dict[str, int]:
+        """Return the bytes of every regular file below a folder, by name. Raises StorageError, OSError."""
+        sizes: dict[str, int] = {}
+        # What cannot be listed must not look as if it were not there: a checkpoint would be condemned for it.
+        try:
+            with os.scandir(self.local / folder) as entries:
+                for entry in entries:
+                    name = f"{folder}/{entry.name}" if folder else entry.name
+                    if entry.is_dir():
+                        sizes.update(self.list(name))
+                    elif entry.is_file():
+                        # A temporary file may go while we look.
+                        with suppress(FileNotFoundError):
+                            sizes[name] = entry.stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return sizes
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; one that is not there is deleted already. Raises StorageError, OSError."""
+        for name in names:
+            (self.local / name).unlink(missing_ok=True)
+
+    def send(self, name: str) -> None:
+        """Make a file that was written under `local` one of the run's: here it is that already."""
+
+    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
+        """Make sure that this node has a file of `size` bytes under `local`: whoever wrote it has written it here."""
+
+    def free_bytes(self, name: str) -> float:
+        """Return for how many bytes there is room where a file is written; infinite for a store."""
+        return free_bytes(self.local / name)
+
+    def staged(self, folder: str, name: str, attempt: int) -> str:
+        """Return the name of the folder in which the files of a set are written before it is published."""
+        # The attempt is part of the name: a frozen owner that wakes up cannot write into the folder of its successor.
+        return f"{folder}/.tmp-{name.removeprefix('step-')}-{attempt:06d}"
+
+    def write(self, name: str, content: memoryview) -> None:
+        """Write a large file of a staged set durably. Raises StorageError, OSError."""
+        path = self.local / name
+        # Whichever worker comes first makes the folder; `publish` makes its name durable.
+        path.parent.mkdir(exist_ok=True)
+        write_durably(path, content)
+
+    def publish(self, folder: str, name: str, attempt: int, manifest: bytes) -> bool:
+        """Make a staged set, all of whose files are there, a published one; False where a newer attempt forbids it.
+
+        Where it raises StorageError, the set may be published and the answer lost; where OSError, it is not.
+        """
+        temporary = self.local / self.staged(folder, name, attempt)
+        # The manifest is written last of all files, and fsynced: where it is valid, what it names is on the disk.
+        write_durably(temporary / MANIFEST, manifest)
+        sync(temporary)
+        final = self.local / folder / name
+        # A former owner of the run, unfrozen after our start, may have published this step: both stay, and the later
+        # attempt comes first in `published`.
+        if final.exists():
+            final = final.with_name(f"{name}-{attempt:06d}")
+        os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
+        # A rename is durable only once the folder that holds the name is flushed.
+        try:
+            sync(final.parent)
+        except OSError:
+            os.rename(final, temporary)
+            raise
+        return True
+
+    def discard(self, folder: str, name: str, attempt: int) -> None:
+        """Delete what was staged and not published; what cannot be deleted is left to `sweep`."""
+        shutil.rmtree(self.local / self.staged(folder, name, attempt), ignore_errors=True)
+
+    def published(self, folder: str) -> Sequence[str]:
+        """List the sets of a folder, the newest step first, and of one step the later attempt first.
+
+        By name, never by time: clocks of nodes differ, and a copy of a run has times of its own.
+        """
+        # A folder of any other name, such as a copy that somebody made, is no set.
+        names = [path.name for path in (self.local / folder).glob("step-*") if SET_NAME.fullmatch(path.name)]
+        return sorted(names, reverse=True)
+
+    def unpublished(self, folder: str) -> Sequence[str]:
+        """List what is no set (any more): "bad-…" that were set aside, ".tmp-…" that died or are in flight."""
+        top = self.local / folder
+        paths = [*sorted(top.glob("bad-*")), *sorted(top.glob(".tmp-*"))]
+        return [path.name for path in paths]
+
+    def fetch_set(self, folder: str, name: str, check: Callable[[Path], object], *, anew: bool = False) -> Path:
+        """Return a local folder with the files of a set.
+
+        Where they had to be copied there, `check` has read the copy; a bad copy is fetched once more. With `anew`
+        `check` reads the files as they are in the storage now, wherever they are. Raises what `check` raises, of the
+        second copy where there are copies, StorageError, OSError.
+        """
+        path = self.local / folder / name
+        if anew:
+            check(path)
+        return path
+
+    def set_aside(self, folder: str, name: str, attempt: int, problem: str) -> str:
+        """Keep a bad set for a person to look at, where it is none any more; returns how it is kept, in words."""
+        path = self.local / folder / name
+        aside = path.with_name(f"bad-{name.removeprefix('step-')}-{attempt:06d}")
+        os.rename(path, aside)
+        return f"kept as {aside.name}"
+
+    def retire(self, folder: str, name: str) -> str:
+        """Delete a set; returns what could not be deleted of it, "" where all is gone.
+
+        Where this raises OSError or StorageError, the set is whole, or it is none any more.
+        """
+        doomed = self.local / folder / f".tmp-old-{name}"
+        os.rename(self.local / folder / name, doomed)
+        sync(doomed.parent)
+        # What is left of it when this fails is swept by the next attempt, as any temporary folder.
+        shutil.rmtree(doomed, ignore_errors=True)
+        return str(doomed) if doomed.exists() else ""
+
+    def sweep(self, folder: str, attempt: int) -> None:
+        """Delete what attempts before this one have staged, and make sure that they do not publish it any more."""
+        # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run. Its
+        # owner, should it wake up, does not find what it has staged, and publishes nothing.
+        for leftover in (self.local / folder).glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)

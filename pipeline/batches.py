@@ -23,8 +23,8 @@ from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
 from pipeline.evaluation.features import normalise
 from pipeline.objectives import DROPOUT, seed_of_micro_batch
+from pipeline.start import Worker
 from pipeline.token_dropping import phases
-from pipeline.worker import Worker
 
 LOG_EVERY_S = 20.0  # what the first batch waits for, until it is there
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop

@@ -16,8 +16,8 @@ import models
 from data.loader import Batch
 from pipeline import config
 from pipeline.optimization import LOSSES, dense_targets, mixup
+from pipeline.start import Worker
 from pipeline.token_dropping import kept_patches, phase_at, phases
-from pipeline.worker import Worker
 
 # b samples of a micro-batch, S image side
 

@@ -1,25 +1,53 @@
-"""The process group in which the workers of an attempt train together: joined once, with a time-out that holds.
+"""The process group in which the workers of an attempt train: joined once, and made of workers that fit together.
 
-In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 in the environment, under every backend
-Out: torch's and DeepSpeed's default group, and this worker's device
+`join_group` joins it, with a time-out that holds. In:  RANK, WORLD_SIZE, LOCAL_RANK and the address of rank 0 in the
+environment, under every backend. Out: torch's and DeepSpeed's default group, and this worker's device.
+
+`check_start` asks, before an attempt works, whether all workers run the same code, and whether the run directory is the
+same storage for all of them:
+1. Every worker looks in the run directory for the claim of this attempt, which the driver has written.
+2. All workers exchange their identities, and the time on their clocks.
+3. Rank 0 looks for a file of every other worker: the log of its phases.
+4. A difference that makes other bits or loses a checkpoint is refused, by all workers alike; rank 0 logs the others:
+       worker 1 on n2 has torch 2.12.0, worker 0 on n1 has 2.13.0
+It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
 """
 
 import ctypes
 import logging
+import math
 import os
+import platform
+import re
 import socket
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypedDict
 
+import psutil
 import torch
 import torch.distributed as dist
 
+from data.errors import ClusterError
+from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
 from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.versions import MUST_BE_EQUAL, ROOT, SHOULD_BE_EQUAL, code_version, package_versions
 
 LONGEST_LIST = 8  # nodes that a line names
 LARGE_PIECE = 80 << 20  # bytes; larger than the heap that glibc gives a thread of its own, which holds 64 MB
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+DEVICE = ("device", "GPU driver")  # what workers should have alike beside packages
+DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
+NO_RANK = -1  # of a node that has no worker
+SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
 
 
 def join_group(timeout_s: float) -> torch.device:
@@ -51,7 +79,7 @@ def join_group(timeout_s: float) -> torch.device:
     # A caller may have formed it, as tests do. No backend of jobs does: an error of a worker's has a rank.
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
-    give_later_groups_the_timeout(timeout)
+    dist.new_group = partial(dist.new_group, timeout=timeout)  # also where its caller names none
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
 
@@ -77,7 +105,22 @@ def keep_freed_memory() -> str:
     refused = [name for name, (number, value) in settings.items() if mallopt(number, value) != 1]
     if refused:
         return f"mallopt has refused {' and '.join(refused)}: memory that a step frees may go back to the kernel"
-    if has_pages_of_its_own(library, LARGE_PIECE):
+    # A thread may have a heap of its own, in which a large piece has pages of its own all the same: there is one piece
+    # more of that kind then. Nothing is written into it: it takes addresses and no memory. Before glibc 2.33 nothing
+    # tells.
+    mallinfo2 = getattr(library, "mallinfo2", None)
+    if mallinfo2 is None:
+        return ""
+    mallinfo2.restype = MallocInfo
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    before = mallinfo2()
+    piece = library.malloc(LARGE_PIECE)
+    after = mallinfo2()
+    library.free(piece)
+    # The fourth number, called hblks there, counts pieces with pages of their own.
+    if after.numbers[3] > before.numbers[3]:
         return (
             "the loop is in a thread whose malloc gives large pieces back to the kernel, and a step may take twice the "
             "time\n  start this process with GLIBC_TUNABLES=glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
@@ -90,30 +133,12 @@ class MallocInfo(ctypes.Structure):
 
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
-    @property
-    def pieces_with_own_pages(self) -> int:
-        """Called hblks there."""
-        return int(self.numbers[3])
 
+class Place(NamedTuple):
+    """Tells on which node a worker is, and what its environment says about the network."""
 
-def has_pages_of_its_own(library: ctypes.CDLL, size: int) -> bool:
-    """Tell whether malloc asks the kernel for pages of its own where this thread wants a piece of `size` bytes.
-
-    Before glibc 2.33 nothing tells, and it returns False. Nothing is written into the piece: it takes addresses and no
-    memory.
-    """
-    mallinfo2 = getattr(library, "mallinfo2", None)
-    if mallinfo2 is None:
-        return False
-    mallinfo2.restype = MallocInfo
-    library.malloc.restype = ctypes.c_void_p
-    library.malloc.argtypes = [ctypes.c_size_t]
-    library.free.argtypes = [ctypes.c_void_p]
-    before: int = mallinfo2().pieces_with_own_pages
-    piece = library.malloc(size)
-    after: int = mallinfo2().pieces_with_own_pages
-    library.free(piece)
-    return after > before
+    node: str
+    settings: dict[str, str]
 
 
 def network_line() -> str:
@@ -123,55 +148,305 @@ def network_line() -> str:
     """
     if dist.get_world_size() == 1:
         return ""
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, Place.of_this_worker())
+    settings: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if name.startswith(("NCCL_", "GLOO_")):
+            settings[name] = value
+    place = Place(socket.gethostname(), settings)
+    places = [place] * dist.get_world_size()
+    dist.all_gather_object(places, place)
     return describe_network(dist.get_backend(), places)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Tells on which node a worker is, and what its environment says about the network."""
-
-    node: str
-    settings: dict[str, str]
-
-    @classmethod
-    def of_this_worker(cls) -> "Place":
-        """Return the place of this process."""
-        names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "GLOO_"))]
-        return cls(socket.gethostname(), {name: os.environ[name] for name in names})
-
-
 def describe_network(backend: str, places: Sequence[Place]) -> str:
-    """Return the line of `network_line`, from the places of all workers by rank."""
+    """Return the line of `network_line`, from the places of all workers by rank.
+
+    A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2".
+    """
     chooser = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-    label = "NCCL" if backend == "nccl" else backend
     names = {name for place in places for name in place.settings}
-    parts = [f"network: {label} over {differing(chooser, places, 'the interface that it picks')}"]
-    for name in sorted(names - {chooser}):
-        parts.append(f"{name}={differing(name, places, 'not set')}")
+    parts = []
+    for name in (chooser, *sorted(names - {chooser})):
+        default = "the interface that it picks" if name == chooser else "not set"
+        by_node: dict[str, str] = {}
+        for place in places:
+            by_node.setdefault(place.node, place.settings.get(name, default))
+        shown = [f"{value} on {node}" for node, value in by_node.items()]
+        text = ", ".join(shown[:LONGEST_LIST])
+        if len(set(by_node.values())) == 1:
+            text = by_node[places[0].node]
+        elif len(shown) > LONGEST_LIST:
+            text += f" and {len(shown) - LONGEST_LIST} nodes more"
+        if name == chooser:
+            label = "NCCL" if backend == "nccl" else backend
+            parts.append(f"network: {label} over {text}")
+        else:
+            parts.append(f"{name}={text}")
     return "; ".join(parts)
 
 
-def differing(name: str, places: Sequence[Place], default: str) -> str:
-    """Return a variable's value where it is the same everywhere, otherwise "eth0 on n1, ib0 on n2"."""
-    by_node: dict[str, str] = {}
-    for place in places:
-        by_node.setdefault(place.node, place.settings.get(name, default))
-    values = set(by_node.values())
-    if len(values) == 1:
-        return values.pop()
-    shown = [f"{value} on {node}" for node, value in by_node.items()]
-    more = f" and {len(shown) - LONGEST_LIST} nodes more" if len(shown) > LONGEST_LIST else ""
-    return ", ".join(shown[:LONGEST_LIST]) + more
+# ------------------------------------------------------------------------ who the workers are
 
 
-def give_later_groups_the_timeout(timeout: timedelta) -> None:
-    """Make `dist.new_group` use this time-out where its caller names none."""
-    original = dist.new_group
+class Identity(TypedDict):
+    """Code, packages and device of one worker, or of a node without a worker; JSON."""
 
-    def new_group(*args: Any, **options: Any) -> Any:
-        options.setdefault("timeout", timeout)
-        return original(*args, **options)
+    rank: int
+    node: str
+    root: str  # where its checkout lies
+    code: str  # the digest of that
+    packages: dict[str, str]
+    device: str  # "cpu", or the name of the GPU
+    driver: str  # version of the GPU's driver, "550.54.15"; "" without one
 
-    dist.new_group = new_group
+
+def identity(device: torch.device) -> Identity:
+    """Return the identity of this worker."""
+    driver = ""
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
+    with suppress(OSError):
+        match = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", NVIDIA_DRIVER.read_text())
+        driver = match[1] if match else ""
+    return {
+        "rank": int(os.environ.get("RANK", NO_RANK)),
+        "node": socket.gethostname(),
+        "root": str(ROOT),
+        "code": code_version(),
+        "packages": package_versions(),
+        "device": device_name(device),
+        "driver": driver,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the name of the GPU, such as "NVIDIA H100 80GB HBM3"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A property that not all workers have alike: the first worker that differs from rank 0."""
+
+    name: str  # of the property: a package, "device", "GPU driver"
+    worker: Identity
+    value: str  # "" where it has none
+    more: int  # workers after it that differ from rank 0 as well
+    first: Identity  # rank 0
+    expected: str
+
+    def __str__(self) -> str:
+        """Return "worker 1 on n2 (and 3 more) has torch 2.12.0, worker 0 on n1 has 2.13.0"."""
+        return (
+            f"{named(self.worker, self.more)} has {self.name} {self.value or 'none'}, "
+            f"{named(self.first)} has {self.expected or 'none'}"
+        )
+
+
+def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Difference]:
+    """Return a difference for each property that not all workers have alike: of packages, or of DEVICE."""
+    result = []
+    for name in names:
+        values = []
+        for worker in workers:
+            device_values = {"device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(device_values[name] if name in DEVICE else worker["packages"][name])
+        others = [number for number, value in enumerate(values) if value != values[0]]
+        if others:
+            first = others[0]
+            result.append(Difference(name, workers[first], values[first], len(others) - 1, workers[0], values[0]))
+    return result
+
+
+def other_code(workers: Sequence[Identity], code: str) -> str:
+    """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
+    others = [worker for worker in workers if worker["code"] != code]
+    if not others:
+        return ""
+    first = others[0]
+    return (
+        f"{named(first, len(others) - 1)} runs other code than this command: "
+        f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
+    )
+
+
+def named(worker: Identity, more: int = 0) -> str:
+    """Return how a worker is called in messages: "worker 1 on n2", and " (and 3 more)" where it stands for others."""
+    name = f"worker {worker['rank']} on {worker['node']}"
+    if worker["rank"] == NO_RANK:
+        name = f"the spare node {worker['node']}"
+    if more:
+        name += f" (and {more} more)"
+    return name
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    with suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def memory_free() -> int:
+    """Return the bytes that programs may still take: of the machine, or less where a container's limit is nearer."""
+    free = psutil.virtual_memory().available
+    # cgroup v2; a machine without a limit says "max", which is no number.
+    with suppress(OSError, ValueError):
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        free = min(free, limit - used)
+    return free
+
+
+# ------------------------------------------------------------------------ whether they fit together
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Holds what a worker sends the others when it has come to the start."""
+
+    identity: Identity
+    clock_s: float  # since 1970, when all had come
+    sees_claim: bool
+    free_bytes: int = 0  # of its GPU, or of its node's memory where it computes on the CPU
+
+
+def check_start(
+    *,
+    run: Path,
+    attempt: int,
+    attempt_folder: Path,
+    code: str,
+    claimed: float,
+    device: torch.device,
+    is_shared: bool,
+    device_bytes: int | None = None,
+    log: Callable[[str], None],
+) -> None:
+    """Collective: refuse a worker group that would not train as one; rank 0 logs with `log`.
+
+    `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
+    directory is each node's own, and nobody looks for files of another. `device_bytes` is what a worker needs of its
+    device, where that is known. Raises ClusterError, on all workers alike.
+    """
+    # 1. In a folder that is listed anew, and with patience, where a network file system is late.
+    claim = run / "attempts" / f"{attempt:06d}.json"
+    sees_claim = True
+    if is_shared:
+        unseen, _ = look_for(claim.parent, {claim.name: None})
+        sees_claim = not unseen
+
+    # 2. The clocks are read when all have come, so that they are read together.
+    myself = identity(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_free()
+    dist.barrier()
+    arrival = Arrival(myself, time.time(), sees_claim, free)
+    arrivals = [arrival] * dist.get_world_size()
+    dist.all_gather_object(arrivals, arrival)
+
+    # 3 and 4. Rank 0 alone sees the others' files; so it decides, and sends the others the reason of a refusal.
+    refusal = [""]
+    if dist.get_rank() == 0:
+        try:
+            refuse_unlike(arrivals, code, claim, attempt_folder, is_shared)
+        except ClusterError as error:
+            refusal = [str(error)]
+        try:
+            check_device_memory(arrivals, device_bytes or 0)
+        except ClusterError as error:
+            # A CPU may swap, and its free memory changes by the minute; a GPU would end the run at its first step.
+            if device.type == "cuda":
+                refusal[0] = refusal[0] or str(error)
+            else:
+                log(str(error))
+        log_differences(arrivals, claimed, log)
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0]:
+        raise ClusterError(refusal[0])
+
+
+def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
+    """Raise ClusterError where a worker's device has fewer free bytes than a worker needs for a step."""
+    computing_on_cpu: Counter[str] = Counter()
+    for arrival in arrivals:
+        if arrival.identity["device"] == "cpu":
+            computing_on_cpu[arrival.identity["node"]] += 1
+    for arrival in arrivals:
+        # A GPU is one worker's, a node's memory that of all its workers.
+        sharing = computing_on_cpu[arrival.identity["node"]] or 1
+        if device_bytes * sharing <= arrival.free_bytes:
+            continue
+        free = f"{arrival.free_bytes / 2**30:.1f} GiB"
+        share = f"{free} are free"
+        if sharing > 1:
+            share = f"{sharing} such share {free} that are free"
+        way_out = "`python -m jobs plan RECIPE` says what of; lower micro_batch, or raise checkpoint_blocks or zero"
+        if arrival.identity["device"] != "cpu":
+            # Rounded down, because more than that is not free.
+            limit_gb = math.floor(10 * arrival.free_bytes / 2**30) / 10
+            way_out = (
+                f"type `python -m jobs plan RECIPE cluster.gpu_memory_gb={limit_gb}`, which names the values of "
+                "micro_batch, checkpoint_blocks and zero that fit"
+            )
+        needed = f"{device_bytes / 2**30:.1f} GiB for a step"
+        raise ClusterError(f"{named(arrival.identity)} needs {needed}, and {share}\n  {way_out}")
+
+
+def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
+    """Raise ClusterError where these workers may not train together."""
+    # Other code or other versions would make other bits.
+    workers = [arrival.identity for arrival in arrivals]
+    text = other_code(workers, code)
+    if text:
+        raise ClusterError(
+            f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
+            "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
+        )
+    for difference in differences(workers, MUST_BE_EQUAL):
+        raise ClusterError(
+            f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
+        )
+    if not is_shared:
+        return
+
+    # On storage of its own a worker would save a part of a checkpoint that no other worker finds.
+    for arrival in arrivals:
+        if not arrival.sees_claim:
+            raise ClusterError(
+                f"{named(arrival.identity)} does not see {claim}, which this command has written\n  {SAME_STORAGE}"
+            )
+    files: dict[str, Identity] = {}
+    for worker in workers:
+        files[f"rank-{worker['rank']:05d}.log"] = worker
+    unseen, waited_s = look_for(attempt_folder, dict.fromkeys(files))
+    for name in unseen:
+        here = socket.gethostname()
+        path = attempt_folder / name
+        raise ClusterError(
+            f"{named(files[name])} has written {path}, and rank 0 on {here} does not see it after {waited_s:.0f} s\n"
+            f"  {SAME_STORAGE}"
+        )
+
+
+def log_differences(arrivals: Sequence[Arrival], claimed: float, log: Callable[[str], None]) -> None:
+    """Log differences that only may do harm: smaller versions, devices, clocks."""
+    workers = [arrival.identity for arrival in arrivals]
+    for difference in differences(workers, (*SHOULD_BE_EQUAL, *DEVICE)):
+        log(str(difference))
+    # The worker whose clock is furthest from rank 0's.
+    first = arrivals[0]
+    furthest = max(arrivals, key=lambda arrival: abs(arrival.clock_s - first.clock_s))
+    skew_s = furthest.clock_s - first.clock_s
+    if abs(skew_s) > SKEW_S:
+        side = "ahead of" if skew_s > 0 else "behind"
+        log(
+            f"the clock of {named(furthest.identity)} is {abs(skew_s):.1f} s {side} that of {named(first.identity)}: "
+            "times of several nodes cannot be compared; let NTP set the clocks"
+        )
+    # How long the start took is not known, so only a clock that is behind the driver's can be recognised.
+    behind_s = claimed - first.clock_s
+    if behind_s > SKEW_S:
+        log(f"the clock of {named(first.identity)} is at least {behind_s:.1f} s behind the driver's; let NTP set them")

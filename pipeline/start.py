@@ -1,4 +1,4 @@
-"""Sets up one worker of a trained stage: its data, model, engine, reports, and the step it starts from.
+"""A worker of a trained stage: what it is told (Job), what it trains with (Worker), and how it is set up.
 
 How training starts, first match wins:
 1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world size;
@@ -7,13 +7,14 @@ How training starts, first match wins:
 
 In:  the stage's config and a Job; RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and the address of rank 0 in the environment
 Out: a Worker, whose parts stay the same while the stage trains, and Progress, which changes with every step
-     (`pipeline.worker`)
 
 Everything here is collective: all workers of the group do it together, and in this order.
 """
 
 import os
-from dataclasses import dataclass
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,15 @@ from torch import nn
 import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
-from data.order import Ledger
-from data.storage import Storage
+from data.index.index import Index
+from data.mixture import Mixture
+from data.order import Ledger, Order
+from data.storage import Storage, open_storage
 from models import ModelConfig
 from pipeline import artifacts, config
-from pipeline.arithmetic import batch_arithmetic, exact_gradient_bytes, steps_of
 from pipeline.checkpoints import restore
-from pipeline.checkpoints.disk_space import checkpoint_bytes
-from pipeline.checkpoints.manifest import Manifest, attempt_of_stage
-from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.manifest import Manifest, attempt_folder, attempt_of_stage
+from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
@@ -41,15 +42,101 @@ from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
-from pipeline.monitoring.watchdog import Phases
-from pipeline.preflight.identity import device_name
-from pipeline.preflight.machine import processor
-from pipeline.preflight.start import check_start
-from pipeline.process_group import join_group, network_line
-from pipeline.training_config import TrainConfig, cache_line, check_model, training_order
-from pipeline.worker import Job, Progress, Worker
+from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
+from pipeline.process_group import check_start, device_name, join_group, network_line, processor
+from pipeline.training_config import (
+    Arithmetic,
+    TrainConfig,
+    batch_arithmetic,
+    cache_line,
+    check_model,
+    exact_gradient_bytes,
+    steps_of,
+    training_order,
+)
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
+
+
+@dataclass(frozen=True)
+class Job:
+    """Says where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
+
+    run: str  # the run directory, shared by all nodes unless there is a `remote`
+    directory: str  # of this stage
+    attempt: int
+    key: str  # of the stage
+    code: str  # version of the code
+    model: dict[str, Any]  # the resolved architecture (models.to_dict)
+    train: list[str]  # the sets that are trained on, in the order of their names
+    evaluate: str | None = None
+    init: str | None = None
+    probe_train: str | None = None
+    probe_test: str | None = None
+    class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
+    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
+    remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
+    device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
+
+    @property
+    def storage(self) -> Storage:
+        """Return where the run keeps its files."""
+        return open_storage(Path(self.run), self.remote)
+
+    @property
+    def attempt_folder(self) -> Path:
+        """Return the folder of what this attempt's workers leave behind: their places, ends and logs."""
+        return attempt_folder(Path(self.directory), self.attempt)
+
+    @property
+    def stop_file(self) -> Path:
+        """Return the file by which this node's agent passes on that the worker group is to stop."""
+        return node_folder(self.attempt_folder) / STOP_FILE
+
+    def set_paths(self) -> set[str]:
+        """Return the paths of every set that the stage reads."""
+        optional = (self.evaluate, self.probe_train, self.probe_test)
+        return {*self.train, *(path for path in optional if path is not None)}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Holds what one worker trains with; nothing here is replaced while the stage trains."""
+
+    cfg: TrainConfig
+    job: Job
+    rank: int
+    world: int  # size: workers of the group
+    device: torch.device
+    phases: Phases
+    telemetry: Telemetry
+    window: Window  # the steps since the last record
+    since_line: Window  # the steps that are recorded since the last log line
+    sets: dict[str, Index]  # by path: every set that the stage reads
+    index: Index  # of what is trained on, mixtures joined
+    order: Order | Mixture
+    steps: int  # of the whole stage
+    arithmetic: Arithmetic
+    model_config: ModelConfig
+    engine: Engine
+    saver: Saver
+    health: Health
+    loop_price: async_evaluation.LoopPrice = field(default_factory=async_evaluation.LoopPrice)  # of evaluations
+    sigterm: threading.Event = field(default_factory=threading.Event)  # set when this process is asked to end
+
+    def wants_stop(self) -> bool:
+        """Tell whether this worker is asked to stop: by a signal or, rank 0 only, by the driver's file."""
+        return self.sigterm.is_set() or (self.rank == 0 and self.job.stop_file.exists())
+
+
+@dataclass
+class Progress:
+    """Holds what changes with every step; it is plain data that prints, and goes into a checkpoint's manifest."""
+
+    step: int  # steps that are whole
+    bad_samples: int  # of all workers, since step 0
+    ledger: Ledger
+    last_metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation; rank 0 only
 
 
 @dataclass(frozen=True)

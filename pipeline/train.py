@@ -36,14 +36,13 @@ from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.evaluation import async_evaluation
+from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.objectives import OBJECTIVES
 from pipeline.optimization import learning_rate
-from pipeline.reports import report_training
-from pipeline.start import set_up
+from pipeline.start import Job, Progress, Worker, set_up
+from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
-from pipeline.worker import Job, Progress, Worker
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
 
@@ -288,6 +287,54 @@ def agree(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int)
         # It is summed in the fixed order, as the gradient is; the reduction above adds up in an order of its own.
         mean_loss = worker.engine.loss
     return mean_loss, int(bad_of_all), stops > 0, written == worker.world
+
+
+def report_training(worker: Worker, progress: Progress, rate: float, *, has_line: bool) -> None:
+    """Write a record of the steps since the last one, and where asked the log line of those since the last line.
+
+    A save writes records between two lines. A record that the disk refuses is written again with the next steps.
+    """
+    # Also where evaluate_on is training now: an earlier attempt may have left records.
+    if worker.rank == 0:
+        async_evaluation.report_records(Path(worker.job.directory), worker.telemetry.report)
+    window = worker.window
+    since_line = worker.since_line
+    if not window.losses:  # all steps are in the last record
+        return
+    window.stalled_s += worker.saver.stalled_s
+    worker.saver.stalled_s = 0.0
+    values = training_values(worker, progress, rate, window)
+    line = ""
+    if has_line:
+        since_line.extend(window)
+        line = log_line(training_values(worker, progress, rate, since_line))
+        since_line.clear()
+    is_written = worker.telemetry.report("train", values, line)
+    if is_written:
+        if not has_line:
+            since_line.extend(window)
+        window.clear()
+
+
+def training_values(worker: Worker, progress: Progress, rate: float, window: Window) -> dict[str, Any]:
+    """Return what is recorded of a window that ends with the step of now."""
+    cfg = worker.cfg
+    samples = cfg.batch_size * len(window.losses)
+    # The FLOPs of the algorithm, as published: blocks that are computed again in the backward pass do not count twice.
+    in_order = phases(cfg.thinning, worker.steps, worker.model_config)
+    steps = range(progress.step - len(window.losses), progress.step)
+    flops = flops_of(in_order, worker.model_config, steps, cfg.batch_size) / worker.world
+    return {
+        "step": progress.step,
+        "steps": worker.steps,
+        "lr": rate,
+        **window.values(samples, flops, peak_flops(worker.device), worker.steps - progress.step),
+        "memory_gb": memory_gb(),
+        "world": worker.world,
+        "samples_seen": worker.health.samples_seen(progress.step),
+        "bad_samples": progress.bad_samples,
+        "ledger": progress.ledger.hex,
+    }
 
 
 def begin_save(worker: Worker, progress: Progress) -> None:

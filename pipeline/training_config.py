@@ -1,7 +1,10 @@
 """The configuration of a trained stage (pretrain, finetune), the architecture that it names, the order of its samples.
 
 In:  the section of a recipe, merged by `pipeline.config.build`; every `__post_init__` below refuses what cannot run
-Out: a frozen TrainConfig; `trained_model` and `training_order` say what follows from it
+Out: a frozen TrainConfig; `trained_model`, `training_order` and `batch_arithmetic` say what follows from it
+
+A batch falls on workers like this: batch_size 4096, micro_batch 64 and 16 workers make accumulation 4, and the worker
+of rank 3 owns the slots 768 … 1023 of every global batch.
 """
 
 import math
@@ -18,8 +21,7 @@ from data.index.joined import exclude, join
 from data.mixture import Mixture
 from data.mixture import shares as check_shares  # raises ValueError where a set would get none
 from data.order import Order
-from data.remote.ahead import wanted
-from data.remote.cache import CacheConfig
+from data.remote.cache import CacheConfig, wanted
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
@@ -30,6 +32,8 @@ from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
 MAX_SEED = 2**63 - 1
+BYTES_FP32 = 4
+BYTES_BF16 = 2
 MOST_SAMPLES = 2**63 - 1  # that a stage can count
 
 
@@ -349,3 +353,92 @@ def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cf
         f"{line}: THEY DO NOT FIT and are fetched again and again; "
         f"type data.cache.limit_bytes={size} or more, or a smaller data.cache.ahead"
     )
+
+
+# ------------------------------------------------------------------------ batches, steps and bytes
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Says how a global batch falls on the workers."""
+
+    batch_size: int
+    micro_batch: int
+    world: int
+    accumulation: int
+
+    def slots(self, rank: int) -> range:
+        """Return the contiguous slots of the global batch that a worker owns."""
+        # Rounded down at both ends: shares differ by one at most, and every slot has exactly one owner.
+        first = rank * self.batch_size // self.world
+        stop = (rank + 1) * self.batch_size // self.world
+        return range(first, stop)
+
+
+def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
+    """Derive the accumulation from batch_size, micro_batch and the world.
+
+    Raises ConfigError with the nearest sizes that fit where they do not divide, unless `uneven` allows it.
+    """
+    require(
+        cfg.batch_size >= world,
+        f"batch_size {cfg.batch_size} is less than {world} workers: some would have no sample\n"
+        f"  use cluster.workers={cfg.batch_size} or fewer",
+    )
+    unit = cfg.micro_batch * world
+    if cfg.batch_size % unit != 0 and not cfg.uneven:
+        # The message names sizes that work, so that nobody has to find them by trial.
+        below = cfg.batch_size // unit * unit
+        above = below + unit
+        # The nearest batch may be thousands of times as large as the one that was asked for: then the mistake is in
+        # the micro-batch, and `uneven` would only hide it.
+        if below == 0:
+            share = cfg.batch_size // world
+            remedy = f"set micro_batch={share}"
+            if cfg.batch_size % world != 0:
+                remedy += f" and batch_size={share * world}"
+            raise ConfigError(
+                f"micro_batch {cfg.micro_batch} × {world} workers = {unit} is more than batch_size {cfg.batch_size}\n"
+                f"  expected a micro_batch of a worker's share of the batch, {share}, or less\n"
+                f"  {remedy}, or batch_size={above} if that is meant"
+            )
+        sizes = f"{below} or {above}"
+        raise ConfigError(
+            f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = "
+            f"{unit}; nearest: {sizes}\n"
+            "  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
+        )
+    require(
+        not cfg.exact_parts or cfg.exact_parts % world == 0,
+        f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
+    )
+    # All workers take equally many micro-batches, since their collectives must pair up: the largest share counts.
+    largest_share = math.ceil(cfg.batch_size / world)
+    accumulation = math.ceil(largest_share / cfg.micro_batch)
+    return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
+
+
+def steps_of(cfg: TrainConfig, samples: int) -> int:
+    """Return the optimizer steps of the stage: passes · samples / batch, rounded, as big_vision utils.steps does.
+
+    `samples` holds those of dropped shards too, so that a stage which drops a shard keeps its number of steps.
+    """
+    if cfg.steps is not None:
+        return cfg.steps
+    assert cfg.passes is not None
+    return max(1, round(cfg.passes * samples / cfg.batch_size))
+
+
+def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
+    """Return the bytes of gradients that `exact_parts` holds at most for each parameter.
+
+    They are a micro-batch's gradient in the precision of computing and, in fp32, its part's sum, one sum for each level
+    of the worker's subtree, and the optimizer's share.
+    """
+    levels = (cfg.exact_parts // world).bit_length() - 1
+    sums = BYTES_FP32 * (1 + levels)
+    optimizer_share = BYTES_FP32 / world
+    micro_batch = BYTES_FP32
+    if cfg.precision == "bf16":
+        micro_batch = BYTES_BF16
+    return micro_batch + sums + optimizer_share

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import models
-from data import folder as folder_storage
+from data import storage as folder_storage
 from data.decoder import Decoder
 from data.errors import CheckpointError, RunOwned
 from data.evaluation import EvaluationBatch, EvaluationSet
@@ -37,12 +37,11 @@ from jobs import terminal
 from jobs.cluster import agent, fork_server, worker_group
 from jobs.ownership import owned
 from pipeline import objectives, start, train
-from pipeline.checkpoints import restore, shared_storage_check
+from pipeline.checkpoints import restore, stage_checkpoints
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.shared_storage_check import WrittenFile
-from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints, checkpoints_in
+from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints, WrittenFile, checkpoints_in
 from pipeline.engine.engine import Engine, Fragment, ReadState
 from pipeline.engine.settings import deepspeed_config
 from pipeline.evaluation import features, protocols
@@ -281,7 +280,7 @@ def hanging(places: str) -> None:
     before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
-    batches, agreed = train.micro_batches, evaluation.Evaluator.with_progress
+    batches, agreed = train.micro_batches, evaluation.Evaluator.together
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
@@ -289,14 +288,14 @@ def hanging(places: str) -> None:
                 sleep()
             yield batch
 
-    def with_progress(evaluator: evaluation.Evaluator, *args: Any) -> Any:
+    def together(evaluator: evaluation.Evaluator, *args: Any) -> Any:
         for batch in agreed(evaluator, *args):
             if evaluator.folder.name == f"attempt-{attempts.get('evaluate', 0):06d}" and on_rank_1():
                 sleep()
             yield batch
 
     train.micro_batches = micro_batches  # type: ignore[assignment]
-    evaluation.Evaluator.with_progress = with_progress  # type: ignore[method-assign]
+    evaluation.Evaluator.together = together  # type: ignore[method-assign]
 
 
 def on_rank_1() -> bool:
@@ -437,14 +436,14 @@ def troubled_probe() -> None:
 
 def slow_probe() -> None:
     """Few-shot: every batch takes a while."""
-    original = evaluation.watched
+    original = evaluation.Evaluator.batches
 
-    def watched(samples: Any, phases: Any, step: int = 0) -> Any:
-        for batch in original(samples, phases, step):
+    def batches(evaluator: evaluation.Evaluator, index: Any) -> Any:
+        for batch in original(evaluator, index):
             time.sleep(0.2)
             yield batch
 
-    evaluation.watched = watched  # type: ignore[assignment]
+    evaluation.Evaluator.batches = batches  # type: ignore[method-assign]
 
 
 def poison(steps: range, factor: float = torch.nan) -> None:
@@ -853,7 +852,7 @@ def save_apart(task: dict[str, Any]) -> str:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     run = Path(task["run"])
-    shared_storage_check.SEEN_WITHIN_S = 0.5
+    stage_checkpoints.SEEN_WITHIN_S = 0.5
     if rank == 1 and task["apart"]:
         with_a_disk_of_its_own(task["run"])
     saver = saver_of(checkpoints_in(run / "stage" / "checkpoints"))

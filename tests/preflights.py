@@ -7,11 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipeline import versions
-from pipeline.checkpoints import shared_storage_check
+from pipeline import process_group, versions
+from pipeline.checkpoints import stage_checkpoints
 from pipeline.monitoring.watchdog import Phases
-from pipeline.preflight import identity
-from pipeline.preflight import start as starting
 from pipeline.process_group import join_group
 from tests.drives import with_a_disk_of_its_own
 
@@ -43,7 +41,7 @@ def be_otherwise(task: dict[str, Any]) -> None:
         with open(Path(task["copy"]) / "data" / "order.py", "a") as file:
             file.write("\n")
         versions.ROOT = Path(task["copy"])
-        identity.ROOT = versions.ROOT
+        process_group.ROOT = versions.ROOT
     elif act == "other torch":
         versions.version = lambda package: "1.0"
     elif act == "own disk":
@@ -57,7 +55,7 @@ def be_otherwise(task: dict[str, Any]) -> None:
 
 def start(task: dict[str, Any]) -> dict[str, Any]:
     """Check the start, as `set_up` does."""
-    shared_storage_check.SEEN_WITHIN_S = 0.3
+    stage_checkpoints.SEEN_WITHIN_S = 0.3
     device = join_group(60)
     if dist.get_rank() == 1:
         be_otherwise(task)
@@ -67,7 +65,7 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
     said: list[str] = []
     dist.barrier()
     began = time.monotonic()
-    starting.check_start(
+    process_group.check_start(
         run=Path(task["run"]),
         attempt=1,
         attempt_folder=folder,

@@ -26,9 +26,9 @@ from models import ModelConfig
 from pipeline import config, train
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
+from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
 from pipeline.versions import code_version
-from pipeline.worker import Job
 from tests.reference_loop import Plan
 
 CLASSES = 5

@@ -104,18 +104,16 @@ def inception_box(height: int, width: int, draws: Draws, cfg: AugmentConfig) -> 
     return Box(0, 0, height, width)
 
 
-def draw_flip(draws: Draws, cfg: AugmentConfig) -> bool:
-    """Return whether to mirror the image; without `flip` no number is drawn."""
-    return cfg.flip and draws.uniform() < 0.5
-
-
 def draw(header: Header, draws: Draws, cfg: AugmentConfig) -> tuple[Box, bool]:
-    """Return the box of a training crop (all of the image for `crop: none`), and whether to flip it."""
+    """Return the box of a training crop (all of the image for `crop: none`), and whether to flip it.
+
+    Without `flip` no number is drawn for it.
+    """
     # First the box, then the flip, on every path: in another order the same key would give other pixels.
     box = Box(0, 0, header.height, header.width)
     if cfg.crop == "inception":
         box = inception_box(header.height, header.width, draws, cfg)
-    return box, draw_flip(draws, cfg)
+    return box, cfg.flip and draws.uniform() < 0.5
 
 
 # ----------------------------------------------------------------------------- what becomes of the pixels
@@ -132,7 +130,7 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
         y = draws.below(height - image_size + 1)
         x = draws.below(width - image_size + 1)
         image = resized[y : y + image_size, x : x + image_size]
-        flip = draw_flip(draws, cfg)
+        flip = cfg.flip and draws.uniform() < 0.5
     else:
         box, flip = draw(header, draws, cfg)
         covering = image_size if cfg.reduced else 0

@@ -55,13 +55,23 @@ def decode_rows(
 
     on_device = images.to(device, non_blocking=True)  # from pinned memory
     refused = []
+    size = images.shape[1]
     for jpeg, whole in zip(encoded, decode_all(sources, decode, device), strict=True):
         # Sides other than the header's would make the box another part of the image.
         if whole is None or tuple(whole.shape) != (3, *jpeg.sides):
             refused.append(jpeg.row)
-        else:
-            pixels = crop(whole, jpeg, images.shape[1], reduced)
-            on_device[jpeg.row] = pixels.permute(1, 2, 0)
+            continue
+        y, x, h, w = jpeg.box
+        part = whole[None, :, y : y + h, x : x + w].float()
+        # The processes decode a JPEG at a reduced scale, which averages the pixels that it merges.
+        if reduced:
+            part = avg_pool2d(part, reduction(min(h, w), size))
+        # As cv2.INTER_LINEAR in `augment.fit`: half-pixel centres, no antialiasing.
+        part = interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
+        part = part.round_().clamp_(0, 255).to(torch.uint8)
+        if jpeg.flip:
+            part = part.flip(2)
+        on_device[jpeg.row] = part.permute(1, 2, 0)
     return on_device, refused
 
 
@@ -79,19 +89,3 @@ def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> S
         for source in sources:
             images += decode_all([source], decode, device)
         return images
-
-
-def crop(whole: Tensor, jpeg: Encoded, size: int, reduced: bool) -> Tensor:
-    """Return the box of an image (3, H, W) as (3, S, S) uint8.
-
-    It is averaged where the processes would decode at a reduced scale, and then resized.
-    """
-    y, x, h, w = jpeg.box
-    part = whole[None, :, y : y + h, x : x + w].float()
-    covering = size if reduced else 0
-    # The processes decode a JPEG at a reduced scale, which averages the pixels that it merges.
-    part = avg_pool2d(part, reduction(min(h, w), covering))
-    # As cv2.INTER_LINEAR in `augment.fit`: half-pixel centres, no antialiasing.
-    part = interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
-    part = part.round_().clamp_(0, 255).to(torch.uint8)
-    return part.flip(2) if jpeg.flip else part

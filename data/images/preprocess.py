@@ -2,10 +2,13 @@
 
 1. `parse_ops` turns the op string, which is big_vision's, into functions and their arguments.
 2. `preprocess` applies them to the image one after the other.
-3. Each op restates its TensorFlow original in NumPy, bit for bit: the same float32 sums in the same order. It is held
-   to golden arrays.
+3. Each op restates its TensorFlow original in NumPy, bit for bit: the same float32 products and sums in the same order.
+   Of TensorFlow's three resizes, `bilinear` takes two old rows for each new one; `area_taps` and `triangle_taps` say
+   which old rows a new one is made of, with which weights, and `weighted_sum` adds them up in the kernel's order.
 
-Ops that return to uint8 truncate, as the original's cast does; `resize_float` is vit_jax's, which does not.
+Ops that return to uint8 truncate, as the original's cast does; `resize_float` is vit_jax's, which does not. They are
+held to golden arrays of TensorFlow 2.21 on x86-64; a build that fuses products and sums (Arm, `-mfma`) rounds
+otherwise.
 
     an image (500, 375, 3) becomes (341, 256, 3) by resize_small(256), and (224, 224, 3) by central_crop(224)
 """
@@ -20,7 +23,6 @@ from inspect import signature
 import numpy as np
 
 from data.images.decode import BadImage
-from data.images.resizes import area, bilinear, triangle
 
 MOST_PIXELS = 1 << 24  # of a resized image: 200 MB in float32
 EXAMPLE_SIDE = 1024  # large, because central_crop refuses an image that is smaller than the crop
@@ -32,6 +34,7 @@ MOST_ROUNDING = 2  # that resizing may change white by: truncated sums of float3
 CORRECTIONS = {"resize_small": 1, "antialiased resize": 1}
 
 Op = Callable[..., np.ndarray]  # an image (H, W, 3) and numbers to an image (h, w, 3)
+Taps = tuple[np.ndarray, np.ndarray]  # rows (K, new) of the source and their weights (K, new): see `weighted_sum`
 
 # H, W image sides · every image is (H, W, 3) · h, w new sides
 
@@ -94,7 +97,20 @@ def shape_of(ops: str) -> tuple[int, ...]:
     image = np.full((EXAMPLE_SIDE, EXAMPLE_SIDE, 3), WHITE, np.uint8)
     for op, arguments in parse_ops(ops):
         text = f"preprocessing op {op.__name__}({', '.join(map(str, arguments))})"
-        check_sides(op, arguments, text)
+        # A size that no image can have would end in an error of NumPy's, or fill the memory.
+        if arguments and "size" in signature(op).parameters:
+            size = arguments[0]
+            sides = size if isinstance(size, tuple) else (size, size)
+            if len(sides) != 2:
+                raise ValueError(f"{text}: {len(sides)} sides, expected one number or (height, width)")
+            pixels = 1
+            for side in sides:
+                is_number = isinstance(side, int | float) and not isinstance(side, bool)
+                if not is_number or side < 1 or side != side // 1:
+                    raise ValueError(f"{text}: a side of {side} pixels, expected a whole number from 1 on")
+                pixels *= int(side)
+            if pixels > MOST_PIXELS:
+                raise ValueError(f"{text}: {pixels:,} pixels, expected {MOST_PIXELS:,} at most")
         try:
             image = op(image, *arguments)
         except TypeError as error:  # too few arguments, too many, or none that it can compute with
@@ -109,25 +125,6 @@ def shape_of(ops: str) -> tuple[int, ...]:
     return image.shape
 
 
-def check_sides(op: Op, arguments: tuple[object, ...], text: str) -> None:
-    """Raise ValueError where an op that takes a size is given one that no image can have; `text` is the op's."""
-    takes_size = "size" in signature(op).parameters
-    if not takes_size or not arguments:
-        return
-    size = arguments[0]
-    sides = size if isinstance(size, tuple) else (size, size)
-    if len(sides) != 2:
-        raise ValueError(f"{text}: {len(sides)} sides, expected one number or (height, width)")
-    pixels = 1
-    for side in sides:
-        is_side = isinstance(side, int | float) and not isinstance(side, bool) and side >= 1 and side == side // 1
-        if not is_side:
-            raise ValueError(f"{text}: a side of {side} pixels, expected a whole number from 1 on")
-        pixels *= int(side)
-    if pixels > MOST_PIXELS:
-        raise ValueError(f"{text}: {pixels:,} pixels, expected {MOST_PIXELS:,} at most")
-
-
 # ----------------------------------------------------------------------------- the ops
 
 
@@ -139,7 +136,11 @@ def unchanged(image: np.ndarray) -> np.ndarray:
 def resize(image: np.ndarray, size: int | tuple[int, int], antialias: bool = False) -> np.ndarray:
     """Squash to a square of `size` (or to (h, w)): bilinear, half-pixel centres, truncated to uint8."""
     h, w = both_sides(size)
-    resized = triangle(image, h, w) if antialias else bilinear(image, h, w)
+    if antialias:
+        rows_resized = weighted_sum(triangle_taps(image.shape[0], h), image, axis=0)
+        resized = weighted_sum(triangle_taps(image.shape[1], w), rows_resized, axis=1)
+    else:
+        resized = bilinear(image, h, w)
     # astype truncates, as the original's tf.cast to uint8 does (SPEC 2.5).
     return resized.astype(image.dtype)
 
@@ -166,8 +167,13 @@ def resize_small(image: np.ndarray, size: int) -> np.ndarray:
     w = round(np.float32(W) * factor)
     if h * w > MOST_PIXELS:
         raise BadImage("image too narrow")
+    # As tf.image.resize does "area" (resize_area_op.cc): a pixel is the mean of a fractional box of old pixels, which
+    # is summed row by row, and divided by its area at the end.
+    rows_summed = weighted_sum(area_taps(W, w), image, axis=1)
+    boxes_summed = weighted_sum(area_taps(H, h), rows_summed, axis=0)
+    box_area = np.float32(H) / np.float32(h) * (np.float32(W) / np.float32(w))
     # Sums of float32 may exceed 255 by a rounding, which the original clips.
-    return np.minimum(area(image, h, w), WHITE).astype(np.uint8)
+    return np.minimum(boxes_summed * np.float32(1 / np.float64(box_area)), WHITE).astype(np.uint8)
 
 
 def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
@@ -182,7 +188,7 @@ def central_crop(image: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
 
 
 def both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return 224 → (224, 224)."""
+    """Return (h, w) as they are, and 224 as (224, 224)."""
     return size if isinstance(size, tuple) else (size, size)
 
 
@@ -216,3 +222,98 @@ OPS: dict[str, Op] = {
     "vgg_value_range": vgg_value_range,
     "VIT_JAX_EVAL": vit_jax_eval,
 }
+
+
+# ----------------------------------------------------------------------------- TensorFlow's resizes
+
+
+def bilinear(image: np.ndarray, h: int, w: int, centre: float = 0.5) -> np.ndarray:
+    """Resize as tf.image.resize does bilinear without antialiasing, in float32 and in TensorFlow's order of operations.
+
+    `centre` is where in a pixel its value lies: TensorFlow 1 took its corner, 0.
+    """
+    upper, lower, y_weight = two_taps(image.shape[0], h, centre)
+    left, right, x_weight = two_taps(image.shape[1], w, centre)
+    x_weight = x_weight[None, :, None]
+    y_weight = y_weight[:, None, None]
+    # First along the rows, then between them: the other way round, float32 would round otherwise.
+    top = image[upper].astype(np.float32)
+    bottom = image[lower].astype(np.float32)
+    top = top[:, left] + (top[:, right] - top[:, left]) * x_weight
+    bottom = bottom[:, left] + (bottom[:, right] - bottom[:, left]) * x_weight
+    return top + (bottom - top) * y_weight
+
+
+def two_taps(size: int, new: int, centre: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (new,) each: the two source rows of each new row, and the weight of the second."""
+    at = (np.arange(new, dtype=np.float32) + np.float32(centre)) * np.float32(size / new) - np.float32(centre)
+    first = np.floor(at)
+    second = np.ceil(at)
+    return np.maximum(first, 0).astype(int), np.minimum(second, size - 1).astype(int), at - first
+
+
+def weighted_sum(taps: Taps, image: np.ndarray, axis: int) -> np.ndarray:
+    """Make each new row (column for axis 1) as a weighted sum of old ones, in float32.
+
+    rows[k] holds the k-th source row of every new row, factors[k] its weight.
+    """
+    rows, factors = taps
+    along_axis = (-1, 1, 1) if axis == 0 else (1, -1, 1)
+    factors = factors.reshape(len(factors), *along_axis)  # (K, new, 1, 1) or (K, 1, new, 1)
+    # Added up tap by tap: in another order, float32 would round otherwise.
+    total = np.take(image, rows[0], axis).astype(np.float32) * factors[0]
+    for k in range(1, len(rows)):
+        total += np.take(image, rows[k], axis).astype(np.float32) * factors[k]
+    return total
+
+
+@lru_cache(maxsize=256)
+def area_taps(size: int, new: int) -> Taps:
+    """Return of each new row the old rows that it overlaps, and how much of each; float32, as in resize_area_op.cc.
+
+    From 3 rows to 2, the first new row is row 0 and half of row 1, the second the other half and row 2.
+    """
+    scale = np.float32(size) / np.float32(new)  # old pixels to a new one, rounded as TensorFlow takes it
+    start = np.arange(new, dtype=np.float32) * scale
+    end = np.arange(1, new + 1, dtype=np.float32) * scale
+    first = np.floor(start)
+    stop = np.ceil(end)  # may be size + 1, where the product was rounded up: the last row then counts twice
+    count = int((stop - first).max())  # K, the most that a new row overlaps
+    rows = first + np.arange(count, dtype=np.float32)[:, None]
+
+    # Four cases, in this order for their rounding: a new row that lies inside an old one takes all of itself, at most
+    # its first and its last old row are cut, and what is between them is whole.
+    begins_before = rows < start
+    ends_after = rows + 1 > end
+    factors = np.ones_like(rows)
+    factors = np.where(ends_after, end - rows, factors)
+    factors = np.where(begins_before, rows + 1 - start, factors)
+    factors = np.where(begins_before & ends_after, scale, factors)
+    # A new row that overlaps fewer than K old ones has the weight 0 for the rest; those may lie outside the image.
+    factors = np.where(rows < stop, factors, np.float32(0))
+    return np.minimum(rows, size - 1).astype(int), factors
+
+
+@lru_cache(maxsize=256)
+def triangle_taps(size: int, new: int) -> Taps:
+    """Return of each new row the old rows under its triangle, and their weights, as in scale_and_translate_op.cc.
+
+    This is tf.image.resize's bilinear with antialiasing: a triangle as wide as the shrinking. The weights sum to 1 at
+    the borders too.
+    """
+    old_per_new = np.float32(1 / np.float64(np.float32(new) / np.float32(size)))
+    radius = max(old_per_new, np.float32(1))
+    half = np.float32(0.5)
+    centre = (np.arange(new, dtype=np.float32) + half) * old_per_new
+    first = np.clip(np.ceil(centre - radius - half), 0, size - 1)
+    last = np.clip(np.floor(centre + radius - half), 0, size - 1)
+    count = int((last - first).max()) + 1  # K
+    rows = first + np.arange(count, dtype=np.float32)[:, None]
+
+    distance = np.abs((rows + half - centre) * (np.float32(1) / radius))
+    factors = np.maximum(np.float32(1) - distance, np.float32(0))
+    factors = np.where(rows <= last, factors, np.float32(0))
+    # Added up row by row, as `np.sum` would not promise.
+    total = np.cumsum(factors, axis=0)[-1]
+    factors = factors * (np.float32(1) / total)
+    return np.minimum(rows, size - 1).astype(int), factors

@@ -1,4 +1,4 @@
-"""Remote shards on local disk: fetched whole, once a node, checked, within a limit, ahead of the order.
+"""Remote shards on local disk: fetched whole, once a node, checked, within a limit, ahead of the step.
 
 How a shard gets here, in order (`Cache.path`):
 1. a file named by the shard's sha256 and of its size is the shard: nothing is asked of the storage;
@@ -7,7 +7,10 @@ How a shard gets here, in order (`Cache.path`):
 4. `fetch` appends pieces of 16 MiB to `<sha256>.part`, and begins where an earlier try broke off;
 5. a piece that does not come is asked for again, after a random part of a time that doubles (`patiently`);
 6. when the sha256 is right, the file gets its final name; otherwise it is fetched once more from the start.
-`data.remote.ahead` does this in the background for the steps to come, so that the step itself finds its shards here.
+
+`Ahead` does this in the background for the steps to come, so that a step finds its shards here. The order says which
+shards the slots of a step need (`shards_of`); a thread fetches those of one step after the other, `fetchers` at a time,
+and never more than `CacheConfig.ahead` steps before training, which says where it is (`Ahead.reached`).
 
     cache.path("s3://bucket/train-000007.tar", shard)   →   ~/.cache/patchline/shards/9f3c….tar
 """
@@ -15,26 +18,30 @@ How a shard gets here, in order (`Cache.path`):
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest
 from io import BufferedReader
-from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TypeVar
+from typing import IO
+
+import numpy as np
 
 from data.checks import at_least, more_than_0
 from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
+from data.index.index import Index
 from data.index.shard import Shard
-from data.remote.retry import Retry
-from data.remote.urls import read_range, redacted
+from data.mixture import Mixture
+from data.order import Order
+from data.remote.urls import Answer, Retry, never, read_range, redacted
 
-Answer = TypeVar("Answer")
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
 ABANDONED_S = 3600  # a download that has not grown for so long is nobody's, and may go like an unused shard
 
@@ -59,11 +66,6 @@ class CacheConfig:
         at_least(self, 0, "backoff_s ahead", "cache.")
 
 
-def never() -> bool:
-    """Return the default of `Cache.stopped`: somebody always waits for what is fetched."""
-    return False
-
-
 def no_progress() -> None:
     """The default of `Cache.progress`: progress is not told to anybody."""
 
@@ -86,7 +88,8 @@ class Cache:
 
     def has(self, shard: Shard) -> bool:
         """Return whether a remote shard is here."""
-        return is_whole(self.directory / f"{shard.sha256}.tar", shard)
+        # A file of another size is what a power cut left of it.
+        return size_or_none(self.directory / f"{shard.sha256}.tar") == shard.bytes
 
     def path(self, url: str, shard: Shard) -> Path:
         """Return the local file of a remote shard.
@@ -95,7 +98,7 @@ class Cache:
         another shard that the storage has.
         """
         path = self.directory / f"{shard.sha256}.tar"
-        if not is_whole(path, shard):
+        if not self.has(shard):
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -104,7 +107,7 @@ class Cache:
                 ) from None
             with self.turn(path):
                 # Another process may have fetched it while we waited for our turn.
-                if not is_whole(path, shard):
+                if not self.has(shard):
                     try:
                         self.fetch(url, shard, path)
                     # Of the local disk: errors of the storage are a StorageError by now.
@@ -194,7 +197,7 @@ class Cache:
         return self.patiently(url, partial(read_range, url, start, stop, self.cfg.timeout_s))
 
     def patiently(self, url: str, ask: Callable[[], Answer]) -> Answer:
-        """Return what the storage answers, asked again as `data.remote.retry` does.
+        """Return what the storage answers, asked again as `Retry` does.
 
         Raises DataError for a missing file, a refused address and a missing client; StorageError when `attempts` were
         in vain or nobody waits any more.
@@ -218,40 +221,24 @@ class Cache:
                 f"type data.cache.limit_bytes={size} or more, or pack smaller shards"
             )
         with locked(self.directory / "eviction.lock"):
-            downloads = files(self.directory, "*.part")
-            deletable = files(self.directory, "*.tar")
-            total = size
-            for file in [*deletable, *downloads]:
-                total += file.bytes
             # A download at work counts, but is left alone; one that stopped growing goes like a shard.
             abandoned_since_ns = time.time_ns() - ABANDONED_S * 10**9
-            for file in downloads:
-                if file.used_at_ns < abandoned_since_ns:
-                    deletable.append(file)
-            for file in sorted(deletable, key=attrgetter("used_at_ns")):
+            total = size
+            deletable = []  # (time of last use, bytes, path)
+            for path in self.directory.iterdir():
+                if path.suffix not in (".tar", ".part"):
+                    continue
+                # Another process may delete it meanwhile.
+                with suppress(FileNotFoundError):
+                    status = path.stat()
+                    total += status.st_size
+                    if path.suffix == ".tar" or status.st_mtime_ns < abandoned_since_ns:
+                        deletable.append((status.st_mtime_ns, status.st_size, path))
+            for _, file_bytes, path in sorted(deletable):
                 if total <= self.cfg.limit_bytes:
                     break
-                file.path.unlink(missing_ok=True)
-                total -= file.bytes
-
-
-@dataclass(frozen=True)
-class CachedFile:
-    """A file of the cache, as it was a moment ago."""
-
-    path: Path
-    bytes: int
-    used_at_ns: int  # since 1970
-
-
-def files(directory: Path, pattern: str) -> list[CachedFile]:
-    """Return the files of a folder that match a pattern, without those that another process deletes meanwhile."""
-    there = []
-    for path in directory.glob(pattern):
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            there.append(CachedFile(path, status.st_size, status.st_mtime_ns))
-    return there
+                path.unlink(missing_ok=True)
+                total -= file_bytes
 
 
 def size_or_none(path: Path) -> int | None:
@@ -262,6 +249,103 @@ def size_or_none(path: Path) -> int | None:
         return None
 
 
-def is_whole(path: Path, shard: Shard) -> bool:
-    """Return whether the cache has a shard; a file of another size is what a power cut left of it."""
-    return size_or_none(path) == shard.bytes
+# ------------------------------------------------------------------------------------------ ahead of the step
+
+
+def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> tuple[int, int]:
+    """Return (remote shards, their bytes) that some slots read from `step` to the last step that is fetched ahead."""
+    shards: set[int] = set()
+    # The shards of all these steps must fit the cache at once, or it would evict what it has just fetched.
+    for later in range(step, step + cfg.ahead + 1):
+        shards.update(shards_of(order, slots, later))
+    remote_shards = 0
+    remote_bytes = 0
+    for shard in shards:
+        if "://" in index.location(shard):
+            remote_shards += 1
+            remote_bytes += index.shards[shard].bytes
+    return remote_shards, remote_bytes
+
+
+def waited_for(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> str:
+    """Return what some slots of a step need, and how much of it is here: of remote shards, those that the cache has."""
+    shards = shards_of(order, slots, step)
+    cache = Cache(cfg)
+    missing = []
+    for shard in shards:
+        if "://" in index.location(shard) and not cache.has(index.shards[shard]):
+            missing.append(shard)
+    line = f"{len(slots)} samples of {len(shards)} shards"
+    if not missing:
+        return f"{line}, all of which are here"
+    size = sum(index.shards[shard].bytes for shard in missing)
+    return (
+        f"{line}; {len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not: "
+        f"{redacted(index.location(missing[0]))} …"
+    )
+
+
+def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:
+    """Return numbers of the shards that some slots read at a step, each once."""
+    shard_of_slot = order.batch(step)[1]
+    return np.unique(shard_of_slot[slots.start : slots.stop]).tolist()
+
+
+class Ahead:
+    """Fetches, in the background, the shards that coming steps need; `reached(step)` moves the window."""
+
+    def __init__(self, index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig):
+        self.index = index
+        self.order = order
+        self.slots = slots
+        self.cfg = cfg
+        self.step = step  # that training has reached
+        self.changed = threading.Condition()  # of step or stopped
+        self.stopped = False
+        self.failure: StorageError | None = None  # why nothing arrives
+        # The cache is told of our end, else the process would wait for its downloads to end.
+        self.cache = Cache(cfg, lambda: self.stopped)
+        self.thread = threading.Thread(target=self.run, args=(step,), daemon=True)
+        self.thread.start()
+
+    def reached(self, step: int) -> None:
+        """Say which step training has reached."""
+        with self.changed:
+            self.step = step
+            self.changed.notify()
+
+    def stop(self) -> None:
+        """Fetch nothing more; a piece that is on its way still arrives."""
+        with self.changed:
+            self.stopped = True
+            self.changed.notify()
+
+    def run(self, first_step: int) -> None:
+        """Fetch the shards of one step after the other, never more than `ahead` steps before training."""
+        step = first_step
+        with ThreadPoolExecutor(self.cfg.fetchers) as pool:
+            while True:
+                # One lock for step and stop: a change between the check and the wait would otherwise be missed.
+                with self.changed:
+                    while not self.stopped and step > self.step + self.cfg.ahead:
+                        self.changed.wait()
+                    if self.stopped:
+                        return
+                # The shards of one step are waited for before the next step's are asked for: they are needed first.
+                list(pool.map(self.fetch, shards_of(self.order, self.slots, step)))
+                # Training does not wait for shards whose samples it reads by range: it may be ahead of us.
+                step = max(step + 1, self.step)
+
+    def fetch(self, shard: int) -> None:
+        """Fetch one shard; a failure is kept for the loader to raise, as it may be over before the shard is needed."""
+        url = self.index.location(shard)
+        is_here = "://" not in url  # a mixture may have sets here and sets elsewhere
+        if self.stopped or is_here:
+            return
+        try:
+            self.cache.path(url, self.index.shards[shard])
+            self.failure = None
+        except StorageError as error:
+            self.failure = error
+        except (DataError, OSError):
+            return  # the reader that needs the shard meets and reports it

@@ -55,7 +55,7 @@ class Ranges:
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state without threads and what they have read, for another process."""
-        return self.__dict__ | {"asked": {}, "pool": None}
+        return self.__dict__ | {"requested": {}, "pool": None}
 
     def is_stopped(self) -> bool:
         """Return whether nobody waits for samples any more."""

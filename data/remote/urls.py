@@ -1,12 +1,13 @@
 """Byte ranges of remote shards: `s3:// gs:// az://` by fsspec's clients, `https://` by the standard library.
 
-Three questions can be asked of an address, whatever its scheme. Each is asked once: asking again is left to the
-caller (`Cache.patiently`).
+Three questions can be asked of an address, whatever its scheme. Each is asked once; `Retry` is the one way in which an
+object store is asked again, after a random part of a time that doubles.
 
     size_of("s3://bucket/train-000000.tar", 30.0)              →   6543360
     read_range("s3://bucket/train-000000.tar", 0, 512, 30.0)   →   the first 512 bytes
     list_tars("s3://bucket/train", 30.0)                       →   {"s3://bucket/train/train-000000.tar": 6543360, …}
 
+Clients raise many kinds of errors, and any of their texts may hold a secret: of an error only its kind is shown.
 Credentials come from the environment alone, in the names that each client's makers chose; so do other endpoints:
 `AWS_ENDPOINT_URL`, `STORAGE_EMULATOR_HOST`, `AZURE_STORAGE_CONNECTION_STRING`. `pipe:`, `file:`, `http:` and all else
 is refused; so are private and link-local addresses behind `https://`, after resolution and every redirect, unless
@@ -17,48 +18,38 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import logging
 import os
+import random
 import socket
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib.metadata import version
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from data.errors import DataError
+from data.errors import DataError, StorageError
 from data.index.names import some
 from data.index.tar import COMPRESSED
 
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Answer = TypeVar("Answer")
 CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}  # scheme → the package that speaks it
 PROTOCOLS = {"s3": "s3", "gs": "gs", "az": "abfs"}  # scheme → fsspec's name for it
 TESTED = {"s3fs": "2026.9.0", "gcsfs": "2026.10.1", "adlfs": "2026.8.0"}
 SCHEMES = (*CLIENTS, "https")
+LONGEST_PAUSE_S = 30.0  # between two attempts
+WARN_AT_ATTEMPT = 2  # counted from 0: by the third attempt somebody waits
 
 
 class Refused(DataError):
     """This address may not be read, now or later."""
-
-
-class ObjectInfo(TypedDict):
-    """What a client says of an object; it says more, of which nothing is needed."""
-
-    size: int  # bytes
-
-
-class Client(Protocol):
-    """The part of fsspec's file systems that is used here."""
-
-    def cat_file(self, path: str, start: int, end: int) -> bytes:
-        """Return bytes start … end−1 of an object."""
-
-    def info(self, path: str) -> ObjectInfo:
-        """Return the size of an object."""
-
-    def glob(self, path: str, *, detail: bool) -> dict[str, ObjectInfo]:
-        """Return the objects that match a pattern, by their paths without the scheme."""
 
 
 def check_url(url: str) -> None:
@@ -152,6 +143,66 @@ def list_tars(url: str, timeout_s: float) -> dict[str, int]:
     return tars
 
 
+# --------------------------------------------------------------------------------------------- asking again
+
+
+def never() -> bool:
+    """Return the default of all `stopped`: somebody always waits for the answer."""
+    return False
+
+
+class Retry:
+    """Asks up to `attempts` times, which may be lowered while a request is under way, until `stopped` says so.
+
+    The pause before the second attempt is `backoff_s` at most; it doubles with every attempt.
+    """
+
+    def __init__(self, attempts: int, backoff_s: float, stopped: Callable[[], bool] = never) -> None:
+        self.attempts = attempts
+        self.backoff_s = backoff_s
+        self.stopped = stopped
+
+    def patiently(self, address: str, ask: Callable[[], Answer]) -> Answer:
+        """Return what `ask` answers in one of the attempts; `address` is what messages name.
+
+        Raises at once: FileNotFoundError, because to ask again does not bring what is missing; DataError where the
+        store's client is not installed or an address is refused. Raises StorageError when all attempts were in vain, or
+        this was stopped.
+        """
+        reason = ""
+        attempt = 0
+        # Looked at anew each time: a command that ends has no more patience for what its threads still ask.
+        while attempt < self.attempts:
+            if self.stopped():
+                raise StorageError(f"{address}: left where it was")
+            try:
+                with denied_as_such():
+                    return ask()
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{address}: there is no such object, or no such bucket") from None
+            except DataError:
+                raise
+            except PermissionError:
+                reason = "PermissionError"
+                # The credentials may have expired: the next attempt reads what the environment says by then.
+                forget_credentials()
+            except Exception as error:
+                reason = type(error).__name__
+            if attempt == WARN_AT_ATTEMPT:
+                logging.getLogger(__name__).warning("%s: no answer (%s), asking again", address, reason)
+            if attempt + 1 < self.attempts:
+                # A random part, so that many workers and nodes do not all ask again at once.
+                pause_s = random.uniform(0, min(LONGEST_PAUSE_S, self.backoff_s * 2**attempt))
+                ends_at = time.monotonic() + pause_s
+                while not self.stopped() and time.monotonic() < ends_at:
+                    time.sleep(min(0.1, max(0.0, ends_at - time.monotonic())))
+            attempt += 1
+
+        is_denied = reason == "PermissionError" or "Credentials" in reason
+        remedy = "credentials come from the environment" if is_denied else "run again when it answers"
+        raise StorageError(f"{address}: no answer after {attempt} attempts, last {reason}; {remedy}")
+
+
 # --------------------------------------------------------------------------------------------- s3, gs, az
 
 
@@ -174,7 +225,7 @@ def forget_credentials() -> None:
 
 # Kept from call to call: a client holds its connections and its login.
 @lru_cache(maxsize=8)
-def client(scheme: str, timeout_s: float) -> Client:
+def client(scheme: str, timeout_s: float) -> AbstractFileSystem:
     """Return fsspec's file system for a scheme; our own retries are the only ones.
 
     Raises DataError where its package is not installed, or is of a version that keeps its retries elsewhere.
@@ -233,9 +284,17 @@ def client(scheme: str, timeout_s: float) -> Client:
 @contextmanager
 def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.client.HTTPResponse]:
     """Return the answer to a request for a range, and its errors as those of the other schemes."""
+    # An opener that speaks https alone, also after a redirect, and only with public addresses. Put together by hand,
+    # because `build_opener` would add file:, ftp: and data: to it.
+    opener = urllib.request.OpenerDirector()
+    opener.add_handler(PublicHandler())
+    opener.add_handler(urllib.request.HTTPRedirectHandler())
+    opener.add_handler(urllib.request.HTTPErrorProcessor())
+    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
+    opener.add_handler(urllib.request.UnknownHandler())
     request = urllib.request.Request(url, headers={"Range": byte_range})
     try:
-        with opener().open(request, timeout=timeout_s) as answer:
+        with opener.open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
         # As the other schemes raise it.
@@ -252,18 +311,6 @@ def request_https(url: str, timeout_s: float, byte_range: str) -> Iterator[http.
         if isinstance(error.reason, OSError):
             raise error.reason from None
         raise OSError("URLError") from None
-
-
-def opener() -> urllib.request.OpenerDirector:
-    """Return an opener that speaks https alone, also after a redirect, and only with public addresses."""
-    # Put together by hand, because `build_opener` would add file:, ftp: and data: to it.
-    director = urllib.request.OpenerDirector()
-    director.add_handler(PublicHandler())
-    director.add_handler(urllib.request.HTTPRedirectHandler())
-    director.add_handler(urllib.request.HTTPErrorProcessor())
-    director.add_handler(urllib.request.HTTPDefaultErrorHandler())
-    director.add_handler(urllib.request.UnknownHandler())
-    return director
 
 
 class PublicConnection(http.client.HTTPSConnection):

@@ -32,8 +32,7 @@ import numpy as np
 
 from data.checks import one_line
 from data.errors import DataError, StorageError
-from data.images.decode import BadImage, decode_whole, read_header
-from data.images.jpeg import is_damaged
+from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
 from data.index.labels import read_labels
 from data.index.names import Names

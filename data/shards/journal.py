@@ -1,6 +1,6 @@
 """The record of an index in the making: a killed packing or indexing goes on where it stopped.
 
-1. `with IndexJournal(path, …)` reads `<path>.partial`, if a command of the same setting left one (data/journal.py), and
+1. `with IndexJournal(path, …)` reads `<path>.partial`, if a command of the same setting left one (data/seal.py), and
    clears away the temporary files of killed processes;
 2. `has` says which shards need no more work;
 3. `add` records each shard as it is finished: its row in the index, its samples a class, and what was passed over
@@ -22,7 +22,7 @@ from data.index.index import Index
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.shard import Shard, shard_row
-from data.journal import Journal
+from data.seal import Journal
 
 
 class Record(NamedTuple):

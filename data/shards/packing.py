@@ -29,7 +29,7 @@ import numpy as np
 from data.checks import check_name, printable
 from data.errors import DataError, Preempted
 from data.files import whole_file
-from data.images.jpeg import add_restarts, require_binding
+from data.images.decode import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.labels import MAX_CLASSES
@@ -59,7 +59,7 @@ def pack(
     """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
 
     `names` are those of the classes, in the order of their ids. `restarts` adds restart markers to JPEGs (see
-    `data.images.jpeg`): the same pixels, cropped faster. `report` is told the shards and samples finished so far.
+    `data.images.decode`): the same pixels, cropped faster. `report` is told the shards and samples finished so far.
     Safe to kill and run again with the same samples: finished shards are kept, and those of another set of this name
     go. Raises DataError on a label ≥ `classes` (None: ≥ a million), a repeated key in a shard, or no samples.
     """
@@ -187,7 +187,7 @@ def write_shard(
                 raise Preempted(f"{path}: stopped before it was whole")
             image = sample.read()
             if restarts and image.startswith(JPEG_START):
-                image = add_restarts(image)
+                image = add_restarts(image) or image
             writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:

@@ -214,7 +214,7 @@ def _prepare(order: WorkerOrder) -> None:
     folder = order.folder
     if order.is_shared:
         # Imported here: an agent imports this module and not numpy, which this one brings.
-        from pipeline.checkpoints.shared_storage_check import SAME_STORAGE, look_for
+        from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
 
         # With patience, because a network file system may show late what the driver has made.
         unseen, waited_s = look_for(folder.parent, {folder.name: None})

@@ -30,14 +30,13 @@ from data.index.names import some
 from data.mixture import shares as shares_of
 from jobs.commands.trial import trial_key
 from jobs.recipe import class_names
-from jobs.recipe.changes import changes_since_half_done
-from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.records import half_done_folder
 from jobs.recipe.render import choice_text
+from jobs.recipe.sweeps import resolve_sweep
 from jobs.resolved_recipe import Available, Campaign, Stage, index_if_made, reference
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan import memory
@@ -54,10 +53,10 @@ from pipeline.plan.cost import (
 )
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.plan.trial import read_trials
-from pipeline.preflight.machine import memory_free
+from pipeline.process_group import memory_free
 from pipeline.start import engine_settings
 from pipeline.token_dropping import describe, flops_of, phases
-from pipeline.training_config import TrainConfig, cache_line, training_order
+from pipeline.training_config import TrainConfig, batch_arithmetic, cache_line, steps_of, training_order
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -96,7 +95,7 @@ def plan(
     made = Plan(campaign, assumed, log or (lambda _: None))
     made.lines += [
         "",
-        f"run directory  {campaign.place}",
+        f"run directory  {campaign.storage.address()}",
         f"cluster        {workers} workers ({cluster.backend})",
     ]
     for stage in campaign.stages:
@@ -127,7 +126,7 @@ class Plan:
         elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
             status = "half done, would be resumed from its newest checkpoint"
         # Without --fresh the command has ended before this (jobs/recipe/validate.py).
-        elif changes_since_half_done(campaign, stage):
+        elif half_done_folder(campaign, stage) is not None:
             status = "half done with another config, would start over"
         else:
             status = "would run"

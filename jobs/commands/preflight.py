@@ -31,18 +31,16 @@ from jobs.commands.plan import GPU_FLOPS
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
-from jobs.run.session import warn_of_unused_gpus
-from jobs.run.temporary_run import temporary_run
+from jobs.run.session import temporary_run, warn_of_unused_gpus
 from jobs.worlds import allowed_worlds
-from pipeline.arithmetic import batch_arithmetic
-from pipeline.checkpoints.disk_space import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.checkpoints.saver import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
 from pipeline.preflight.worker import PreflightReport, examine, look_at_node
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import TrainConfig, batch_arithmetic
 from pipeline.versions import code_version
 
 LARGEST_ALL_REDUCE = 2**28  # bytes

@@ -18,10 +18,9 @@ from data.files import memory_text, size_text
 from jobs.resolved_recipe import CheckResult
 from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.preflight.folder import FolderReport
-from pipeline.preflight.identity import Identity, named, other_code, other_devices, other_packages
 from pipeline.preflight.network import Network, PairTime
-from pipeline.preflight.start import SKEW_S
 from pipeline.preflight.worker import PreflightReport
+from pipeline.process_group import DEVICE, SKEW_S, Identity, differences, named, other_code
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONG_SAVE_S = 60.0
@@ -128,10 +127,10 @@ class Checks:
         spares = len(self.everywhere) - len(self.workers)
         if spares:
             text += f"; {counted(spares, 'spare node')} looked at too"
-        differences = other_devices(identities)
-        if differences:
+        other_devices = differences(identities, DEVICE)
+        if other_devices:
             remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
-            self.add("WARN", "workers", f"{text}; {'; '.join(map(str, differences))}", remedy)
+            self.add("WARN", "workers", f"{text}; {'; '.join(map(str, other_devices))}", remedy)
         else:
             self.add("OK", "workers", text)
 
@@ -144,8 +143,8 @@ class Checks:
             self.add("OK", "code", f"{self.requirements.code[:12]}, this command's, in all workers")
 
         remedy = "install there what constraints.txt pins"
-        must = other_packages(self.identities, MUST_BE_EQUAL)
-        should = other_packages(self.identities, SHOULD_BE_EQUAL)
+        must = differences(self.identities, MUST_BE_EQUAL)
+        should = differences(self.identities, SHOULD_BE_EQUAL)
         if must:
             self.add("FAIL", "versions", "; ".join(map(str, must)), remedy)
         elif should:

@@ -26,11 +26,10 @@ from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Order
 from pipeline import artifacts, config
-from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.token_dropping import phase_at, phases
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.training_config import TrainConfig, steps_of, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most
 

@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 
 from data.bucket import Bucket, check_store_url
 from data.errors import UsageError
-from data.files import write_whole
-from data.storage import MANIFEST, Folder, Storage
+from data.files import MANIFEST, write_whole
+from data.storage import Folder, Storage
 from jobs.commands import status as status_command
 from jobs.ownership import OWNER_FILE
 from jobs.run.sync import fetch_small_files

@@ -31,9 +31,8 @@ from jobs.resolved_recipe import Context
 from jobs.stages import any_weights
 from pipeline import config
 from pipeline.evaluation.document import Entry
-from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
 from pipeline.versions import code_version
@@ -99,8 +98,7 @@ def worker(task: Task) -> dict[str, list[Entry]]:
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
     # The driver imports this module, and has no use for what brings deepspeed.
-    from pipeline.preflight.start import check_start
-    from pipeline.process_group import join_group
+    from pipeline.process_group import check_start, join_group
     from pipeline.start import fetch_init
     from pipeline.train import notice_sigterm
 

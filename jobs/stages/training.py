@@ -36,8 +36,7 @@ from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from pipeline import artifacts, config
-from pipeline.arithmetic import steps_of
-from pipeline.checkpoints.disk_space import check_disk_space
+from pipeline.checkpoints.saver import check_disk_space
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.health import EXCLUDED_STEPS
@@ -52,10 +51,10 @@ from pipeline.plan.memory import (
     with_blocks,
 )
 from pipeline.plan.memory_traces import TraceFailed
+from pipeline.start import Job
 from pipeline.train import train
-from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
+from pipeline.training_config import TrainConfig, check_model, check_schedule, steps_of, trained_model
 from pipeline.versions import code_version
-from pipeline.worker import Job
 
 
 def run(cfg: TrainConfig, context: Context) -> dict[str, object]:

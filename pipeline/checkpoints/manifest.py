@@ -19,8 +19,9 @@ from typing import Any, TypedDict
 from xxhash import xxh3_64_hexdigest
 
 from data.errors import CheckpointError
+from data.files import MANIFEST
 from data.seal import Unsealed, seal, unseal
-from data.storage import MANIFEST, Folder, Storage
+from data.storage import Folder, Storage
 
 SCHEMA = 1
 ATTEMPTS = "attempts"  # in the run: a file for each attempt that was claimed

@@ -24,11 +24,11 @@ from typing import TypedDict
 
 from data.errors import StorageError
 from data.files import create_exclusively, free_bytes, locked, refusal, sync, write_durably, write_whole
-from pipeline.checkpoints.shared_storage_check import look_for, names_in
+from pipeline.checkpoints.stage_checkpoints import look_for, names_in
 
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "lock"
-ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.shared_storage_check waits for a file
+ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.stage_checkpoints waits for a file
 ASKED_TIMES = 3
 POLL_S = 0.002
 ANSWER_POLL_S = 0.005

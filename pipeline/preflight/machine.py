@@ -1,7 +1,6 @@
 """What a node is and what it has left for its workers: processor, cores, memory, shared memory, open files, GPUs."""
 
 import os
-import platform
 import re
 import resource
 import shutil
@@ -9,13 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
 
-import psutil
 import torch
+
+from pipeline.process_group import memory_free
 
 SHARED_MEMORY = Path("/dev/shm")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also for who may not use them
-CGROUP = Path("/sys/fs/cgroup")
-CPUINFO = Path("/proc/cpuinfo")
 
 
 class Machine(TypedDict):
@@ -48,15 +46,6 @@ def machine(device: torch.device) -> Machine:
     }
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    with suppress(OSError):
-        for line in CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -76,14 +65,3 @@ def gpu_models() -> tuple[str, ...]:
             if match:
                 names.add(match[1])
     return tuple(sorted(names))
-
-
-def memory_free() -> int:
-    """Return the bytes that programs may still take: of the machine, or less where a container's limit is nearer."""
-    free = psutil.virtual_memory().available
-    # cgroup v2; a machine without a limit says "max", which is no number.
-    with suppress(OSError, ValueError):
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        free = min(free, limit - used)
-    return free

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from data.remote.reach import Reach, read_some
 from pipeline.preflight.folder import FolderReport, report_on
-from pipeline.preflight.identity import Identity, identity
 from pipeline.preflight.machine import Machine, machine
 from pipeline.preflight.network import Network, measure
-from pipeline.process_group import join_group
+from pipeline.process_group import Identity, identity, join_group
 
 
 class WorkerReport(TypedDict):

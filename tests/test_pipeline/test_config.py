@@ -15,10 +15,9 @@ from jobs.cluster_config import ClusterConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages import fewshot, pack, resize, sweep
 from pipeline import config
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
+from pipeline.training_config import DataConfig, MixedConfig, TrainConfig, batch_arithmetic, steps_of
 
 pytestmark = pytest.mark.quick
 

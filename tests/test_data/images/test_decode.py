@@ -16,16 +16,26 @@ import pytest
 from PIL import Image
 
 from data.images import augment as augmentation
-from data.images import jpeg
+from data.images import decode as decoding
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
-from data.images.decode import MAX_SCANS, BadImage, Header, decode, decode_crop, read_header, reduced_box
-from data.images.preprocess import resize_small
-from data.images.resizes import bilinear
+from data.images.decode import (
+    MAX_SCANS,
+    BadImage,
+    Header,
+    add_restarts,
+    decode,
+    decode_crop,
+    decode_region,
+    library,
+    read_header,
+    reduced_box,
+)
+from data.images.preprocess import bilinear, resize_small
 
 pytestmark = pytest.mark.quick
 
 IMAGES = Path(__file__).parents[3].parent / "shared" / "images"
-needs_binding = pytest.mark.skipif(jpeg.library() is None, reason="no C++ compiler, or Pillow is not the wheel")
+needs_binding = pytest.mark.skipif(library() is None, reason="no C++ compiler, or Pillow is not the wheel")
 
 
 def scene(height: int, width: int, grain: int = 16) -> np.ndarray:
@@ -58,7 +68,7 @@ def test_a_region_has_the_pixels_of_the_whole_at_every_scale(kind, restarts, mon
     width = 171  # 11 or 22 blocks a row: restart markers after each, or after every second
     data = encoded(scene(height, width), quality=85, **KINDS[kind])
     if restarts:
-        data = jpeg.add_restarts(data)
+        data = add_restarts(data)
     rng = np.random.default_rng(1)
     for denominator in (1, 2, 4, 8):
         H = -(-height // denominator)
@@ -69,10 +79,10 @@ def test_a_region_has_the_pixels_of_the_whole_at_every_scale(kind, restarts, mon
             anywhere = int(rng.integers(0, W - w + 1))
             y = int(rng.integers(0, H - h + 1))
             region = y, (anywhere, 0, W - w)[number % 3], h, w
-            fast = jpeg.decode_region(data, denominator, region)
+            fast = decode_region(data, denominator, region)
             with monkeypatch.context() as patch:
-                patch.setattr(jpeg, "library", lambda: None)
-                assert np.array_equal(fast, jpeg.decode_region(data, denominator, region))
+                patch.setattr(decoding, "library", lambda: None)
+                assert np.array_equal(fast, decode_region(data, denominator, region))
 
 
 @needs_binding
@@ -82,11 +92,11 @@ def test_photographs_decode_to_the_same_pixels_with_and_without_the_binding(monk
         photos = [tar.extractfile(member).read() for member in tar if member.name.endswith(".jpg")][:60]
     fast, slow = (np.empty((224, 224, 3), np.uint8) for _ in range(2))
     for number, photo in enumerate(photos):
-        packed = jpeg.add_restarts(photo)
+        packed = add_restarts(photo) or photo
         assert np.array_equal(decode(photo), decode(packed))
         augment(photo if number % 2 else packed, 224, Draws(number), AugmentConfig(), fast)
         with monkeypatch.context() as patch:
-            patch.setattr(jpeg, "library", lambda: None)
+            patch.setattr(decoding, "library", lambda: None)
             augment(photo, 224, Draws(number), AugmentConfig(), slow)
         assert np.array_equal(fast, slow)
 
@@ -129,8 +139,7 @@ def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
         shapes.append((denominator, *region[2:]))
         return decode_region(encoded, denominator, region)
 
-    decode_region = jpeg.decode_region
-    monkeypatch.setattr("data.images.decode.decode_region", noted)
+    monkeypatch.setattr(decoding, "decode_region", noted)
     plain, mirrored = (np.empty((64, 64, 3), np.uint8) for _ in range(2))
     augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(flip=False), plain)
     augment(encoded(scene(300, 400)), 64, Draws(8), AugmentConfig(), mirrored)
@@ -142,13 +151,13 @@ def test_the_example_at_the_top_of_the_module_is_what_happens(monkeypatch):
 def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    jpeg.library.cache_clear()
+    library.cache_clear()
     try:
         out = np.empty((32, 32, 3), np.uint8)
         augment(encoded(scene(60, 60)), 32, Draws(0), AugmentConfig(), out)
-        assert jpeg.library() is None and "no-such-compiler" in caplog.text
+        assert library() is None and "no-such-compiler" in caplog.text
     finally:
-        jpeg.library.cache_clear()
+        library.cache_clear()
 
 
 def test_flipping_mirrors_the_same_crop():
@@ -278,7 +287,7 @@ def test_libjpeg_is_not_asked_for_more_pixels_than_a_header_may_claim():
     small = encoded(scene(16, 16), progressive=True)
     at = small.index(b"\xff\xc2") + 5
     bomb = small[:at] + struct.pack(">HH", 40_000, 40_000) + small[at + 4 :]
-    assert jpeg.decode_region(bomb, 1, (0, 0, 8, 8)) is None and jpeg.add_restarts(bomb) == bomb
+    assert decode_region(bomb, 1, (0, 0, 8, 8)) is None and add_restarts(bomb) is None
 
 
 def empty_scan(blocks: int) -> bytes:
@@ -310,7 +319,7 @@ def test_scans_that_only_cost_are_counted_before_anything_is_decoded():
 
     def cpu_seconds(data: bytes) -> float:
         began = time.process_time()
-        assert jpeg.decode_region(data, 1, (0, 0, 375, 500)) is not None
+        assert decode_region(data, 1, (0, 0, 375, 500)) is not None
         return time.process_time() - began
 
     # What the limit is for, by libjpeg itself, which knows none; and what an image within it can cost at most.
@@ -371,7 +380,7 @@ def test_a_file_that_was_cut_short_is_refused(kind):
 def test_no_bytes_however_mangled_do_more_than_raise_bad_image():
     rng = np.random.default_rng(0)
     jpg = encoded(scene(90, 90))
-    jpg = jpeg.add_restarts(jpg) if jpeg.library() else jpg
+    jpg = add_restarts(jpg) if library() else jpg
     whole = [jpg, encoded(scene(40, 40), "PNG"), encoded(scene(40, 40), "WEBP")]
     out = np.empty((16, 16, 3), np.uint8)
     for number in range(300):

@@ -25,8 +25,7 @@ from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
 from data.remote import urls
-from data.remote.ahead import Ahead
-from data.remote.cache import Cache, CacheConfig
+from data.remote.cache import Ahead, Cache, CacheConfig
 from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
@@ -177,7 +176,7 @@ def test_a_missing_shard_and_a_replaced_one_are_data_errors(faulty, tmp_path):
 
 def test_tars_are_indexed_where_they_are_and_no_copy_stays(faulty, local, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.remote.retry.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
     chance = random.Random(0)
     faulty.fault = lambda path: 503 if chance.random() < 0.3 else None
     for number, source in enumerate(
@@ -200,7 +199,7 @@ def test_an_index_command_that_the_storage_stopped_goes_on_without_fetching_agai
     faulty, local, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("data.remote.retry.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
     command = ["index", faulty.set, "--output", str(tmp_path / "index"), "--name", "train"]
     faulty.fault = lambda path: 503 if "000005" in path else None
     assert main(command) == 69
@@ -221,7 +220,7 @@ def test_the_doctor_looks_at_remote_sets_too(faulty, tmp_path, monkeypatch):
 def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not_come(
     faulty, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("data.remote.retry.random.uniform", lambda low, high: 0)
+    monkeypatch.setattr("data.remote.urls.random.uniform", lambda low, high: 0)
     faulty.fault = lambda path: 503 if "000001" in path else None
     command = ["data", "check", str(faulty.index.tables), "--cache", str(tmp_path / "cache")]
     assert main(command) == 65
@@ -354,16 +353,16 @@ def test_a_shard_that_is_evicted_before_its_use_is_noted_is_fetched_again(tmp_pa
     asked = fake_storage(monkeypatch, Path(local.location(0)).read_bytes())
     ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3)
     requests_of_a_fetch = len(asked)
-    is_whole, evicted = cache_module.is_whole, []
+    has, evicted = Cache.has, []
 
-    def evicting(path, shard):
-        was_whole = is_whole(path, shard)
+    def evicting(cache, shard):
+        was_here = has(cache, shard)
         if not evicted:
-            path.unlink()
-            evicted.append(path)
-        return was_whole
+            evicted.append(cache.directory / f"{shard.sha256}.tar")
+            evicted[0].unlink()
+        return was_here
 
-    monkeypatch.setattr(cache_module, "is_whole", evicting)
+    monkeypatch.setattr(Cache, "has", evicting)
     assert ShardReader(replace(local, directory="s3://b"), cache=cfg).read(0, 3) == ShardReader(local).read(0, 3)
     assert evicted and len(asked) == 2 * requests_of_a_fetch
 

@@ -1,6 +1,7 @@
 """A cold start reads the samples it needs out of shards that are not here: the same samples, or it says why not."""
 
 import gc
+import pickle
 import re
 import threading
 import time
@@ -17,11 +18,9 @@ from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Order
-from data.remote import ahead as ahead_module
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.ahead import Ahead, waited_for
-from data.remote.cache import Cache, CacheConfig
+from data.remote.cache import Ahead, Cache, CacheConfig, waited_for
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
@@ -302,8 +301,8 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
     asked = []
     monkeypatch.undo()
     order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
-    shards_of = ahead_module.shards_of
-    monkeypatch.setattr(ahead_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
+    shards_of = cache_module.shards_of
+    monkeypatch.setattr(cache_module, "shards_of", lambda o, s, step: asked.append(step) or shards_of(o, s, step))
     entered, may_go = threading.Event(), threading.Event()
     monkeypatch.setattr(Ahead, "fetch", lambda self, shard: entered.set() or may_go.wait(30))
     ahead = Ahead(faulty.index, order, range(BATCH), 5, CacheConfig(str(tmp_path), ahead=2))
@@ -369,6 +368,7 @@ def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path
     for sample in range(ranges.AT_ONCE + 1):
         running.request((0, sample), span)
     assert entered.wait(30)
+    assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
     # The last one has no thread yet: it is cancelled while it is waited for.
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
         running.take((0, ranges.AT_ONCE), span, running.stop)

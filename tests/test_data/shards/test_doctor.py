@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from data.images import jpeg
+from data.images.decode import library
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
@@ -87,7 +87,7 @@ def test_faults_of_every_kind_are_found_with_exact_counts(sick):
     refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
     assert report.duplicates == 1 and report.shards[1].refused.counts == refused
     assert report.shards[0].first_bad["truncated"] == "k1" and not report.ok
-    assert report.shards[0].damaged == (1 if jpeg.library() else 0)
+    assert report.shards[0].damaged == (1 if library() else 0)
     text = "\n".join(report.lines())
     assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
 

@@ -42,7 +42,7 @@ from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
-from pipeline.preflight.identity import device_name
+from pipeline.process_group import device_name
 from tests import worker_functions
 from tests.contexts import pretrain_context
 from tests.families import family_of
@@ -198,7 +198,7 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.shared_storage_check.SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("pipeline.checkpoints.stage_checkpoints.SEEN_WITHIN_S", 0.1)
     info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
     order = worker.WorkerOrder(
         info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True

@@ -29,15 +29,15 @@ from safetensors.torch import save_file
 
 import models
 from data import files
-from data import folder as folder_storage
+from data import storage as folder_storage
 from data.errors import CheckpointError
 from data.storage import Folder
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline import train
-from pipeline.checkpoints import disk_space, reader, saver, shared_storage_check
 from pipeline.checkpoints import manifest as manifests
+from pipeline.checkpoints import reader, saver, stage_checkpoints
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, sealed, step_of
 from pipeline.checkpoints.reader import MOST_OPEN, Reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
@@ -510,7 +510,7 @@ def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
 
 
 def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
-    monkeypatch.setattr(shared_storage_check, "SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr(stage_checkpoints, "SEEN_WITHIN_S", 0.2)
     for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
         group.begin(30)
         path = group.temporary(30) / "rank-00001.safetensors"
@@ -768,14 +768,14 @@ def test_what_a_deletion_has_left_is_room_for_the_next_start(tmp_path, monkeypat
     model = models.config_of("mu/8", 16, 10)
     cfg = TrainConfig(steps=1000, save_every=10)
     checkpoints = checkpoints_in(tmp_path)
-    needed, _ = disk_space.bytes_to_come(cfg, model, checkpoints)
+    needed, _ = saver.bytes_to_come(cfg, model, checkpoints)
     (tmp_path / OLD).mkdir()
     (tmp_path / OLD / "rank-00000.safetensors").write_bytes(bytes(40_000))
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 40_000)
-    disk_space.check_disk_space(cfg, model, checkpoints)
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 40_001)
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 40_000)
+    saver.check_disk_space(cfg, model, checkpoints)
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 40_001)
     with pytest.raises(CheckpointError, match=r"less 40.0 kB of .tmp-\* there, which the start deletes"):
-        disk_space.check_disk_space(cfg, model, checkpoints)
+        saver.check_disk_space(cfg, model, checkpoints)
     assert checkpoints.choose(1, print) is None and not list(tmp_path.iterdir()), "it does"
 
 
@@ -823,14 +823,12 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights
     model = models.config_of("mu/8", 16, 10)
     parameters = sum(parameter.numel() for parameter in models.build("mu/8", 16, 10).parameters())
     cfg = TrainConfig(steps=1000, save_every=10, keep=keep, polyak=polyak, optim=OptimConfig(name=name))
-    needed = (
-        checkpoints * (copies * 4 * parameters + disk_space.HEADER_BYTES) + 4 * parameters
-    )  # fp32: four bytes a number
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed)
-    disk_space.check_disk_space(cfg, model, checkpoints_in(tmp_path))
-    monkeypatch.setattr(disk_space, "free_bytes", lambda folder: needed - 1)
+    needed = checkpoints * (copies * 4 * parameters + saver.HEADER_BYTES) + 4 * parameters  # fp32: four bytes a number
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: needed)
+    saver.check_disk_space(cfg, model, checkpoints_in(tmp_path))
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: needed - 1)
     with pytest.raises(CheckpointError, match=f"{checkpoints} checkpoints of"):
-        disk_space.check_disk_space(cfg, model, checkpoints_in(tmp_path))
+        saver.check_disk_space(cfg, model, checkpoints_in(tmp_path))
 
 
 def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
@@ -839,6 +837,6 @@ def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
     monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: 40_000)
     manifest = drives.manifest(10, 1, 2)
-    disk_space.check_room(group.checkpoints, manifest, 100_000)
+    saver.check_room(group.checkpoints, manifest, 100_000)
     with pytest.raises(CheckpointError, match=r"\(100.1 kB needed, 40.0 kB free\)"):
-        disk_space.check_room(group.checkpoints, manifest, 100_100)
+        saver.check_room(group.checkpoints, manifest, 100_100)

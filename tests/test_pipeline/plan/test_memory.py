@@ -26,8 +26,8 @@ from pipeline.plan import memory, memory_traces
 from pipeline.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
 from pipeline.plan.memory_traces import Kind, Moment, Trace, step_to_trace
 from pipeline.plan.tracer import LiveBytes, TracedWorker, copied_by_gloo
+from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
-from pipeline.worker import Worker
 
 MIB = 2**20
 
@@ -302,7 +302,7 @@ def test_of_the_kept_traces_those_used_last_stay(tmp_path: Path, monkeypatch: py
         memory_traces.traces_of([step])
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.traces_of([step_to_trace(cfg, model, 16, 1, 0, is_gpu=False)])
-    assert [memory_traces.is_kept(step) for step in steps] == [False, False, True, True]
+    assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
     # Of the two, one is asked for again: the other is the first to go.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))

@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.preflight import identity as identities
-from pipeline.preflight.identity import Identity, other_code, other_devices, other_packages
-from pipeline.preflight.start import Arrival, check_device_memory, log_differences
+from pipeline import process_group
+from pipeline.process_group import (
+    DEVICE,
+    Arrival,
+    Identity,
+    check_device_memory,
+    differences,
+    identity,
+    log_differences,
+    other_code,
+)
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests import hosts, preflights
 
@@ -42,7 +51,7 @@ def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
 def test_workers_that_are_alike_have_nothing_said_of_them() -> None:
     group = [worker(0), worker(1), worker(2)]
     assert other_code(group, "a" * 64) == ""
-    assert other_packages(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL]) == other_devices(group) == []
+    assert differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == []
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
 
 
@@ -51,10 +60,10 @@ def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
     assert other_code(group, "a" * 64) == (
         "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
     )
-    (package,) = other_packages(group, MUST_BE_EQUAL)
+    (package,) = differences(group, MUST_BE_EQUAL)
     assert str(package) == "worker 1 on n1 has torch 2.12.0, worker 0 on n0 has 2.13.0"
     devices = [worker(0, device="H100", driver="550.54.15"), worker(1, device="A100"), worker(2, device="H100")]
-    assert [str(difference) for difference in other_devices(devices)] == [
+    assert [str(difference) for difference in differences(devices, DEVICE)] == [
         "worker 1 on n1 has device A100, worker 0 on n0 has H100",
         "worker 1 on n1 (and 1 more) has GPU driver none, worker 0 on n0 has 550.54.15",
     ]
@@ -86,12 +95,12 @@ def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
 
 def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path, monkeypatch) -> None:
     path = tmp_path / "version"
-    monkeypatch.setattr(identities, "NVIDIA_DRIVER", path)
-    assert identities.driver_version() == ""
+    monkeypatch.setattr(process_group, "NVIDIA_DRIVER", path)
+    assert identity(torch.device("cpu"))["driver"] == ""
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC …")
-    assert identities.driver_version() == "550.54.15"
+    assert identity(torch.device("cpu"))["driver"] == "550.54.15"
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (x)")
-    assert identities.driver_version() == "570.86.10"
+    assert identity(torch.device("cpu"))["driver"] == "570.86.10"
 
 
 # ------------------------------------------------------------------------ at every start
