@@ -93,7 +93,9 @@ def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Res
     if room_when_empty < workers:
         parts.append(f"even when the cluster is empty it has room for {room_when_empty}")
 
-    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    names = {}
+    for row in ray.nodes():
+        names[row["NodeID"]] = row["NodeManagerHostname"]
     free = []
     for node, resources in cluster.staying.items():
         left = {}

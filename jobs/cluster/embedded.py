@@ -215,22 +215,26 @@ def main() -> None:
     directory, cpus = sys.argv[1:]
 
     # The ports are free at this moment. `ray start` says of a port that has been taken since that it is.
-    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(3)]
-    port, dashboard_port, client_port = [server.getsockname()[1] for server in sockets]
+    sockets = []
+    ports = []
+    for _ in range(3):
+        sockets.append(socket.create_server((LOOPBACK, 0)))
+        ports.append(str(sockets[-1].getsockname()[1]))
     for server in sockets:
         server.close()
+    port, dashboard_port, client_port = ports
     log = Path(directory) / "start.log"
     with log.open("w") as output:
         start = subprocess.Popen(
             [
                 *("ray", "start", "--head", "--disable-usage-stats"),
-                *("--node-ip-address", LOOPBACK, "--port", str(port)),
-                *("--dashboard-host", LOOPBACK, "--dashboard-port", str(dashboard_port), "--include-dashboard=true"),
+                *("--node-ip-address", LOOPBACK, "--port", port),
+                *("--dashboard-host", LOOPBACK, "--dashboard-port", dashboard_port, "--include-dashboard=true"),
                 # Of two clusters on one machine that want the same port for their agents, the later one starts without
                 # its agent's server, says nothing, and then takes no jobs. 0 is any free port.
                 *("--dashboard-agent-listen-port", "0", "--min-worker-port", "0", "--max-worker-port", "0"),
                 # Nobody uses Ray's client server, but `ray start` has no option to leave it out.
-                *("--ray-client-server-port", str(client_port)),
+                *("--ray-client-server-port", client_port),
                 *("--num-cpus", cpus, "--object-store-memory", str(OBJECT_STORE_BYTES)),
                 *("--temp-dir", os.path.join(directory, INNER_DIRECTORY)),
                 # Two processes of half a CPU-second each are left out: one that asks for more nodes, of which there are
@@ -249,9 +253,8 @@ def main() -> None:
     if has_driver:
         answer = f"ready {LOOPBACK}:{port}"
         if start.returncode != 0:
-            lines = log.read_text(errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip()]
-            answer = f"failed {said[-1] if said else f'ray start has ended with code {start.returncode}'}"
+            _, _, last_line = log.read_text(errors="replace").strip().rpartition("\n")
+            answer = f"failed {last_line.strip() or f'ray start has ended with code {start.returncode}'}"
         with suppress(BrokenPipeError):
             print(answer, flush=True)
         # The pipe closes with the driver, however it ends. Nothing has to be sent, so SIGKILL works as well.

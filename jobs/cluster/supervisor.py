@@ -248,7 +248,9 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
         sizes.grows(wanted)
         context.log(f"growing from {attempt.watch.world} to {wanted} workers, from {restart_point(context)}")
         return
-    leaving = {event.node_id: f"{event.node} ({event.why})" for event in drain_events.values()}
+    leaving = {}
+    for event in drain_events.values():
+        leaving[event.node_id] = f"{event.node} ({event.why})"
     text = f"about to leave: {', '.join(leaving.values())}"
     if None in drain_events:
         raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")

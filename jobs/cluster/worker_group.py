@@ -137,7 +137,8 @@ class WorkerGroup:
         losses = {}
         for link in self.links:
             if link.loss:
-                losses.update({info.rank: link.loss for info in link.ranks})
+                for info in link.ranks:
+                    losses[info.rank] = link.loss
         return Evidence(self.folder, self.cluster.world, self.states, self.node_names, self.addresses, losses)
 
     # -------------------------------------------------------------------- the attempt
