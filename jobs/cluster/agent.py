@@ -94,9 +94,8 @@ class NodeReport:
 class Agent:
     """Runs workers on its node, one attempt at a time. Several threads may call it."""
 
-    def __init__(self, node_id: str = "", address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
-        self.node_id = node_id
-        self.address = address
+    def __init__(self, address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
+        self.address = address  # of this node, as the workers of others reach it
         self.has_gpus = has_gpus
         self.server: ForkServer | None = None
         self.changed = threading.Condition()  # held wherever what follows is read or written

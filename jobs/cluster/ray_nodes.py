@@ -62,8 +62,7 @@ class RayAgent(Agent):
     """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
 
     def __init__(self, has_gpus: bool) -> None:
-        context = ray.get_runtime_context()
-        super().__init__(context.get_node_id(), ray.util.get_node_ip_address(), has_gpus=has_gpus)
+        super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
         # Who stops a node signals all its processes, and this one still has to report what the workers do.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, outlive)
