@@ -152,7 +152,13 @@ class WorkerGroup:
         threading.Thread(target=self._watch_draining, name="draining", daemon=True).start()
         try:
             # 1. Tell the agents which workers to start.
-            self._start(pickle.dumps((function, task)), on_tick)
+            deadline = time.monotonic() + self.cluster.start_timeout_s
+            orders = self._orders(pickle.dumps((function, task)), deadline, on_tick)
+            calls = []
+            for link, order in zip(self.links, orders, strict=True):
+                calls.append((link, link.agent.call("start", order)))
+            for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
+                link.has_own_folder = is_own
 
             # 2. Follow the workers' states until all have ended, or until it is known which one failed first.
             judge_at = math.inf  # when the first failure is judged, once there is a sign of one
@@ -198,9 +204,8 @@ class WorkerGroup:
         assert record is not None
         return record["value"]
 
-    def _start(self, call: bytes, on_tick: Callable[[], None]) -> None:
-        """Tell the agents which workers to start."""
-        deadline = time.monotonic() + self.cluster.start_timeout_s
+    def _orders(self, call: bytes, deadline: float, on_tick: Callable[[], None]) -> list[NodeOrder]:
+        """Give every agent the ranks of its node, and return what each is told, in the order of `links`."""
         agents = self.nodes.agents(self.cluster.world)
         ranks = iter(range(self.cluster.world))
         for node_rank, agent in enumerate(agents):
@@ -246,12 +251,10 @@ class WorkerGroup:
             # torchrun's word for a store that somebody else serves; without it rank 0 opens one of its own.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        calls = []
+        orders = []
         for link in self.links:
-            order = NodeOrder(link.ranks, call, self.folder, variables, token, told, earlier)
-            calls.append((link, link.agent.call("start", order)))
-        for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
-            link.has_own_folder = is_own
+            orders.append(NodeOrder(link.ranks, call, self.folder, variables, token, told, earlier))
+        return orders
 
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
