@@ -18,7 +18,7 @@ from typing import Any
 from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import LOOPBACK
-from jobs.cluster_config import ClusterConfig
+from jobs.cluster_config import ClusterConfig, cores
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -123,8 +123,6 @@ class SpareCore(ThisMachine):
 
     def is_free(self) -> bool:
         """Tell whether there is a place that nobody wants."""
-        from pipeline.preflight.machine import cores  # it imports torch, for which a start does not wait
-
         if self.has_training_ended:
             return True
         if cores() <= self.busy_cores:
