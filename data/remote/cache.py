@@ -26,10 +26,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest
-from io import BufferedReader
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
 
 import numpy as np
 
@@ -181,7 +180,7 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
 
     @contextmanager
-    def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
+    def lent(self, url: str, size: int) -> Iterator[BufferedRandom]:
         """Give the block a local file with a remote shard that is in no index yet; the file goes when it ends."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
