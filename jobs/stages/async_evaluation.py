@@ -1,6 +1,6 @@
 """Evaluates the commits of one trained stage beside training (`evaluate_on: spare`), one at a time.
 
-1. While an attempt runs, a thread asks once a second whether a place is free (SparePlace, jobs/cluster/nodes.py) and
+1. While an attempt runs, a thread asks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
    leaves a file that says so. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/evaluation/async_evaluation.py).
 2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -26,8 +26,7 @@ from typing import Any, cast
 from data.checks import one_line
 from data.errors import Preempted
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import SparePlace
-from jobs.cluster.placement import spare_place_of
+from jobs.cluster.placement import SparePlace, spare_place_of
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
@@ -74,8 +73,8 @@ class AsyncEvaluation:
         self.trouble = ""  # that was logged last
 
     @contextmanager
-    def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[Callable[[], None]]:
-        """Evaluate commits while an attempt runs; gives the function that ends the evaluation at once."""
+    def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
+        """Evaluate commits while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
         self.cluster = dataclasses.replace(cluster, workers=1)
@@ -87,7 +86,7 @@ class AsyncEvaluation:
             async_evaluation.request_unfinished(self.stage)
         self.start_thread()
         try:
-            yield self.end
+            yield
         except BaseException:
             # After a good end the evaluation goes on: `finish` waits for it.
             self.end()
@@ -117,7 +116,7 @@ class AsyncEvaluation:
         has_requests = bool(async_evaluation.requested(self.stage))
         self.training_has_ended = True
         assert self.place is not None
-        self.place.training_has_ended()
+        self.place.has_training_ended = True
         began = time.monotonic()
         next_line = began
         try:
@@ -275,7 +274,7 @@ class AsyncEvaluation:
             raise NoPlace("somebody wants the place")
         stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
-            raise group.failure(stuck.rank, stuck.cause)
+            raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_poll:
             self.next_poll = time.monotonic() + POLL_S
             self.waiting(at_most=1)

@@ -18,7 +18,7 @@ from data.errors import ConfigError, DataError
 from data.index.document import load_index
 from data.index.index import Index, exclude
 from data.shards.reader import check_sizes
-from jobs.cluster.supervisor import alone, supervise
+from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.resolved_recipe import (
     MEMORY,
@@ -89,7 +89,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
         worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
         handed_on=(EXCLUDED_STEPS,),
-        accompany=alone if evaluations is None else evaluations.beside,
+        accompany=None if evaluations is None else evaluations.beside,
     )
     if evaluations is not None:
         evaluations.finish()

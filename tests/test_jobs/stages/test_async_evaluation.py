@@ -20,6 +20,7 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
+from jobs.commands.demo import step_losses
 from jobs.stages.async_evaluation import AsyncEvaluation, NoPlace
 from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
@@ -29,7 +30,7 @@ from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
-from tests.test_checkpoint_runs import assert_same, finish, said, stage, start, step_losses
+from tests.drives import assert_same, finish, said, stage, start
 
 EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
 SPARE = "pretrain.evaluate_on=spare"
@@ -171,15 +172,13 @@ class Scripted:
         self.outcomes = list(outcomes)
         self.judged: list[int] = []
         self.has_room = True
+        self.has_training_ended = False
 
     def is_free(self) -> bool:
-        return self.has_room
+        return self.has_room or self.has_training_ended
 
     def is_wanted(self) -> bool:
         return False
-
-    def training_has_ended(self) -> None:
-        self.has_room = True
 
     def take(self) -> bool:
         return True
@@ -243,7 +242,7 @@ class Stage:
         self.evaluations.attempt_folder = self.attempt
         self.evaluations.cluster = ClusterConfig(backend="processes")
 
-    def beside(self) -> AbstractContextManager[Callable[[], None]]:
+    def beside(self) -> AbstractContextManager[None]:
         """Evaluate beside an attempt, as the supervisor has it."""
         return self.evaluations.beside({}, self.attempt, ClusterConfig(backend="processes"))
 
@@ -507,6 +506,9 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         place = spare_place_of(cluster, 0)
         assert place.is_free()
 
+        def has_started(group: WorkerGroup) -> bool:
+            return any(state.record is not None for state in group.states.values())
+
         def run_until(name: str, look: Callable[[WorkerGroup], None]) -> object:
             folder = tmp_path / name / "stage" / "attempts" / "1"
             folder.mkdir(parents=True)
@@ -522,7 +524,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         asked_for = []
 
         def ask(group: WorkerGroup) -> None:
-            if group.started() and not asked_for:
+            if has_started(group) and not asked_for:
                 assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
@@ -535,7 +537,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         remove_placement_group(asked_for[0])
 
         def kill(group: WorkerGroup) -> None:
-            if group.started():
+            if has_started(group):
                 with suppress(ProcessLookupError):
                     os.kill(group.states[0].pid, signal.SIGKILL)
 
@@ -558,7 +560,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         while place.is_free():
             assert time.monotonic() < deadline, "all CPUs are taken"
             time.sleep(0.1)
-        place.training_has_ended()
+        place.has_training_ended = True
         assert place.is_free() and place.take() and not place.is_wanted()
     finally:
         disconnect()
