@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
+from jobs.commands.demo import step_losses
 from jobs.stages.async_evaluation import AsyncEvaluation, NoPlace
 from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
@@ -29,7 +30,7 @@ from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
-from tests.test_checkpoint_runs import assert_same, finish, said, stage, start, step_losses
+from tests.drives import assert_same, finish, said, stage, start
 
 EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
 SPARE = "pretrain.evaluate_on=spare"
@@ -171,15 +172,13 @@ class Scripted:
         self.outcomes = list(outcomes)
         self.judged: list[int] = []
         self.has_room = True
+        self.has_training_ended = False
 
     def is_free(self) -> bool:
-        return self.has_room
+        return self.has_room or self.has_training_ended
 
     def is_wanted(self) -> bool:
         return False
-
-    def training_has_ended(self) -> None:
-        self.has_room = True
 
     def take(self) -> bool:
         return True
@@ -237,8 +236,15 @@ class Stage:
         self.attempt.mkdir(parents=True)
         self.evaluations = AsyncEvaluation(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
         self.evaluations.place = places  # type: ignore[assignment]
-        self.evaluations.accompany({}, self.attempt, ClusterConfig(backend="processes"))
         self.places = places
+        # What an attempt leaves to the calls that a test makes itself, without a thread.
+        self.evaluations.task = {}
+        self.evaluations.attempt_folder = self.attempt
+        self.evaluations.cluster = ClusterConfig(backend="processes")
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Evaluate beside an attempt, as the supervisor has it."""
+        return self.evaluations.beside({}, self.attempt, ClusterConfig(backend="processes"))
 
     def commit(self, *steps: int, suffix: str = async_evaluation.REQUESTED) -> None:
         for step in steps:
@@ -260,15 +266,15 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     made = Stage(tmp_path, Scripted())
     made.places.has_room = False
     made.commit(10, 20, 30)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert made.places.judged == [] and async_evaluation.requested(tmp_path) == [20, 30]
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop is to judge the next one itself"
     made.places.has_room = True
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     made.commit(40, 50, 60)
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
@@ -278,10 +284,10 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
 def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert async_evaluation.requested(tmp_path) == [10], "its save may be on its way"
     made.commit(20)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
 
 
@@ -291,17 +297,17 @@ def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_p
     made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), death, None, refusal, death, death, death))
     made.commit(10)
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     assert made.answers() == {10: "evaluate"}
     assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
     made.commit(20)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
     made.commit(30)
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     assert made.answers() == {30: "evaluate_failed"}
-    made.evaluations.look()
+    made.evaluations.poll()
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop judges"
 
 
@@ -309,7 +315,7 @@ def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> 
     made = Stage(tmp_path, Scripted())
     made.commit(10, suffix=async_evaluation.IN_LOOP)
     assert async_evaluation.due(tmp_path) == {10}
-    with made.evaluations:
+    with made.beside():
         deadline = time.monotonic() + 10
         while async_evaluation.due(tmp_path):
             assert time.monotonic() < deadline
@@ -321,7 +327,7 @@ def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> 
 def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
-    async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
+    async_evaluation.withdraw(tmp_path, 20)
     removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.due(tmp_path))
     assert removed == ["step-0000000020"]
 
@@ -329,7 +335,7 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
 def test_nor_does_the_command_prune_it(tmp_path, monkeypatch, capsys) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
-    async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
+    async_evaluation.withdraw(tmp_path, 20)
     monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
     checkpoints.prune(str(tmp_path), 2, 0)
     assert capsys.readouterr().out == f"{tmp_path.name}: step-0000000020 deleted\n"
@@ -339,7 +345,7 @@ def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> N
     made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
     made.commit(10, 20, 30, 40, 50)
     for step in (30, 40, 50):
-        async_evaluation.withdraw(tmp_path, step, async_evaluation.REQUESTED)
+        async_evaluation.withdraw(tmp_path, step)
     made.evaluations.finish()
     assert made.places.judged == [10, 10, 20]
     assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
@@ -368,11 +374,11 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
         return has_answer.wait(10)
 
     monkeypatch.setattr(made.places, "is_free", slow_head)
-    with made.evaluations:
+    with made.beside():
         assert asked.wait(10)
         made.evaluations.end()
     first = made.evaluations.thread
-    with made.evaluations:
+    with made.beside():
         assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
         has_answer.set()
         first.join(10)
@@ -455,12 +461,13 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
     assert not evaluate.evaluate_unfinished(alone, progress) and async_evaluation.due(tmp_path) == {10}
 
 
-def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
+def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path, monkeypatch) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
     assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    evaluate.end_in_loop(alone, 10)
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: None)
+    assert evaluate.evaluate_between(alone, cast(Any, SimpleNamespace(step=10)))
     assert not async_evaluation.due(tmp_path)
     (tmp_path / async_evaluation.SPARE_FILE).touch()
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
@@ -499,6 +506,9 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         place = spare_place_of(cluster, 0)
         assert place.is_free()
 
+        def has_started(group: WorkerGroup) -> bool:
+            return any(state.record is not None for state in group.states.values())
+
         def run_until(name: str, look: Callable[[WorkerGroup], None]) -> object:
             folder = tmp_path / name / "stage" / "attempts" / "1"
             folder.mkdir(parents=True)
@@ -514,7 +524,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         asked_for = []
 
         def ask(group: WorkerGroup) -> None:
-            if group.started() and not asked_for:
+            if has_started(group) and not asked_for:
                 assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
@@ -527,7 +537,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         remove_placement_group(asked_for[0])
 
         def kill(group: WorkerGroup) -> None:
-            if group.started():
+            if has_started(group):
                 with suppress(ProcessLookupError):
                     os.kill(group.states[0].pid, signal.SIGKILL)
 
@@ -550,7 +560,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         while place.is_free():
             assert time.monotonic() < deadline, "all CPUs are taken"
             time.sleep(0.1)
-        place.training_has_ended()
+        place.has_training_ended = True
         assert place.is_free() and place.take() and not place.is_wanted()
     finally:
         disconnect()
