@@ -29,7 +29,7 @@ from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
+from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
@@ -216,7 +216,7 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
         leaked = None
         if leaks is not None:
             try:
-                leaked = np.flatnonzero(leaked_test_samples(leaks.leaks, index)).tolist()
+                leaked = np.flatnonzero(in_pairs(leaks.leaks, index, "test")).tolist()
             except DataError as error:
                 raise DataError(f"leaks {leaks.path} knows nothing of the set {name}: {error}") from None
         for protocol in protocols:
