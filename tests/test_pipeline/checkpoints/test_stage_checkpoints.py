@@ -35,7 +35,6 @@ from data.storage import Folder
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
-from pipeline import train
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints import reader, saver, stage_checkpoints
 from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, sealed, step_of
@@ -783,11 +782,13 @@ def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tm
     events: list[str] = []
     phases = watchdog.Phases.__new__(watchdog.Phases)
     monkeypatch.setattr(phases, "enter", lambda phase, step: events.append(phase))
-    monkeypatch.setattr(train.dist, "barrier", lambda: events.append("barrier"))
-    waiting = SimpleNamespace(wait_for_deleting=lambda: events.append("deleting"))
+    monkeypatch.setattr(saver.dist, "barrier", lambda: events.append("barrier"))
+    made = drives.saver_of(checkpoints_in(tmp_path))
+    made.phases = phases
+    monkeypatch.setattr(made, "wait_for_deleting", lambda: events.append("deleting"))
     for rank in (0, 1):
-        worker = SimpleNamespace(rank=rank, phases=phases, saver=waiting)
-        train.end_saving(worker, SimpleNamespace(step=7))  # type: ignore[arg-type]
+        monkeypatch.setattr(saver.dist, "get_rank", lambda rank=rank: rank)
+        made.end(7)
     assert events == ["save", "deleting", "wait", "barrier", "save", "wait", "deleting", "barrier"]
 
 
