@@ -134,14 +134,6 @@ def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_
     return total
 
 
-def share_of_operations(cfg: TokenDroppingConfig, model: ModelConfig) -> float:
-    """Return the operations of a stage as a share of those on whole images, whatever its number of steps."""
-    if not cfg.is_on:
-        return 1.0
-    many = range(10_000)  # enough that where a phase ends is rounded to nothing
-    return flops_of(phases(cfg, len(many), model), model, many, 1) / models.training_flops(model, len(many))
-
-
 def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:
     """Raise ConfigError where the model cannot train with less; `key` is what a user types to reach the section."""
     if not cfg.is_on:
