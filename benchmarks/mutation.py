@@ -75,7 +75,6 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
     "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT),
     "pipeline/health.py": (*GOES_BACK, *SHORT),
-    "pipeline/objectives.py": (*SHORT, TWIN),
     "pipeline/checkpoints/reader.py": GOES_BACK,
     "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
     "pipeline/checkpoints/saver.py": CHECKPOINTS,

@@ -19,7 +19,6 @@ the address. Credentials come from the environment, as those for remote shards d
 """
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +56,7 @@ class Bucket:
 
     is_shared = False
     sees_at_once = True
-    has_all_sets_here = False
+    has_sets_here = False
     set_aside_as = f"with a {REFUSED} each"
     bring_back = f"repair one and delete its {REFUSED}"
 
@@ -190,9 +189,6 @@ class Bucket:
             "  bring the object back from a copy, then run the same command again"
         )
 
-    def free_bytes(self, name: str) -> float:
-        return math.inf
-
     # ------------------------------------------------------------------------ sets
 
     def staged(self, folder: str, name: str, attempt: int) -> str:
@@ -287,12 +283,11 @@ class Bucket:
         self.put(f"{folder}/{name}/{REFUSED}", marker.encode())
         return f"marked {REFUSED} in the store"
 
-    def retire(self, folder: str, name: str) -> str:
+    def retire(self, folder: str, name: str) -> None:
         files = self.list(f"{folder}/{name}")
         # Without a manifest it is none: what is left when this is interrupted is swept by a later attempt.
         self.delete([f"{folder}/{name}/{MANIFEST}"])
         self.delete(files)
-        return ""
 
     def sweep(self, folder: str, attempt: int) -> None:
         reason = json.dumps({"swept by attempt": attempt}).encode()

@@ -287,21 +287,19 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def size_text(size_bytes: float) -> str:
-    """Return a number of bytes as people say it of disks and links: 23.4 MB."""
-    return in_units(size_bytes, 1000, ("kB", "MB", "GB"))
+def size_text(size_bytes: float, base: int = 1000, units: Sequence[str] = ("kB", "MB", "GB")) -> str:
+    """Return a number of bytes as people say it of disks and links: 23.4 MB.
 
-
-def memory_text(size_bytes: float) -> str:
-    """Return a number of bytes as people say it of memory: 22.3 MiB."""
-    return in_units(size_bytes, 1024, ("KiB", "MiB", "GiB"))
-
-
-def in_units(size_bytes: float, base: int, units: Sequence[str]) -> str:
-    """Return a number of bytes in the largest unit, each `base` of the one before, that it has at least one of."""
+    It is in the largest of the units, each `base` of the one before, that it has at least one of.
+    """
     size = size_bytes / base
     for unit in units[:-1]:
         if size < base:
             return f"{size:.1f} {unit}"
         size /= base
     return f"{size:.1f} {units[-1]}"
+
+
+def memory_text(size_bytes: float) -> str:
+    """Return a number of bytes as people say it of memory: 22.3 MiB."""
+    return size_text(size_bytes, 1024, ("KiB", "MiB", "GiB"))

@@ -176,12 +176,14 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
         reason = str(error).splitlines()[0]
         if "missing mandatory value" in reason:
             raise ConfigError(f"{key} is missing and has no default") from None
-        # Of a Literal OmegaConf's message already says what is allowed.
         hint: Any = kind
         for part in (error.full_key or "").split("."):
-            hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else hint
-        is_said = hint is None or get_origin(hint) is Literal or dataclasses.is_dataclass(hint)
-        expected = "" if is_said else f"; expected {getattr(hint, '__name__', hint)}"
+            if dataclasses.is_dataclass(hint):
+                hint = get_type_hints(hint).get(part)
+        # Of a Literal OmegaConf's message already says what is allowed.
+        expected = ""
+        if hint is not None and get_origin(hint) is not Literal and not dataclasses.is_dataclass(hint):
+            expected = f"; expected {getattr(hint, '__name__', hint)}"
         raise ConfigError(f"{key}: {reason}{expected}") from None
     except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
         raise ConfigError(f"{where}: {error}") from None
@@ -274,7 +276,9 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         name = field.name
         value = getattr(config, name)
         if name in later:
-            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
             # In kind too: a seed of 0 is not a missing seed. And to Python 0 and False are equal, and a recipe's digest
             # tells them apart.
             if type(value) is type(default) and value == default:

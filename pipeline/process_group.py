@@ -163,7 +163,11 @@ def describe_network(backend: str, places: Sequence[Place]) -> str:
 
     A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2".
     """
-    chooser = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    label = backend
+    chooser = "GLOO_SOCKET_IFNAME"
+    if backend == "nccl":
+        label = "NCCL"
+        chooser = "NCCL_SOCKET_IFNAME"
     names = {name for place in places for name in place.settings}
     parts = []
     for name in (chooser, *sorted(names - {chooser})):
@@ -178,7 +182,6 @@ def describe_network(backend: str, places: Sequence[Place]) -> str:
         elif len(shown) > LONGEST_LIST:
             text += f" and {len(shown) - LONGEST_LIST} nodes more"
         if name == chooser:
-            label = "NCCL" if backend == "nccl" else backend
             parts.append(f"network: {label} over {text}")
         else:
             parts.append(f"{name}={text}")
@@ -250,8 +253,8 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
     for name in names:
         values = []
         for worker in workers:
-            device_values = {"device": worker["device"], "GPU driver": worker["driver"]}
-            values.append(device_values[name] if name in DEVICE else worker["packages"][name])
+            of_worker = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(of_worker[name])
         others = [number for number, value in enumerate(values) if value != values[0]]
         if others:
             first = others[0]

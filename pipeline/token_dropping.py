@@ -28,7 +28,7 @@ from pipeline.config import Tags, require, tags
 
 # b samples of a micro-batch, N patches of an image, K of them kept
 
-PATCH_DROPOUT = 2  # keeps these draws apart from others of the same seed, step and sample (objectives.DROPOUT is 1)
+PATCH_DROPOUT = 2  # keeps these draws apart from others of the same seed, step and sample (batches.DROPOUT is 1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's counter
 
 

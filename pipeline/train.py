@@ -30,7 +30,7 @@ import models
 from data.errors import DataError, Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
-from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
+from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch
 from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
@@ -39,7 +39,6 @@ from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.accounting import account
 from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops, read_metrics
-from pipeline.objectives import OBJECTIVES
 from pipeline.optimization import learning_rate
 from pipeline.start import Job, Progress, Worker, set_up
 from pipeline.token_dropping import flops_of, phases
@@ -114,12 +113,11 @@ def train(task: Mapping[str, Any]) -> StageResult:
         step = progress.step
         rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
         planned = worker.order.batch(step)  # of all workers
-        first_shard = first_shard_of(worker, planned)
         loss_sum = torch.zeros((), device=worker.device)  # of this worker, as are the next two
         bad_samples = 0
         ids: list[list[int]] = []  # each (epoch, shard, sample)
         for number in range(accumulation):
-            batch = next_batch(worker, batches, step, first_shard)
+            batch = next_batch(worker, batches, step, planned)
             bad_samples += health.count_bad(batch)
             ids += batch.ids.tolist()
             images = begin_forward(worker, step, batch)

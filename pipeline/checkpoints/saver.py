@@ -355,7 +355,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At its fullest the disk holds one checkpoint more than are kept there: the oldest goes only when the newest is
     whole. What the next start sweeps away before its first save is room already.
     """
-    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_all_sets_here else 1
+    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_sets_here else 1
     # Of this disk alone: what lies in an object store needs no room here.
     existing = Folder(checkpoints.local).published("")
     to_come = kept + 1 - min(len(existing), kept)
@@ -381,11 +381,13 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
 def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> None:
     """Raise CheckpointError where the disk has no room for a save of so many bytes, OSError where it does not tell.
 
-    What the workers have written already counts as room: they do not wait for each other.
+    What the workers have written already counts as room: they do not wait for each other. A store has room for all.
     """
     storage = checkpoints.storage
+    if not storage.has_sets_here:
+        return
     staged = checkpoints.staged_name(manifest)
-    free = storage.free_bytes(staged)
+    free = free_bytes(storage.local / staged)
     if free < needed_bytes and free + sum(storage.list(staged).values()) < needed_bytes:
         raise CheckpointError(
             f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"

@@ -718,7 +718,7 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
@@ -836,7 +836,7 @@ def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -
     group = drives.WorkerGroup(tmp_path / "run")
     group.temporary(10).mkdir(parents=True)
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
-    monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: 40_000)
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: 40_000)
     manifest = drives.manifest(10, 1, 2)
     saver.check_room(group.checkpoints, manifest, 100_000)
     with pytest.raises(CheckpointError, match=r"\(100.1 kB needed, 40.0 kB free\)"):
