@@ -29,7 +29,7 @@ from data.index.shard import Shard
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.neighbours import NeighboursConfig, knn
+from pipeline.evaluation.probes import Inputs, NeighboursConfig, knn
 from pipeline.process_group import join_group
 
 BATCH = 64
@@ -124,7 +124,8 @@ def measure(task: dict[str, Any]) -> list[dict[str, float]]:
                 few = FeatureStore(index, Path(task["folder"]))
                 rows = store.rows[:QUERIES]
                 few.keep(torch.from_numpy(rows), torch.zeros(len(rows), 1).long(), store.features(rows), None)
-                knn(store, few, NeighboursConfig((20,)), torch.device("cpu"), lambda: None)
+                inputs = Inputs("knn", store, few, few.labels, torch.device("cpu"), lambda: None)
+                knn(inputs, NeighboursConfig((20,)))
         grown["knn"] = (peak.most - peak.before) / size
     all_grown: list[Any] = [None] * world
     dist.all_gather_object(all_grown, grown)

@@ -49,7 +49,7 @@ from jobs.cluster.worker import WorkerRecord
 from jobs.cluster.worker_group import AgentLink, WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
-from jobs.recipe.changes import newest_attempt_name
+from jobs.recipe.records import newest_attempt
 from pipeline.checkpoints.manifest import (
     DIGEST_LENGTH,
     ChunkedRecord,
@@ -159,7 +159,7 @@ def measure_look(folder: Path) -> None:
 STATUS = """
 import sys
 from pathlib import Path
-from pipeline.monitoring.accounting import account
+from pipeline.monitoring.telemetry import account
 from pipeline.monitoring.telemetry import last_metrics, read_metrics
 last_metrics(Path(sys.argv[1]))
 print(account(read_metrics(Path(sys.argv[1]), None)).line())
@@ -310,7 +310,7 @@ def measure_attempts(folder: Path) -> None:
             (stage / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
         claim = statistics.median(cpu_ms(lambda run=run: claim_attempt(Folder(run))) for _ in range(ROUNDS))
         counted = statistics.median(cpu_ms(lambda s=stage, c=count: attempt_of_stage(s, c)) for _ in range(ROUNDS))
-        newest = statistics.median(cpu_ms(lambda stage=stage: newest_attempt_name(stage)) for _ in range(ROUNDS))
+        newest = statistics.median(cpu_ms(lambda stage=stage: newest_attempt(stage)) for _ in range(ROUNDS))
         row(count, f"{claim:.1f}", f"{counted:.1f}", f"{newest:.1f}")
 
 

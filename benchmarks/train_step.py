@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import models
-from models.layers import Attention, split_heads
+from models.vit import Attention, split_heads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Step = Callable[[], None]
@@ -48,7 +48,7 @@ def compiled(name: str) -> torch.nn.Module:
 
 
 class FusedAttention(Attention):
-    """Ours with PyTorch's fused kernel everywhere, to weigh the choice `models.layers.attend` makes."""
+    """Ours with PyTorch's fused kernel everywhere, to weigh the choice `models.vit.attend` makes."""
 
     def forward(self, x: torch.Tensor, relative: None = None, queries: int | None = None) -> torch.Tensor:
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))

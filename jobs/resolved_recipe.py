@@ -169,11 +169,6 @@ class Campaign:
     remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
 
     @property
-    def place(self) -> str:
-        """Return where the run is kept, for people."""
-        return self.storage.address()
-
-    @property
     def storage(self) -> Storage:
         """Return where the run keeps its files."""
         return open_storage(self.run, self.remote)

@@ -5,7 +5,7 @@ models.load(path), models.save(model, path, format)   a module from and to files
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 
-from models import analysis, masked
+from models import masked
 from models.catalog import (
     Model,
     ModelConfig,
@@ -16,16 +16,11 @@ from models.catalog import (
     decayed,
     from_config,
     from_dict,
-    to_dict,
-)
-from models.cost import (
-    Size,
     macs_of,
     parameters_of,
-    size_of,
+    to_dict,
     training_flops,
 )
-from models.initial import initialize
 from models.positions import resize_positions
 from models.transfer import TransferReport, keeps_head, transfer
 from models.vit import ViT, ViTConfig
@@ -34,11 +29,9 @@ from models.weights.files import load, load_class_names, load_weights, save, sav
 __all__ = [
     "Model",
     "ModelConfig",
-    "Size",
     "TransferReport",
     "ViT",
     "ViTConfig",
-    "analysis",
     "blocks",
     "build",
     "compile_blocks",
@@ -46,7 +39,6 @@ __all__ = [
     "decayed",
     "from_config",
     "from_dict",
-    "initialize",
     "keeps_head",
     "load",
     "load_class_names",
@@ -57,7 +49,6 @@ __all__ = [
     "resize_positions",
     "save",
     "save_weights",
-    "size_of",
     "to_dict",
     "training_flops",
     "transfer",

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import positions
-from models.layers import Attention, unpack_heads
-from models.vit import Block, ViT, ViTConfig, position_table
+from models.vit import Attention, Block, ViT, ViTConfig, position_table, split_heads
 
 # B images, H heads, T tokens (prefix first, then the grid row by row), N = rows x columns, D width, C channels
 
@@ -45,7 +44,7 @@ def attention_weights(model: nn.Module, images: Tensor) -> list[Tensor]:
 
     def record(attention: Attention, inputs: tuple[Tensor, positions.Relative | None, int | None]) -> None:
         x, relative, _ = inputs
-        q, k, _ = unpack_heads(attention.qkv(x), 3, attention.heads)
+        q, k, _ = (split_heads(part, attention.heads) for part in attention.qkv(x).chunk(3, dim=-1))
         logits = q.float() * q.shape[-1] ** -0.5 @ k.float().mT
         if relative is not None:
             logits = logits + relative(q).float()

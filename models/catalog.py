@@ -1,4 +1,4 @@
-"""Names to configs to modules, and configs to plain values and back.
+"""Names to configs to modules, configs to plain values and back, and what a model costs.
 
 How a name becomes a module:
 1. NAME splits it:           "R50+B/16" -> stem R50, size B, patch 16
@@ -8,10 +8,16 @@ How a name becomes a module:
 
     config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
     to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
+
+    config = config_of("B/16")
+    parameters_of(config)                         86_567_656
+    macs_of(config)                               17.56e9 multiply-accumulates of one image's forward pass
+    training_flops(config, images=1)              105.4e9, by the rule of the paper's table 6
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -19,14 +25,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Generator, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import initial, masked, resnet, vit
 from models.checks import did_you_mean
-from models.layers import PatchEmbedding
 
 # Another architecture is a file with its config and its module, and one entry in each of these three. A module has
 # `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
-# `family`, `image_size`, `classes`, `head_bias` and `feature_width`.
+# `family`, `image_size`, `classes` and `head_bias`.
 ModelConfig = vit.ViTConfig | resnet.BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
 Model = vit.ViT | masked.MaskedViT | resnet.BiT  # AxialViT is a ViT
 # The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
@@ -52,6 +58,7 @@ VIT_KINDS: dict[str | None, type[vit.ViTConfig]] = {  # what stands before the s
     "Masked": masked.MaskedConfig,
     None: vit.ViTConfig,
 }
+FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
 
 
 def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
@@ -130,7 +137,9 @@ def from_config(config: ModelConfig, generator: Generator | None = None) -> Mode
     if device.type != "meta":
         # No module keeps a buffer (models/positions.py): once the parameters are drawn, the model is whole.
         model.to_empty(device=device)
-        initial.initialize(model, generator)
+        # In the module's order, so that one seed always gives one model.
+        for name, parameter in model.named_parameters():
+            initial.fill(name, parameter.data, config, generator)
     return model
 
 
@@ -159,5 +168,42 @@ def decayed(model: nn.Module) -> set[str]:
     Goes by module type, not by rank: ZeRO-3 flattens the parameters it has partitioned.
     """
     # Norms, biases, tokens, probes and position tables are left out, as in the original.
-    kernels = (nn.Linear, nn.Conv2d, PatchEmbedding)
+    kernels = (nn.Linear, nn.Conv2d, vit.PatchEmbedding)
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, kernels)}
+
+
+@functools.lru_cache(maxsize=64)
+def parameters_of(config: ModelConfig) -> int:
+    """Return how many numbers the optimizer trains."""
+    return sum(parameter.numel() for parameter in empty(config).parameters())
+
+
+# A call with the default and one that spells it out are two to the cache: the model is then counted twice.
+@functools.lru_cache(maxsize=64)
+def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
+    """Return the multiply-accumulates of one image's forward pass: every matrix product and convolution.
+
+    Counted as the paper counts: with the last block's work on tokens that pooling does not read. With `kept_patches`
+    only so many of the patches go through the blocks, as `ViT.encode` does it.
+    """
+    model = empty(config).eval()
+    # The counter hooks onto a MAP probe that requires a gradient. None are recorded here, so that the hook would fail
+    # with "Expected gradient function to be set".
+    model.requires_grad_(False)
+    if isinstance(model, vit.ViT):
+        # The published figures count all tokens of the last block; a model that skips them would count about 6 % less
+        # with 12 layers (docs/models.md).
+        model.skip_unread = False
+    images = torch.empty(1, 3, *config.image_size, device="meta")
+    inputs = [images]
+    if kept_patches is not None:
+        inputs.append(torch.empty(1, kept_patches, dtype=torch.int64, device="meta"))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*inputs)
+    # The counter takes a multiplication and an addition as two operations.
+    return counter.get_total_flops() // 2
+
+
+def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:
+    """Return the floating-point operations to train on `images` images, by the accounting rule of SPEC 2.8."""
+    return FLOPS_PER_MAC_TRAINED * macs_of(config, kept_patches) * images

@@ -54,20 +54,16 @@ def not_negative(config: object, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
 
 
-def nearest_multiples(value: int, step: int) -> str:
-    """Name the closest multiples of `step` below and above `value`: "208 or 224" for 210 and 16."""
+def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nearest") -> None:
+    """Raise ValueError where `value` is not a multiple of `step`, which the message calls `divisor`: "12 heads" say."""
+    if value % step == 0:
+        return
     below = value // step * step
+    way_out = f"{below} or {below + step}"
     # Zero is a multiple too, but no size.
     if below == 0:
-        return str(step)
-    return f"{below} or {below + step}"
-
-
-def multiple(name: str, value: int, step: int, unit: str) -> None:
-    """Raise ValueError where `value` cannot be divided among `step` units, "heads" say."""
-    if value % step:
-        nearest = nearest_multiples(value, step)
-        raise ValueError(f"{name} {value} is not a multiple of {step} {unit}; nearest: {nearest}")
+        way_out = str(step)
+    raise ValueError(f"{name} {value} is not a multiple of {divisor}; {nearest}: {way_out}")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

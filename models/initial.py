@@ -3,7 +3,6 @@
 How a parameter gets its first values:
 1. its full name, "blocks.0.attention.qkv.weight" say, is held against the patterns of RULES, from the top;
 2. the rule of the first pattern that fits draws its values in place, from the generator it is given.
-The parameters are drawn in the order of `named_parameters`, so that one seed always gives one model.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import re
 import torch
 from torch import Generator, Tensor, nn
 
-from models.masked import MaskedViT
-from models.resnet import BiT, BiTConfig
-from models.vit import ViT, ViTConfig
+from models.resnet import BiTConfig
+from models.vit import ViTConfig
 
 # Standard deviation of a normal cut at two sigma: JAX divides by it so that the result has the one asked for.
 CUT_NORMAL_STD = 0.87962566103423978
@@ -43,7 +41,7 @@ RULES: tuple[tuple[str, str, float], ...] = (
 
 @torch.no_grad()
 def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Generator | None = None) -> Tensor:
-    """Draw the first value of the parameter called `name`, in place."""
+    """Draw the first values of the parameter called `name`, in place; the same generator state gives the same bits."""
     rule = ""
     number = 0.0
     for pattern, rule_of_pattern, number_of_pattern in RULES:
@@ -86,9 +84,3 @@ def fill(name: str, tensor: Tensor, config: ViTConfig | BiTConfig, generator: Ge
         # A parameter without a rule would keep whatever its memory held: `empty` and `to_empty` fill in nothing.
         raise AssertionError(f"no rule in models/initial.py fits parameter {name}")
     return tensor
-
-
-def initialize(model: ViT | MaskedViT | BiT, generator: Generator | None = None) -> None:
-    """Draw all parameters anew; the same generator state gives the same bits."""
-    for name, parameter in model.named_parameters():
-        fill(name, parameter.data, model.config, generator)

@@ -28,18 +28,15 @@ class Added(nn.Module):
         self.width = width
         self.slots = slots
 
-    def entries(self, like: Tensor) -> Tensor:
-        """Return the table (1, S, D); one that is computed, not learned, has the device and the dtype of `like`."""
+    def entries(self, grid: Grid, like: Tensor) -> Tensor:
+        """Return the table (1, S, D) for its own grid or a smaller one.
+
+        A table that is computed, not learned, has the device and the dtype of `like`.
+        """
         raise NotImplementedError
 
-    def entries_at(self, grid: Grid, like: Tensor) -> Tensor:
-        """Return the table for a smaller grid, from the same parameters."""
-        return shrink(self.entries(like), self.grid, grid, self.slots)
-
     def forward(self, tokens: Tensor, grid: Grid | None = None) -> Tensor:
-        table = self.entries(tokens)
-        if grid is not None and grid != self.grid:
-            table = self.entries_at(grid, tokens)
+        table = self.entries(grid or self.grid, tokens)
         # Prefix tokens come first, so that those without an entry are the first ones: they get zeros.
         without_entry = tokens.shape[1] - table.shape[1]
         return tokens + F.pad(table, (0, 0, without_entry, 0))
@@ -52,8 +49,8 @@ class Learned(Added):
         super().__init__(grid, width, slots)
         self.table = nn.Parameter(torch.empty(1, slots + math.prod(grid), width))
 
-    def entries(self, like: Tensor) -> Tensor:
-        return self.table
+    def entries(self, grid: Grid, like: Tensor) -> Tensor:
+        return shrink(self.table, self.grid, grid, self.slots)
 
 
 class Learned2d(Added):
@@ -66,23 +63,20 @@ class Learned2d(Added):
         self.y = nn.Parameter(torch.empty(1, rows, width // 2))
         self.slot = nn.Parameter(torch.empty(1, slots, width)) if slots else None
 
-    def entries(self, like: Tensor) -> Tensor:
+    def entries(self, grid: Grid, like: Tensor) -> Tensor:
         rows, columns = self.grid
         x = self.x[:, None].expand(-1, rows, -1, -1)  # (1, rows, columns, D/2)
         y = self.y[:, :, None].expand(-1, -1, columns, -1)  # the same
         table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (1, N, D)
-        if self.slot is None:
-            return table
-        return torch.cat([self.slot, table], dim=1)
+        if self.slot is not None:
+            table = torch.cat([self.slot, table], dim=1)
+        return shrink(table, self.grid, grid, self.slots)
 
 
 class Sincos2d(Added):
     """The fixed table of big_vision; it has no entries for prefix tokens, and no parameters."""
 
-    def entries(self, like: Tensor) -> Tensor:
-        return sincos2d(self.grid, self.width, like.device).to(like.dtype)
-
-    def entries_at(self, grid: Grid, like: Tensor) -> Tensor:
+    def entries(self, grid: Grid, like: Tensor) -> Tensor:
         return sincos2d(grid, self.width, like.device).to(like.dtype)
 
 
@@ -165,6 +159,8 @@ def resize_positions(table: Tensor, old_grid: Grid, new_grid: Grid, prefix_token
 
 def shrink(table: Tensor, grid: Grid, smaller: Grid, slots: int) -> Tensor:
     """Shrink a table (1, slots + N, D) to a smaller grid, for training on smaller images first; the slots stay."""
+    if smaller == grid:
+        return table
     weights = shrinking(grid, smaller, table.device)
     on_grid = (weights @ table[0, slots:].float()).to(table.dtype)
     return torch.cat([table[:, :slots], on_grid[None]], dim=1)

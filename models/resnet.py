@@ -6,7 +6,6 @@ sides. Each has its own epsilons, and each adds them in another place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +56,9 @@ class BiTConfig:
         checks.choices(self, {"pool_padding": ("zero", "-inf")})
         checks.at_least(self, 0, ("classes",))
         checks.at_least(self, 1, ("width",))
-        checks.multiple("width", self.width, GROUPS, "groups")
+        checks.multiple("width", self.width, GROUPS, f"{GROUPS} groups")
         if not self.units or not all(map(checks.is_integer, self.units)):
             raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
-
-    @property
-    def feature_width(self) -> int:
-        """Return the channels of the last map, which enter the head."""
-        return self.width * EXPANSION * 2 ** (len(self.units) - 1)
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
@@ -165,28 +159,23 @@ class BiTUnit(nn.Module):
         return shortcut + self.conv3(F.relu(self.gn3(y)))
 
 
-class Stages(nn.Module):
-    """The stages of a ResNet, `block1.unit1` and so on: from stage to stage channels double and the map halves."""
-
-    def __init__(self, units: tuple[int, ...], width: int, unit: type[nn.Module], name: str) -> None:
-        super().__init__()
-        inside = width
-        for stage, count in enumerate(units):
-            block = nn.Sequential()
-            stage_width = width * 2**stage
-            for number in range(count):
-                # The first stage keeps the size of the map; each other halves it in its first unit.
-                stride = 1
-                if stage > 0 and number == 0:
-                    stride = 2
-                # The names are those of the published files: unit1 in a hybrid, unit01 in a BiT (SPEC 6.1).
-                block.add_module(name.format(number + 1), unit(inside, stage_width, stride))
-                inside = stage_width * EXPANSION
-            self.add_module(f"block{stage + 1}", block)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        for block in self.children():
-            yield from block.children()
+def make_stages(units: tuple[int, ...], width: int, unit: type[nn.Module], name: str) -> nn.Sequential:
+    """Return a ResNet's stages, `block1.unit1` and so on; each has twice the channels and half the map before it."""
+    stages = nn.Sequential()
+    inside = width
+    for stage, count in enumerate(units):
+        block = nn.Sequential()
+        stage_width = width * 2**stage
+        for number in range(count):
+            # The first stage keeps the size of the map; each other halves it in its first unit.
+            stride = 1
+            if stage > 0 and number == 0:
+                stride = 2
+            # The names are those of the published files: unit1 in a hybrid, unit01 in a BiT (SPEC 6.1).
+            block.add_module(name.format(number + 1), unit(inside, stage_width, stride))
+            inside = stage_width * EXPANSION
+        stages.add_module(f"block{stage + 1}", block)
+    return stages
 
 
 class Stem(nn.Module):
@@ -196,7 +185,7 @@ class Stem(nn.Module):
         super().__init__()
         self.conv_root = StemConv(3, width, 7, 2)
         self.gn_root = nn.GroupNorm(GROUPS, width, eps=STEM_NORM_EPS)
-        self.stages = Stages(units, width, StemUnit, "unit{}")
+        self.stages = make_stages(units, width, StemUnit, "unit{}")
         # Of the map; without stages it is the root's.
         self.channels = width
         if units:
@@ -206,9 +195,7 @@ class Stem(nn.Module):
         x = F.relu(self.gn_root(self.conv_root(images)))
         # TF's SAME is uneven at even sizes, which `max_pool2d` cannot pad by itself: 0 before and 1 behind.
         x = F.max_pool2d(same_padding(x, 3, 2, value=float("-inf")), 3, 2)
-        for unit in self.stages:
-            x = unit(x)
-        return x
+        return self.stages(x)
 
 
 def stem_stride(units: tuple[int, ...] | None) -> int:
@@ -227,9 +214,10 @@ class BiT(nn.Module):
         self.config = config
         self.recomputed_blocks = 0  # how many units, from the first, recompute their activations in training
         self.conv_root = BiTConv(3, config.width, 7, 2)
-        self.stages = Stages(config.units, config.width, BiTUnit, "unit{:02}")
-        self.norm = nn.GroupNorm(GROUPS, config.feature_width, eps=BIT_NORM_EPS)
-        self.head = nn.Linear(config.feature_width, config.classes) if config.classes else nn.Identity()
+        self.stages = make_stages(config.units, config.width, BiTUnit, "unit{:02}")
+        channels = config.width * EXPANSION * 2 ** (len(config.units) - 1)  # of the last map
+        self.norm = nn.GroupNorm(GROUPS, channels, eps=BIT_NORM_EPS)
+        self.head = nn.Linear(channels, config.classes) if config.classes else nn.Identity()
 
     def features(self, images: Tensor) -> Tensor:
         """Return the vector (B, C) that enters the head: the mean over the last map."""
@@ -239,10 +227,15 @@ class BiT(nn.Module):
         # No norm and no ReLU stand before this pool, so that values may be negative and the border shows: zero and -inf
         # differ by 3e-3 to 5e-3 in the golden logits (SPEC 1.8). `max_pool2d` itself pads with -inf alone.
         x = F.max_pool2d(F.pad(self.conv_root(images), (1, 1, 1, 1), value=border), 3, 2)
-        for number, unit in enumerate(self.stages):
-            is_recomputed = recompute and number < self.recomputed_blocks
-            # The reentrant form gives no gradients at all where no input requires one.
-            x = checkpoint(unit, x, use_reentrant=False) if is_recomputed else unit(x)
+        units_done = 0
+        for block in self.stages:
+            for unit in block.children():
+                if recompute and units_done < self.recomputed_blocks:
+                    # The reentrant form gives no gradients at all where no input requires one.
+                    x = checkpoint(unit, x, use_reentrant=False)
+                else:
+                    x = unit(x)
+                units_done += 1
         return F.relu(self.norm(x)).mean(dim=(2, 3))
 
     def forward(self, images: Tensor) -> Tensor:

@@ -81,14 +81,37 @@ def transfer(
     """
     check_weights(weights, source)
     if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
-        return unmask(weights, source, target, generator)
-    check_comparable(source, target)
+        # The ordinary ViT inside the masked model is carried over, and everything around it is dropped.
+        inside: dict[str, Tensor] = {}
+        around: list[Change] = []
+        for name, weight in weights.items():
+            if name.startswith("vit."):
+                inside[name.removeprefix("vit.")] = weight
+            else:
+                around.append((name, tuple(weight.shape), None))
+        # `new_head` need not be passed on: a masked model has no classes, so that the target's head is new in any case.
+        state, report = transfer(inside, source.vit, target, generator=generator)
+        return state, replace(report, dropped=report.dropped + tuple(around))
+
+    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
+    # function: that is why everything is refused that is not in FREE.
+    if source.family != target.family:
+        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
+    differences = []
+    for field in fields(source):
+        old_value = getattr(source, field.name)
+        new_value = getattr(target, field.name)
+        if old_value != new_value and field.name not in FREE:
+            differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
+    if differences:
+        shown = "; ".join(differences)
+        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
 
     # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
     not_carried: tuple[str, ...] = ()
     if not keeps_head(source, target, new_head):
         not_carried = HEAD
-    state: dict[str, Tensor] = {}
+    state = {}
     kept: list[Change] = []
     resized: list[Change] = []
     new: list[Change] = []
@@ -132,39 +155,6 @@ def transfer(
         drift=drift,
     )
     return state, report
-
-
-def unmask(
-    weights: dict[str, Tensor], source: MaskedConfig, target: ModelConfig, generator: Generator | None
-) -> tuple[dict[str, Tensor], TransferReport]:
-    """Carry over the ordinary ViT inside a masked model; what was around it is dropped."""
-    inside: dict[str, Tensor] = {}
-    around: list[Change] = []
-    for name, weight in weights.items():
-        if name.startswith("vit."):
-            inside[name.removeprefix("vit.")] = weight
-        else:
-            around.append((name, tuple(weight.shape), None))
-    # `new_head` need not be passed on: a masked model has no classes, so that the target's head is new in any case.
-    state, report = transfer(inside, source.vit, target, generator=generator)
-    return state, replace(report, dropped=report.dropped + tuple(around))
-
-
-def check_comparable(source: ModelConfig, target: ModelConfig) -> None:
-    """Raise ValueError where the configs differ in more than FREE fields."""
-    if source.family != target.family:
-        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
-    differences = []
-    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
-    # function: that is why everything is refused that is not in FREE.
-    for field in fields(source):
-        old = getattr(source, field.name)
-        new = getattr(target, field.name)
-        if old != new and field.name not in FREE:
-            differences.append(f"{field.name}: {old!r} -> {new!r}")
-    if differences:
-        shown = "; ".join(differences)
-        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
 
 
 def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:

@@ -3,6 +3,11 @@
     model = models.build("B/16", image_size=224, classes=1000)
     logits = model(images)             # images (B, 3, height, width) in [-1, 1]
 
+1. `ViTConfig`                                          the fields of an architecture, checked
+2. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    the layers; none of them knows the config
+3. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
+4. `AxialViT`                                           the same model with blocks that attend along rows and columns
+
 Every parameter sits in a submodule that is called, never on the model itself: ZeRO-3 gathers parameters
 when the module that owns them runs, so `features` and `encode` work there too.
 """
@@ -12,23 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models import checks, positions, resnet
-from models.layers import (
-    ACTIVATIONS,
-    Attention,
-    DropPath,
-    Mlp,
-    PatchEmbedding,
-    Prefix,
-    attend,
-    split_heads,
-    unpack_heads,
-)
 
-# B batch, N patches, T tokens (prefix + N), D width, H heads, C channels
+# B batch, N patches, T tokens (prefix + N), D width, H heads, C channels, P patch
 
 SIZES = {  # width, depth, mlp, heads
     "mu": (32, 1, 128, 2),  # big_vision models/vit.py:297, for tests
@@ -45,6 +40,7 @@ SIZES = {  # width, depth, mlp, heads
     "G-opt": (1536, 48, 8192, 16),
     "e": (1792, 56, 15360, 16),
 }
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # the paper's code, and the erf of timm and Hugging Face
 CHOICES = {
     "pool": ("token", "gap", "map"),
     "positions": ("none", *positions.KINDS),
@@ -96,7 +92,7 @@ class ViTConfig:
         checks.at_least(self, 0, ("classes", "registers"))
         if self.stem is not None and not all(map(checks.is_integer, self.stem)):
             raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
-        checks.multiple("stem_width", self.stem_width, resnet.GROUPS, "groups")
+        checks.multiple("stem_width", self.stem_width, resnet.GROUPS, f"{resnet.GROUPS} groups")
         # A rate of 1 would drop everything.
         for name in ("dropout", "drop_path"):
             rate = getattr(self, name)
@@ -107,19 +103,15 @@ class ViTConfig:
             checks.not_negative(self, ("position_std",))
         if self.representation is not None:
             checks.at_least(self, 1, ("representation",))
-        checks.multiple("width", self.width, self.heads, "heads")
+        checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
         # sincos2d has four parts, sin and cos of x and of y; learned2d has two, a table of x and one of y.
         if self.positions == "sincos2d":
-            checks.multiple("width", self.width, 4, "position parts")
+            checks.multiple("width", self.width, 4, "4 position parts")
         elif self.positions == "learned2d":
-            checks.multiple("width", self.width, 2, "position parts")
+            checks.multiple("width", self.width, 2, "2 position parts")
         # The patches cover the image exactly.
         for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
-            if pixels % step:
-                raise ValueError(
-                    f"image {side} {pixels} is not a multiple of the patch stride {step}; "
-                    f"nearest image_size: {checks.nearest_multiples(pixels, step)}"
-                )
+            checks.multiple(f"image {side}", pixels, step, f"the patch stride {step}", "nearest image_size")
 
     @property
     def stride(self) -> tuple[int, int]:
@@ -145,10 +137,123 @@ class ViTConfig:
             return self.prefix_tokens
         return 0
 
-    @property
-    def feature_width(self) -> int:
-        """Return how many numbers enter the head."""
-        return self.representation or self.width
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+class PatchEmbedding(nn.Module):
+    """The strided patch convolution, written as one matrix product: (B, C, height, width) to (B, N, D), row by row."""
+
+    def __init__(self, channels: int, width: int, patch: tuple[int, int]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels, *patch))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.patch = patch
+
+    def forward(self, images: Tensor) -> Tensor:
+        batch, channels, height, width = images.shape
+        patch_height, patch_width = self.patch
+        rows = height // patch_height
+        columns = width // patch_width
+        patches = images.to(self.weight.dtype).view(batch, channels, rows, patch_height, columns, patch_width)
+        patches = patches.permute(0, 2, 4, 1, 3, 5)  # (B, rows, columns, C, P, P)
+        # Two steps: with no image in the batch, one reshape could not tell the sizes from each other.
+        patches = patches.flatten(3).flatten(1, 2)  # (B, N, C P P)
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class Prefix(nn.Module):
+    """Puts the class token, then the registers, before the patches: (B, N, D) to (B, T, D)."""
+
+    def __init__(self, width: int, class_token: bool, registers: int) -> None:
+        super().__init__()
+        self.cls = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
+        self.registers = nn.Parameter(torch.empty(1, registers, width)) if registers else None
+
+    def forward(self, patches: Tensor) -> Tensor:
+        tokens = []
+        # The class token is the first: pooling reads token 0, and the last block may compute that one alone.
+        for token in (self.cls, self.registers):
+            if token is not None:
+                tokens.append(token.expand(patches.shape[0], -1, -1))
+        if not tokens:
+            return patches
+        return torch.cat([*tokens, patches], dim=1)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """Give each head its channels: (B, T, D) to (B, H, T, D/H)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute softmax attention of (B, H, T, d) with logits scaled by d**-0.5 and an optional bias added to them."""
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        # Two plain products: with the fused kernel a whole step of S/16 takes 1.22 times as long in bfloat16 on a CPU,
+        # in float32 0.99 times (benchmarks/README.md).
+        logits = torch.bmm(q.flatten(0, 1) * q.shape[-1] ** -0.5, k.flatten(0, 1).mT)  # (B H, T, T)
+        if bias is not None:
+            logits = logits + bias.flatten(0, 1)
+        mixed = torch.bmm(logits.softmax(-1), v.flatten(0, 1))
+        return mixed.unflatten(0, q.shape[:2])
+    # It scales by d**-0.5 itself and adds the mask to the logits, so that a bias is passed as one.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+class Attention(nn.Module):
+    """Self-attention with one packed projection, initialised as three (models/initial.py)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, relative: positions.Relative | None = None, queries: int | None = None) -> Tensor:
+        """Return a mixed vector for each of the tokens (B, T, D), or with `queries` only for that many first ones."""
+        # By `chunk` and not by a permuted view: so the backward pass copies once, not twice (benchmarks/README.md).
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))  # each (B, H, T, D/H)
+        # Fewer queries still attend to all tokens: only q is cut, never k and v. `[:None]` keeps everything.
+        bias = None
+        if relative is not None:
+            bias = relative(q)[:, :, :queries]
+        mixed = attend(q[:, :, :queries], k, v, bias)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, H, T, D/H) to (B, T, D)
+
+
+class Mlp(nn.Module):
+    """Two layers with GELU between them, on each token alone."""
+
+    def __init__(self, width: int, hidden: int, activation: str, dropout: float) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.act = nn.GELU(approximate=ACTIVATIONS[activation])
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.act(self.up(x)))
+        return self.dropout(self.down(hidden))
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: in training, zeroes the residual branch of a sample with probability `rate`."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.rate == 0.0:
+            return x
+        # One draw for a sample, whatever the axes behind: an Axial block passes (B, rows, columns, D).
+        one_per_sample = (x.shape[0], *[1] * (x.ndim - 1))
+        keep = x.new_empty(one_per_sample).bernoulli_(1 - self.rate)
+        # Divided by the share that is kept, so that the mean is that of evaluation, where nothing is dropped.
+        return x * keep / (1 - self.rate)
+
+
+# ------------------------------------------------------------------------------------------------ model
 
 
 class Block(nn.Module):
@@ -187,7 +292,7 @@ class MapHead(nn.Module):
         """Pool tokens (B, T, D) to a vector (B, D) for each image."""
         probe = self.probe.expand(tokens.shape[0], -1, -1)
         q = split_heads(self.q(probe), self.heads)  # (B, H, 1, D/H)
-        k, v = unpack_heads(self.kv(tokens), 2, self.heads)  # each (B, H, T, D/H)
+        k, v = (split_heads(part, self.heads) for part in self.kv(tokens).chunk(2, dim=-1))  # each (B, H, T, D/H)
         # No residual around the attention and no norm before it, as in big_vision: the ViT's last norm has run.
         mixed = attend(q, k, v)  # (B, H, 1, D/H)
         y = self.out(mixed.transpose(1, 2).flatten(2))  # (B, 1, D)
@@ -230,7 +335,8 @@ class ViT(nn.Module):
         # From tokens to logits.
         self.map_head = MapHead(config) if config.pool == "map" else None
         self.pre_logits = nn.Linear(config.width, config.representation) if config.representation else None
-        self.head = nn.Linear(config.feature_width, config.classes) if config.classes else nn.Identity()
+        feature_width = config.representation or config.width
+        self.head = nn.Linear(feature_width, config.classes) if config.classes else nn.Identity()
 
     def embed(self, images: Tensor) -> Tensor:
         """Turn images into patch embeddings (B, N, D), before positions and prefix tokens."""
@@ -294,31 +400,28 @@ class ViT(nn.Module):
         # Over all tokens and before pooling, as in the original: timm's fc_norm, after pooling, is another function.
         return self.norm(x)
 
-    def pool(self, tokens: Tensor) -> Tensor:
-        """Pool tokens (B, T, D) to a vector (B, D) for each image."""
-        if self.config.pool == "token":
-            return tokens[:, 0]
-        # Registers are there to be attended to, and pooling leaves them out.
-        patches = tokens[:, self.config.prefix_tokens :]
-        if self.map_head is not None:
-            return self.map_head(patches)
-        return patches.mean(dim=1)
-
     def features(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return the vector that enters the head: the pooled token, through the tanh layer where the config has it.
+        """Return the vectors (B, D) that enter the head: pooled tokens, through the tanh layer where the config has it.
 
         `kept` (B, K) are the patches that are not left out, as `encode` takes them.
         """
+        config = self.config
         queries = None
         # Nothing reads the last block's other tokens: logits and gradients stay the same (test_models/test_vit.py).
-        if self.config.pool == "token" and self.skip_unread:
+        if config.pool == "token" and self.skip_unread:
             queries = 1  # the class token is the first
-        grid = (images.shape[2] // self.config.stride[0], images.shape[3] // self.config.stride[1])
-        tokens = self.encode(self.embed(images), queries, grid, kept)
-        pooled = self.pool(tokens)
-        if self.pre_logits is None:
-            return pooled
-        return self.pre_logits(pooled).tanh()
+        grid = (images.shape[2] // config.stride[0], images.shape[3] // config.stride[1])
+        tokens = self.encode(self.embed(images), queries, grid, kept)  # (B, T, D); T is 1 with one query
+        # Registers are there to be attended to, and pooling leaves them out.
+        if config.pool == "token":
+            pooled = tokens[:, 0]
+        elif self.map_head is not None:
+            pooled = self.map_head(tokens[:, config.prefix_tokens :])
+        else:
+            pooled = tokens[:, config.prefix_tokens :].mean(dim=1)
+        if self.pre_logits is not None:
+            pooled = self.pre_logits(pooled).tanh()
+        return pooled
 
     def forward(self, images: Tensor, kept: Tensor | None = None) -> Tensor:
         return self.head(self.features(images, kept))
@@ -334,7 +437,7 @@ def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
         if "positions.0." in name:
             parameters[name.rpartition(".")[2]] = tensor
     module.load_state_dict(parameters)
-    return module.entries(torch.empty(0)).detach()
+    return module.entries(config.grid, torch.empty(0)).detach()
 
 
 # ------------------------------------------------------------------------------------------------ axial

@@ -1,6 +1,6 @@
 """Evaluations of a trained stage: amid the steps, at its end, and of a committed step beside training.
 
-All make the same requests of the weights at a step (`requests_of`) and compute them with the same Evaluator:
+All evaluate the weights at a step in the same way (`evaluate_weights`):
 1. `evaluate_between`: the training workers evaluate, and go on with the steps whatever becomes of it;
 2. `request_async`: rank 0 requests the evaluation of a step that is about to be committed, where a worker is spare;
    the driver runs `evaluate_commit` there, and rank 0 reports the outcome (pipeline/evaluation/async_evaluation.py);
@@ -28,9 +28,8 @@ from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation import async_evaluation, document
 from pipeline.evaluation.async_evaluation import IN_LOOP, REQUESTED
-from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
@@ -38,18 +37,9 @@ from pipeline.training_config import TrainConfig
 # ------------------------------------------------------------------------------------------------ one evaluation
 
 
-def requests_of(cfg: TrainConfig, job: Job) -> list[Request]:
-    """Return what the recipe of a trained stage evaluates: accuracy, and the few-shot probe."""
-    requests = []
-    if job.evaluate:
-        requests.append(Request(job.evaluate, None, Protocol("top-1", {})))
-    if job.probe_train and job.probe_test:
-        requests.append(Request(job.probe_test, job.probe_train, cfg.probe.protocol(), first_label=True))
-    return requests
-
-
-def evaluator_of(
+def evaluate_weights(
     cfg: TrainConfig,
+    job: Job,
     model_config: ModelConfig,
     group: EvaluationGroup,
     model: torch.nn.Module,
@@ -58,9 +48,18 @@ def evaluator_of(
     ranks: Sequence[int],
     world: int,
     indexes: Mapping[str, Index],
-) -> Evaluator:
-    """Return what evaluates a trained stage, in the loop and beside training; the arguments are those of Evaluator."""
-    return Evaluator(
+) -> tuple[dict[str, float | int], list[str]]:
+    """Collective: evaluate a model as the recipe of its stage says: accuracy, and the few-shot probe.
+
+    Returns, at rank 0, the values as metrics.jsonl has them, and warnings about samples that cannot be read; "accuracy"
+    comes with "judged", the samples that could be read. The other arguments are those of Evaluator.
+    """
+    requests = []
+    if job.evaluate:
+        requests.append(Request(job.evaluate, None, Protocol("top-1", {})))
+    if job.probe_train and job.probe_test:
+        requests.append(Request(job.probe_test, job.probe_train, cfg.probe.protocol(), first_label=True))
+    evaluator = Evaluator(
         group=group,
         model=model,
         dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
@@ -75,15 +74,8 @@ def evaluator_of(
         world=world,
         indexes=indexes,
     )
+    results = evaluator.evaluate(requests)
 
-
-def values_of(
-    requests: Sequence[Request], results: Sequence[document.Entry]
-) -> tuple[dict[str, float | int], list[str]]:
-    """Return the values of `requests_of` as metrics.jsonl has them, and warnings about samples that cannot be read.
-
-    "accuracy" comes with "judged", the samples that could be read. Both are empty at ranks that have no results.
-    """
     values: dict[str, float | int] = {}
     warnings: list[str] = []
     for request, result in zip(requests, results, strict=bool(results)):
@@ -93,8 +85,11 @@ def values_of(
         judged = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
         unreadable = result["set"]["samples"] - judged
+        # A damaged set must not pass for a worse or better model.
         if unreadable:
-            warnings.append(async_evaluation.unreadable_line(unreadable, request.test))
+            warnings.append(
+                f"evaluate: {unreadable} bad samples of {request.test} count neither way; see `jobs data check`"
+            )
     return values, warnings
 
 
@@ -106,11 +101,11 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
 
     Raises EvaluationFailed and EvaluationStopped, on all workers alike.
     """
-    requests = requests_of(worker.cfg, worker.job)
     began = time.monotonic()
     try:
-        evaluator = evaluator_of(
+        values, warnings = evaluate_weights(
             worker.cfg,
+            worker.job,
             worker.model_config,
             EvaluationGroup(worker.phases, worker.device, worker.wants_stop, progress.step),
             worker.engine.model,
@@ -119,19 +114,17 @@ def evaluate(worker: Worker, progress: Progress, remark: str = "") -> None:
             world=worker.world,
             indexes=worker.sets,
         )
-        results = evaluator.evaluate(requests)
     finally:
         seconds = time.monotonic() - began
         worker.window.evaluated_s += seconds
         worker.loop_price.evaluated_s += seconds
-    values, warnings = values_of(requests, results)
     for warning in warnings:
         worker.telemetry.log(warning)
     if values:
-        progress.last_metrics = async_evaluation.metrics_of(values)
-        line = async_evaluation.evaluation_line(progress.step, progress.last_metrics, remark)
-        where = {"where": "training", "seconds": round(seconds, 3)}
-        worker.telemetry.report("evaluate", {"step": progress.step, **values, **where}, line)
+        progress.last_metrics = {name: value for name, value in values.items() if isinstance(value, float)}
+        where: dict[str, float | str] = {"where": "training", "seconds": round(seconds, 3)}
+        record = async_evaluation.evaluation_record(progress.step, values, where, remark)
+        worker.telemetry.report(**record)
 
 
 def evaluate_between(worker: Worker, progress: Progress) -> bool:
@@ -318,8 +311,9 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
     if cfg.compile:
         models.compile_blocks(model)
     model.eval().to(device, torch.bfloat16 if cfg.precision == "bf16" else torch.float32)
-    evaluator = evaluator_of(
+    values, warnings = evaluate_weights(
         cfg,
+        job,
         model_config,
         EvaluationGroup(phases, device, wants_stop=lambda: False, step=step),
         model,
@@ -330,8 +324,6 @@ def evaluate_commit(task: Mapping[str, Any]) -> AsyncOutcome:
         world=manifest.world,
         indexes={},
     )
-    requests = requests_of(cfg, job)
-    values, warnings = values_of(requests, evaluator.evaluate(requests))
     phases.close()
     seconds = round(time.monotonic() - began, 3)
     return {"values": values, "node": socket.gethostname(), "seconds": seconds, "remarks": warnings}

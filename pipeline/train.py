@@ -37,8 +37,7 @@ from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
 from pipeline.evaluation import async_evaluation
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import Window, log_line, memory_gb, peak_flops, read_metrics
+from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
 from pipeline.start import Job, Progress, Worker, set_up
 from pipeline.token_dropping import flops_of, phases

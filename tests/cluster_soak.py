@@ -30,8 +30,7 @@ from data.index.document import load_index
 from data.order import Ledger, Order
 from jobs.commands.demo import step_losses
 from pipeline.checkpoints.manifest import committed, read_manifest
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import Record, read_metrics
+from pipeline.monitoring.telemetry import Record, account, read_metrics
 from tests import drives, hosts
 from tests.hosts import ROOT, login_environment
 from tests.ray_hosts import Driver, RayHosts, a_worker_host, has_reported, is_saving, newest_nodes

@@ -281,7 +281,7 @@ def hanging(places: str) -> None:
     before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
-    batches, agreed = train.micro_batches, evaluation.Evaluator.with_progress
+    batches, agreed = train.micro_batches, evaluation.Evaluator.together
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
         for batch in batches(worker, start_step):
@@ -289,14 +289,14 @@ def hanging(places: str) -> None:
                 sleep()
             yield batch
 
-    def with_progress(evaluator: evaluation.Evaluator, *args: Any) -> Any:
+    def together(evaluator: evaluation.Evaluator, *args: Any) -> Any:
         for batch in agreed(evaluator, *args):
             if evaluator.folder.name == f"attempt-{attempts.get('evaluate', 0):06d}" and on_rank_1():
                 sleep()
             yield batch
 
     train.micro_batches = micro_batches  # type: ignore[assignment]
-    evaluation.Evaluator.with_progress = with_progress  # type: ignore[method-assign]
+    evaluation.Evaluator.together = together  # type: ignore[method-assign]
 
 
 def on_rank_1() -> bool:
@@ -437,14 +437,14 @@ def troubled_probe() -> None:
 
 def slow_probe() -> None:
     """Few-shot: every batch takes a while."""
-    original = evaluation.watched
+    original = evaluation.Evaluator.batches
 
-    def watched(samples: Any, phases: Any, step: int = 0) -> Any:
-        for batch in original(samples, phases, step):
+    def batches(evaluator: evaluation.Evaluator, index: Any) -> Any:
+        for batch in original(evaluator, index):
             time.sleep(0.2)
             yield batch
 
-    evaluation.watched = watched  # type: ignore[assignment]
+    evaluation.Evaluator.batches = batches  # type: ignore[method-assign]
 
 
 def poison(steps: range, factor: float = torch.nan) -> None:

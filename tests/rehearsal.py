@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 
 import models
 from data.loader import Batch, Wait, copied, moved_ahead
-from models import layers, vit
+from models import vit
 from models.catalog import FAMILIES
 from pipeline import config
 from pipeline.batches import OBJECTIVES
@@ -237,7 +237,6 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         # Torch sums bf16 in another way on older GPUs, and asks the driver how old this one is.
         patch.object(torch.cuda, "get_device_capability", lambda *_: CAPABILITY),
         # Torch would look for the properties of a real device to choose its kernel.
-        patch.object(layers, "attend", fused_attention),
         patch.object(vit, "attend", fused_attention),
         patch.object(torch.cuda, "Stream", lambda *_: None),
         patch.object(torch.cuda, "stream", streams.aside),

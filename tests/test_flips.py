@@ -34,7 +34,7 @@ from data.shards.reader import ShardReader
 from data.sources.samples import Sample, digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
-from jobs.run.ending import write_status
+from jobs.run.log import write_status
 from pipeline import artifacts, health
 from pipeline.artifacts import write_record
 from pipeline.checkpoints import reader as checkpoint_reader

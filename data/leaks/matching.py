@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Crop, Signature, boxes_of
+from data.leaks.signature import BOXES, COEFFICIENTS, MIRRORED, PICTURE, Signature, boxes_of
 
 # B training images of a batch, T test images, K crops of each, D coefficients of a crop
 
@@ -81,27 +81,22 @@ def best_of(alike: np.ndarray) -> Iterator[tuple[int, int, int, float]]:
         yield first, second, crop, value
 
 
-def likeness_of(candidate: Candidate, train: Signature, tests: TestSignatures) -> float:
-    """Return how alike the pictures of a candidate are once they lie on each other: −1 to 1."""
+def likeness(candidate: Candidate, train: Signature, tests: TestSignatures) -> float:
+    """Correlate the fine structure of the two pictures of a candidate once they lie on each other: −1 to 1."""
     test_picture = np.asarray(tests.pictures[candidate.test])
     if candidate.is_whole_train:
         whole, other = train.picture, test_picture
-        box = boxes_of(float(tests.proportions[candidate.test]))[candidate.crop]
+        y, x, height, width = boxes_of(float(tests.proportions[candidate.test]))[candidate.crop]
     else:
         whole, other = test_picture, train.picture
-        box = boxes_of(train.proportion)[candidate.crop]
+        y, x, height, width = boxes_of(train.proportion)[candidate.crop]
     if candidate.is_synced:
         whole = whole[:, ::-1]
-    return likeness(np.ascontiguousarray(whole, np.float32), other.astype(np.float32), box)
+    whole = np.ascontiguousarray(whole, np.float32)
+    other = other.astype(np.float32)
 
-
-def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
-    """Correlate the fine structure of `whole` with that of what lies near `box` in `other`: −1 to 1.
-
-    The box is only where the search begins: ECC (Evangelidis & Psarakis, PAMI 2008) finds the affine map that fits.
-    """
-    y, x, height, width = box
-    # From the middle of a pixel of `whole` to that of the place in `other`.
+    # The box of the crop is only where the search begins: ECC (Evangelidis & Psarakis, PAMI 2008) finds the affine map
+    # that fits, from the middle of a pixel of `whole` to that of its place in `other`.
     begin = np.array(
         [[width, 0, x * PICTURE + (width - 1) / 2], [0, height, y * PICTURE + (height - 1) / 2]], np.float32
     )
@@ -112,13 +107,12 @@ def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
     # It gives up where there is nothing to follow, or the pictures move out of each other: the box is then judged.
     with suppress(cv2.error):
         _, fitting = cv2.findTransformECC(smooth, smooth_other, begin.copy(), cv2.MOTION_AFFINE, until, None, 1)
+
     # A copy is cropped and resized alone, neither turned nor sheared, and of about the box's size: turned far enough,
     # the dark outline of one aeroplane fits that of another.
     is_straight = abs(fitting[0, 1]) < MOST_TURNED and abs(fitting[1, 0]) < MOST_TURNED
-    width_ratio = fitting[0, 0] / width
-    height_ratio = fitting[1, 1] / height
-    is_as_wide = 1 / MOST_SCALED < width_ratio < MOST_SCALED
-    is_as_high = 1 / MOST_SCALED < height_ratio < MOST_SCALED
+    is_as_wide = 1 / MOST_SCALED < fitting[0, 0] / width < MOST_SCALED
+    is_as_high = 1 / MOST_SCALED < fitting[1, 1] / height < MOST_SCALED
     if not (is_straight and is_as_wide and is_as_high):
         fitting = begin
     moved = cv2.warpAffine(
@@ -128,18 +122,19 @@ def likeness(whole: np.ndarray, other: np.ndarray, box: Crop) -> float:
         flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
         borderMode=cv2.BORDER_REPLICATE,
     )
+
+    # Pearson's correlation, without the edges; 0 where either picture has no structure.
     middle = slice(EDGE, -EDGE)
-    return correlation(band(whole)[middle, middle], band(moved)[middle, middle])
+    first = band(whole)[middle, middle]
+    second = band(moved)[middle, middle]
+    first = first - first.mean()
+    second = second - second.mean()
+    lengths = float(np.sqrt((first * first).sum() * (second * second).sum()))
+    if lengths <= 1e-3:
+        return 0.0
+    return float((first * second).sum()) / lengths
 
 
 def band(picture: np.ndarray) -> np.ndarray:
     """Return what is neither noise nor coarse of a picture."""
     return cv2.GaussianBlur(picture, (0, 0), FINE) - cv2.GaussianBlur(picture, (0, 0), COARSE)
-
-
-def correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Return Pearson's correlation of two pictures; 0 where either has no structure."""
-    first = first - first.mean()
-    second = second - second.mean()
-    lengths = float(np.sqrt((first * first).sum() * (second * second).sum()))
-    return float((first * second).sum()) / lengths if lengths > 1e-3 else 0.0

@@ -91,17 +91,15 @@ def write_page(
     for pair in shown:
         # Of a pair that was found by its bytes, neither may be an image.
         with suppress(BadImage):
-            left = picture(train_readers[pair.train_set], *pair.train)
-            right = picture(test_readers[pair.test_set], *pair.test)
-            figures.append((left, right, caption(pair)))
+            images = []
+            for reader, (shard, key) in (
+                (train_readers[pair.train_set], pair.train),
+                (test_readers[pair.test_set], pair.test),
+            ):
+                number = [indexed.name for indexed in reader.index.shards].index(shard)
+                row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
+                _, encoded, _ = reader.read(number, row)
+                images.append(thumbnail(encoded))
+            figures.append((*images, caption(pair)))
     summary = "\n".join(lines(leaks, train, test))
     write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
-
-
-def picture(reader: ShardReader, shard: str, key: str) -> str:
-    """Return a small JPEG of a sample, in base64; raises BadImage."""
-    names = [indexed.name for indexed in reader.index.shards]
-    number = names.index(shard)
-    row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
-    _, encoded, _ = reader.read(number, row)
-    return thumbnail(encoded)

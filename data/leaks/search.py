@@ -30,7 +30,7 @@ from data.files import whole_file
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
-from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness_of
+from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness
 from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
 from data.remote.cache import CacheConfig
 from data.seal import Journal
@@ -107,9 +107,8 @@ def find_leaks(
     for path, index in (*train, *test):
         if index.samples == 0:
             raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
-    train_sets = [index for _, index in train]
     test_sets = [index for _, index in test]
-    check_sizes([*train_sets, *test_sets])
+    check_sizes([index for _, index in (*train, *test)])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
     setting = [VERSION, fits, [index.digest for index in test_sets]]
@@ -119,21 +118,18 @@ def find_leaks(
     signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
     write_signatures(test_sets, signatures, workers, cache, report_test)
 
-    jobs = []
-    for index in train_sets:
-        for number in range(len(index.shards)):
-            jobs.append(SearchJob(index.alone(number), signatures, fits, cache))
-    # Each training shard that an earlier, killed search has not finished, with a line of the journal for each.
+    jobs = {}  # by the training shard that is searched
+    for _, index in train:
+        for number, shard in enumerate(index.shards):
+            jobs[key_of(shard)] = SearchJob(index.alone(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
-        missing = [job for job in jobs if key_of(job.shard.shards[0]) not in journal.records]
-        with in_parallel(search_shard, missing, workers, report) as results:
-            for job, shard_matches in zip(missing, results, strict=True):
-                journal.add(key_of(job.shard.shards[0]), shard_matches)
+        # The training shards that an earlier, killed search has not finished; a line of the journal for each.
+        missing = [key for key in jobs if key not in journal.records]
+        with in_parallel(search_shard, [jobs[key] for key in missing], workers, report) as results:
+            for key, shard_matches in zip(missing, results, strict=True):
+                journal.add(key, shard_matches)
         # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
-        records = {}
-        for job in jobs:
-            key = key_of(job.shard.shards[0])
-            records[key] = matches_of(journal.records[key])
+        records = {key: matches_of(journal.records[key]) for key in jobs}
 
     # The pairs that only features have found are added.
     if embeddings is not None:
@@ -321,7 +317,7 @@ def fitting(batch: Sequence[PendingImage], test_images: TestImages, fits: float,
         # A pair may be a candidate in several ways; one that fits is enough.
         is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in is_known
         if not is_settled:
-            value = likeness_of(candidate, pending.signature, test_images.signatures)
+            value = likeness(candidate, pending.signature, test_images.signatures)
             best[pair] = max(value, best.get(pair, -1.0))
     matches = []
     for (number, test), value in best.items():

@@ -120,16 +120,6 @@ def evaluation_boxes(proportion: float) -> list[Crop]:
     return boxes
 
 
-def grid() -> list[Crop]:
-    """Return the crops that all images have, in the order of their rows."""
-    boxes = []
-    for scale in SCALES:
-        for y, height in intervals(scale):
-            for x, width in intervals(scale):
-                boxes.append(Crop(y, x, height, width))
-    return boxes
-
-
 def boxes_of(proportion: float) -> list[Crop]:
     """Return the crops of an image, in the order of the rows of its signature."""
     return [*GRID, *evaluation_boxes(proportion)]
@@ -164,10 +154,15 @@ _COLUMN = np.arange(FREQUENCIES)[None, :]
 _FREQUENCY = np.hypot(_ROW, _COLUMN)
 USED = (_FREQUENCY > 0) & (_FREQUENCY < FREQUENCIES)
 WEIGHTS = _FREQUENCY[USED].astype(np.float32)
-MIRRORED = (
-    np.where(_COLUMN % 2 == 1, -1.0, 1.0).astype(np.float32).repeat(FREQUENCIES, 0)[USED]
-)  # (D,) of a mirror image
-GRID = grid()
-GRID_BASES = [np.concatenate([basis(*interval) for interval in intervals(scale)]) for scale in SCALES]
+# (D,) of a mirror image
+MIRRORED = np.where(_COLUMN % 2 == 1, -1.0, 1.0).astype(np.float32).repeat(FREQUENCIES, 0)[USED]
+# The crops that all images have, in the order of their rows, and the cosines over them, scale by scale.
+GRID: list[Crop] = []
+GRID_BASES = []
+for _scale in SCALES:
+    for _y, _height in intervals(_scale):
+        for _x, _width in intervals(_scale):
+            GRID.append(Crop(_y, _x, _height, _width))
+    GRID_BASES.append(np.concatenate([basis(start, length) for start, length in intervals(_scale)]))
 BOXES = len(GRID) + 2  # K
 COEFFICIENTS = int(USED.sum())  # D

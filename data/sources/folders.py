@@ -111,27 +111,25 @@ def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None
     is no image; `root` is by default the table's own folder.
     """
     path = Path(path)
-    rows, label_column = labelled_rows(path)
-    ids = ids_of(classes_in(path, (row[label_column] for row in rows)))
+    names, labels = table_columns(path)
+    ids = ids_of(classes_in(path, labels))
     entries = []
-    for row in rows:
-        name = str(row["path"])
+    for name, label in zip(names, labels, strict=True):
         try:
-            labels = parse_labels(label_text(row[label_column]), ids)
+            entries.append(ListedFile(name, parse_labels(label_text(label), ids)))
         except ValueError as error:
             raise DataError(f"{path}: {printable(name)}: {error}") from None
-        entries.append(ListedFile(name, labels))
     yield from read_files(path.parent if root is None else root, entries)
 
 
 def table_classes(path: str | os.PathLike[str]) -> Names:
     """Return the class names of a table whose labels are texts, sorted; none where they are ids."""
-    rows, label_column = labelled_rows(Path(path))
-    return classes_in(Path(path), (row[label_column] for row in rows))
+    _, labels = table_columns(Path(path))
+    return classes_in(Path(path), labels)
 
 
-def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
-    """Read a table of paths: its rows, and its column of labels; raises DataError where it lacks a column."""
+def table_columns(path: Path) -> tuple[list[str], list[object]]:
+    """Read the paths and the labels of a table of paths; raises DataError where it lacks a column."""
     rows: list[dict[str, object]]
     if path.suffix == ".parquet":
         from pyarrow import parquet
@@ -149,7 +147,12 @@ def labelled_rows(path: Path) -> tuple[list[dict[str, object]], str]:
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
     if label_column is None or "path" not in columns:
         raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
-    return rows, label_column
+    names = []
+    labels = []
+    for row in rows:
+        names.append(str(row["path"]))
+        labels.append(row[label_column])
+    return names, labels
 
 
 def classes_in(path: Path, labels: Iterable[object]) -> Names:
@@ -187,6 +190,44 @@ def label_text(label: object) -> bytes:
 # ------------------------------------------------------------------------------------------ image parquet
 
 
+class ImageParquet:
+    """A parquet file of images: its columns, and the class names that its schema has for ids.
+
+    Raises DataError where pyarrow cannot read it, or where a column is missing.
+    """
+
+    def __init__(self, path: Path):
+        from pyarrow import parquet
+
+        with naming_parquet(path):
+            schema = parquet.read_schema(path)
+        image_column = first_of(IMAGE_COLUMNS, schema.names)
+        label_column = first_of(LABEL_COLUMNS, schema.names)
+        if not image_column or not label_column:
+            raise DataError(f"{path}: expected columns image and label, found {', '.join(schema.names)}")
+        self.path = path
+        self.image_column = image_column
+        self.label_column = label_column
+        # Hugging Face's `datasets` describes its columns in the schema; a list of labels has its ClassLabel one level
+        # below.
+        try:
+            features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+            feature = features[label_column]
+            names = feature.get("names", feature.get("feature", {}).get("names", ()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            names = ()
+        self.names: Names = tuple(map(str, names))
+
+    def rows(self, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Give the rows, each by column."""
+        from pyarrow import parquet
+
+        with naming_parquet(self.path):
+            # A few rows at a time: a file may hold more images than fit the memory.
+            for batch in parquet.ParquetFile(self.path).iter_batches(256, columns=columns):
+                yield from batch.to_pylist()
+
+
 def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
     """Give samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
 
@@ -195,21 +236,59 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
     """
     ids: Mapping[str, int] | None = None
     for path in files_of(source, "*.parquet"):
-        image_column, label_column = parquet_columns(path)
+        file = ImageParquet(path)
         if ids is None:
             # Names in the schema are those of ids; only where the labels are texts do the names give the ids.
-            ids = NO_NAMES if parquet_features(path) else ids_of(parquet_classes(source))
+            ids = NO_NAMES if file.names else ids_of(parquet_classes(source))
         stem = path.stem.replace(".", "_")
-        for row_number, row in enumerate(parquet_rows(path, [image_column, label_column])):
-            image = row[image_column]
+        for row_number, row in enumerate(file.rows([file.image_column, file.label_column])):
+            image = row[file.image_column]
             encoded = image["bytes"] if isinstance(image, dict) else image
             if encoded is None:
                 raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
             try:
-                labels = parse_labels(label_text(row[label_column]), ids)
+                labels = parse_labels(label_text(row[file.label_column]), ids)
             except ValueError as error:
                 raise DataError(f"{path}: row {row_number}: {error}") from None
             yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))
+
+
+def parquet_classes(source: str | os.PathLike[str]) -> Names:
+    """Return the class names of image parquet: those of its schema, or its labels where they are texts; otherwise none.
+
+    Raises DataError where two files of a folder name them differently.
+    """
+    files = []
+    described = []
+    for path in files_of(source, "*.parquet"):
+        file = ImageParquet(path)
+        files.append(file)
+        described.append((str(path), file.names))
+    names = agreed(described, str(source))
+    if names:
+        return names
+    labels: set[str] = set()
+    for file in files:
+        column = (row[file.label_column] for row in file.rows([file.label_column]))
+        labels.update(classes_in(file.path, column))
+    return tuple(sorted(labels))
+
+
+@contextmanager
+def naming_parquet(path: Path) -> Iterator[None]:
+    """Raise DataError, which names the file, where pyarrow cannot read it."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (ArrowException, OSError) as error:
+        # An error of the operating system has a number, and says enough; pyarrow's own of a torn file has none.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise DataError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None
+
+
+# --------------------------------------------------------------------------------- of tables and parquet
 
 
 def files_of(source: str | os.PathLike[str], pattern: str) -> list[Path]:
@@ -235,73 +314,3 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
         if name in columns:
             return name
     return None
-
-
-def parquet_columns(path: Path) -> tuple[str, str]:
-    """Return the columns of images and of labels of a parquet file; raises DataError where one is missing."""
-    from pyarrow import parquet
-
-    with naming_parquet(path):
-        columns = parquet.read_schema(path).names
-    image_column = first_of(IMAGE_COLUMNS, columns)
-    label_column = first_of(LABEL_COLUMNS, columns)
-    if not image_column or not label_column:
-        raise DataError(f"{path}: expected columns image and label, found {', '.join(columns)}")
-    return image_column, label_column
-
-
-def parquet_classes(source: str | os.PathLike[str]) -> Names:
-    """Return the class names of image parquet: those of its schema, or its labels where they are texts; otherwise none.
-
-    Raises DataError where two files of a folder name them differently.
-    """
-    paths = files_of(source, "*.parquet")
-    names = agreed([(str(path), parquet_features(path)) for path in paths], str(source))
-    if names:
-        return names
-    labels: set[str] = set()
-    for path in paths:
-        _, label_column = parquet_columns(path)
-        column = (row[label_column] for row in parquet_rows(path, [label_column]))
-        labels.update(classes_in(path, column))
-    return tuple(sorted(labels))
-
-
-def parquet_features(path: Path) -> Names:
-    """Return the class names that Hugging Face's `datasets` keeps in a parquet file's schema, if it does."""
-    from pyarrow import parquet
-
-    _, label_column = parquet_columns(path)
-    with naming_parquet(path):
-        described = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"{}")
-    try:
-        feature = json.loads(described)["info"]["features"][label_column]
-        # A list of labels has its ClassLabel one level below.
-        names = feature.get("names", feature.get("feature", {}).get("names", ()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return ()
-    return tuple(map(str, names))
-
-
-def parquet_rows(path: Path, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Give the rows of a parquet file, each by column."""
-    from pyarrow import parquet
-
-    with naming_parquet(path):
-        # A few rows at a time: a file may hold more images than fit the memory.
-        for batch in parquet.ParquetFile(path).iter_batches(256, columns=columns):
-            yield from batch.to_pylist()
-
-
-@contextmanager
-def naming_parquet(path: Path) -> Iterator[None]:
-    """Raise DataError, which names the file, where pyarrow cannot read it."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (ArrowException, OSError) as error:
-        # An error of the operating system has a number, and says enough; pyarrow's own of a torn file has none.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise DataError(f"{path}: not a whole parquet file ({str(error).splitlines()[0]}); copy it again") from None

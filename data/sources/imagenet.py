@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,84 +38,87 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
+class StoredImage(NamedTuple):
+    """Where an image lies: in a tar from an offset on, or in a file of its own."""
+
+    name: str  # n01440764_10026.JPEG
+    place: Path  # the tar, or the folder of the file
+    label: int = -1  # of a training image
+    offset: int = 0  # bytes from the beginning of the tar
+    size: int = -1  # bytes; −1 for a file of its own
+
+    def sample(self, labels: Sequence[int]) -> Sample:
+        """Return the sample of this image, read from its tar; a file of its own is left to be read later."""
+        key = self.name.partition(".")[0]
+        if self.size < 0:
+            return Sample(key, self.place / self.name, tuple(labels))
+        # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
+        with open(self.place, "rb") as file:
+            file.seek(self.offset)
+            return Sample(key, file.read(self.size), tuple(labels))
+
+
 # ------------------------------------------------------------------------------------------ training images
 
 
-class TrainingImage(NamedTuple):
-    """Where a training image lies: in a tar from an offset on, or in a file of its own."""
+class ClassTar(NamedTuple):
+    """The tar of the training images of a class: a file of its own, or a part of the tar of all."""
 
-    name: str  # n01440764_10026.JPEG
-    file: int  # its number among the files
+    name: str  # n01440764.tar
+    file: Path
     offset: int  # bytes from the beginning of the file
-    size: int  # bytes; −1 for a file of its own
-    label: int
+    size: int
 
-    def sample(self, encoded: bytes | Path) -> Sample:
-        """Return the sample of this image."""
-        return Sample(self.name.partition(".")[0], encoded, (self.label,))
+
+def class_tars(path: Path) -> list[ClassTar]:
+    """Return the tars of the classes, sorted by name, from a tar or a folder of them; none of class folders."""
+    tars = []
+    if path.is_dir():
+        for file in sorted(path.glob("[!.]*.tar")):
+            tars.append(ClassTar(file.name, file, 0, file.stat().st_size))
+        return tars
+    with open(path, "rb") as opened, mapped(opened) as outer:
+        for name, offset, size in sorted(members(outer, str(path), Refusals())):
+            tars.append(ClassTar(name.decode(), path, offset, size))
+    return tars
 
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
     """Give the training images, mixed by the hash of their names; raises DataError where a tar is damaged."""
-    images: list[TrainingImage] = []
-
-    # A tar of one tar a class.
-    if not path.is_dir():
-        with open(path, "rb") as file, mapped(file) as outer:
-            class_tars = sorted(members(outer, str(path), Refusals()))
-            for label, (class_name, class_offset, class_size) in enumerate(class_tars):
-                class_tar = outer[class_offset : class_offset + class_size]
-                for member, offset, size in members(class_tar, f"{path}: {class_name.decode()}", Refusals()):
-                    images.append(TrainingImage(member.decode(), 0, class_offset + offset, size, label))
-            for image in mixed(images):
-                yield image.sample(bytes(outer[image.offset : image.offset + image.size]))
-        return
-
-    # A folder of one tar a class.
-    tars = sorted(path.glob("[!.]*.tar"))
-    if tars:
-        for label, tar in enumerate(tars):
-            with open(tar, "rb") as file, mapped(file) as content:
-                for member, offset, size in members(content, str(tar), Refusals()):
-                    images.append(TrainingImage(member.decode(), label, offset, size, label))
-        for image in mixed(images):
-            # Opened anew for each image: a thousand tars are more than a process may hold open everywhere.
-            with open(tars[image.file], "rb") as file:
-                file.seek(image.offset)
-                yield image.sample(file.read(image.size))
-        return
-
+    images: list[StoredImage] = []
+    tars = class_tars(path)
+    for label, tar in enumerate(tars):
+        name = f"{path}: {tar.name}" if tar.file == path else str(tar.file)
+        with open(tar.file, "rb") as file, mapped(file) as content:
+            for member, offset, size in members(content[tar.offset : tar.offset + tar.size], name, Refusals()):
+                images.append(StoredImage(member.decode(), tar.file, label, tar.offset + offset, size))
     # A folder of one folder a class.
-    names = folder_classes(path)
-    passed_over = Refusals()
-    for label, name in enumerate(names):
-        with os.scandir(path / name) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                extension = entry.name.rpartition(".")[2].lower()
-                if extension in IMAGES:
-                    images.append(TrainingImage(entry.name, label, 0, -1, label))
-                else:
-                    passed_over.add_type(extension, f"{name}/{entry.name}")
-    warn_of(path, passed_over)
-    for image in mixed(images):
-        yield image.sample(path / names[image.label] / image.name)
+    if path.is_dir() and not tars:
+        passed_over = Refusals()
+        for label, class_name in enumerate(folder_classes(path)):
+            folder = path / class_name
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    extension = entry.name.rpartition(".")[2].lower()
+                    if extension in IMAGES:
+                        images.append(StoredImage(entry.name, folder, label))
+                    else:
+                        passed_over.add_type(extension, f"{class_name}/{entry.name}")
+        warn_of(path, passed_over)
+    # In the order of the hash of their names all classes mix, wherever the images lie.
+    images.sort(key=lambda image: sha256(os.fsencode(image.name)).digest())
+    for image in images:
+        yield image.sample([image.label])
 
 
 def train_classes(path: Path) -> Names:
-    """Return the WordNet ids of the training images, sorted: what the tars or the folders of the classes are called."""
-    if not path.is_dir():
-        with open(path, "rb") as file, mapped(file) as outer:
-            inner = sorted(members(outer, str(path), Refusals()))
-        return tuple(name.decode().removesuffix(".tar") for name, _, _ in inner)
-    tars = sorted(path.glob("[!.]*.tar"))  # of one class each
-    return tuple(tar.stem for tar in tars) if tars else folder_classes(path)
-
-
-def mixed(images: list[TrainingImage]) -> list[TrainingImage]:
-    """Return the images in the order of the hash of their names, in which all classes mix, wherever they lie."""
-    return sorted(images, key=lambda image: sha256(os.fsencode(image.name)).digest())
+    """Return the WordNet ids of the training images, sorted, by which the tars or the folders of the classes go."""
+    tars = class_tars(path)
+    if path.is_dir() and not tars:
+        return folder_classes(path)
+    return tuple(tar.name.removesuffix(".tar") for tar in tars)
 
 
 # ---------------------------------------------------------------------------------------- validation images
@@ -126,15 +130,16 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
     Without it the classes are those of the folders in which the images lie. Raises DataError where there are neither,
     or where there are both and they differ.
     """
-    folders = folders_of_images(path)
+    images = validation_images(path)
+    folders = class_folders_of(path, images)
     truth = folders
     if wnids is not None:
         truth = validation_wnids(wnids)
         # Where there are more of the one than of the other, `labelled_images` says so.
-        for number, (folder, wnid) in enumerate(zip(folders, truth, strict=False)):
+        for image, folder, wnid in zip(images, folders, truth, strict=False):
             if folder != wnid:
                 raise DataError(
-                    f"{path}: {validation_files(path)[number].name} lies in the folder {folder}, {wnids} says {wnid}\n"
+                    f"{path}: {image.name} lies in the folder {folder}, {wnids} says {wnid}\n"
                     "  expected both to agree: sort the images into folders again, or leave wnids out"
                 )
     if not truth:
@@ -148,7 +153,7 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:
     """Return the WordNet ids of the validation images, each once, sorted; none where nothing says them."""
-    truth = folders_of_images(path) if wnids is None else validation_wnids(wnids)
+    truth = class_folders_of(path, validation_images(path)) if wnids is None else validation_wnids(wnids)
     return tuple(sorted(set(truth)))
 
 
@@ -174,44 +179,35 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
 
     Raises DataError unless there are as many labels as images; `source` is where the labels are from.
     """
+    images = validation_images(path)
+    if len(images) != len(labels):
+        raise DataError(f"{path}: {len(images)} images, {source}: {len(labels)} labels; they must be as many")
+    for image, image_labels in zip(images, labels, strict=True):
+        yield image.sample(image_labels)
+
+
+def validation_images(path: Path) -> list[StoredImage]:
+    """Return the images of a tar, or of a folder and the class folders in it, in the order of their names."""
+    images = []
     if path.is_dir():
-        files = validation_files(path)
-        check_as_many(path, len(files), source, len(labels))
-        for file, image_labels in zip(files, labels, strict=True):
-            yield Sample(file.stem, file, tuple(image_labels))
-        return
-    with open(path, "rb") as opened, mapped(opened) as content:
-        # The labels come in the order of the names, which need not be the order of the tar.
-        images = sorted(members(content, str(path), Refusals()))
-        check_as_many(path, len(images), source, len(labels))
-        for (name, offset, size), image_labels in zip(images, labels, strict=True):
-            key = name.decode().partition(".")[0]
-            yield Sample(key, bytes(content[offset : offset + size]), tuple(image_labels))
+        for file in path.rglob("[!.]*"):
+            if file.suffix.lower()[1:] in IMAGES and file.is_file():
+                images.append(StoredImage(file.name, file.parent))
+    else:
+        with open(path, "rb") as opened, mapped(opened) as content:
+            for name, offset, size in members(content, str(path), Refusals()):
+                images.append(StoredImage(name.decode(), path, offset=offset, size=size))
+    return sorted(images, key=attrgetter("name"))
 
 
-def validation_files(folder: Path) -> list[Path]:
-    """Return the images of a folder and of the class folders in it, in the order of their names."""
-    files = []
-    for path in folder.rglob("[!.]*"):
-        if path.suffix.lower()[1:] in IMAGES and path.is_file():
-            files.append(path)
-    return sorted(files, key=lambda path: path.name)
-
-
-def folders_of_images(path: Path) -> list[str]:
-    """Return the class folder of each image, in the order of their names; none of a tar, or of images without any."""
-    if not path.is_dir():
-        return []
-    files = validation_files(path)
-    if any(file.parent == path for file in files):
-        return []
-    return [file.parent.name for file in files]
-
-
-def check_as_many(path: Path, images: int, source: str | os.PathLike[str], labels: int) -> None:
-    """Raise DataError unless there is a label an image."""
-    if images != labels:
-        raise DataError(f"{path}: {images} images, {source}: {labels} labels; they must be as many")
+def class_folders_of(path: Path, images: Sequence[StoredImage]) -> list[str]:
+    """Return the class folder of each image; none of a tar, or where images lie in no class folder."""
+    folders = []
+    for image in images:
+        if image.place == path:
+            return []
+        folders.append(image.place.name)
+    return folders
 
 
 # --------------------------------------------------------------------------------------------------- devkit

@@ -25,7 +25,7 @@ from data.errors import DataError
 from data.index.names import Names, some
 from data.index.refusals import Refusals
 from data.sources import imagenet, imagenet21k, objectnet
-from data.sources.members import file_at, first_present, members, read_members
+from data.sources.members import first_present, members, read_members
 from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 
 # ------------------------------------------------------------------------------------------------ CIFAR
@@ -55,7 +55,9 @@ CIFAR100 = Cifar("cifar-100-binary.tar.gz", {"train": ("train.bin",), "test": ("
 
 def cifar_samples(cifar: Cifar, path: Path, split: str) -> Iterator[Sample]:
     """Give the images of a split, batch after batch; raises DataError where a batch is missing or damaged."""
-    for name, content in cifar_files(cifar, path, cifar.batches[split]).items():
+    contents = cifar_files(cifar, path, cifar.batches[split])
+    for name in cifar.batches[split]:
+        content = contents[name]
         record_bytes = cifar.label_bytes + CIFAR_PIXELS
         if len(content) % record_bytes:
             raise DataError(f"{path}: {name}: {len(content):,} bytes are no whole number of records; download it again")
@@ -78,18 +80,12 @@ def cifar_files(cifar: Cifar, path: Path, names: tuple[str, ...]) -> dict[str, b
     """
     if (path / cifar.archive).is_file():
         path = path / cifar.archive
-    contents: dict[str, bytes] = {}
-    for member in members(path):
-        if member.base in names:
-            contents[member.base] = member.read()
-    lacking = [name for name in names if name not in contents]
-    if lacking:
-        raise DataError(
-            f"{path}: has no {', '.join(lacking)}\n"
-            f"  expected the binary version, {cifar.archive}, which holds the same images as the python version\n"
-            f"  download it from {CIFAR_PAGE}"
-        )
-    return {name: contents[name] for name in names}
+    return read_members(
+        path,
+        names,
+        f"\n  expected the binary version, {cifar.archive}, which holds the same images as the python version\n"
+        f"  download it from {CIFAR_PAGE}",
+    )
 
 
 # ------------------------------------------------------------------------------- one archive, and its lists
@@ -186,7 +182,8 @@ def matlab_numbers(path: Path, name: str) -> list[int]:
     """Return the whole numbers of an array in a MATLAB file; raises DataError where it has none of this name."""
     from scipy.io import loadmat
 
-    file_at(path, FLOWERS_PAGE)
+    if not path.is_file():
+        raise DataError(f"there is nothing at {path}\n  download it from {FLOWERS_PAGE}")
     try:
         return [int(number) for number in loadmat(path, variable_names=[name])[name].ravel()]
     # scipy raises whatever its parser stumbles over in a file that is torn.

@@ -34,10 +34,13 @@ from typing import IO, Any, Self, cast
 from data.checks import printable
 from data.errors import DataError
 
-# What compressed files begin with.
 GZIP_START = b"\x1f\x8b"
-XZ_START = b"\xfd7zXZ\0"
-BZIP2_START = b"BZh"
+# What compressed files begin with, and what reads each as a stream.
+COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    GZIP_START: gzip.open,
+    b"\xfd7zXZ\0": lzma.open,
+    b"BZh": bz2.open,
+}
 ZIP_START = b"PK"
 RAR_START = b"Rar!"
 IS_ENCRYPTED = 0x1  # of a zip member's flags
@@ -86,44 +89,37 @@ def members(path: str | os.PathLike[str]) -> Iterator[Member]:
         if start.startswith(ZIP_START):
             yield from zip_members(file, str(path))
         else:
-            with unpacked(file, start) as content:
+            content: IO[bytes] = file
+            for start_of_kind, open_kind in COMPRESSIONS.items():
+                if start.startswith(start_of_kind):
+                    content = open_kind(file)
+            with content:
                 yield from tar_members(content, str(path))
 
 
 def is_compressed(path: Path) -> bool:
     """Return whether a file is compressed in a way that is read here."""
     with open(path, "rb") as file:
-        return file.read(8).startswith((GZIP_START, XZ_START, BZIP2_START))
+        return file.read(8).startswith(tuple(COMPRESSIONS))
 
 
-def unpacked(file: IO[bytes], start: bytes) -> IO[bytes]:
-    """Return what a file holds behind its compression, as a stream; the file itself where its start shows none."""
-    if start.startswith(GZIP_START):
-        return cast(IO[bytes], gzip.open(file))
-    if start.startswith(XZ_START):
-        return cast(IO[bytes], lzma.open(file))
-    if start.startswith(BZIP2_START):
-        return cast(IO[bytes], bz2.open(file))
-    return file
+def read_members(
+    path: str | os.PathLike[str],
+    bases: Collection[str],
+    way_out: str = "; is this the archive that its owners call so?",
+) -> dict[str, bytes]:
+    """Read the files of a small archive by the last parts of their paths.
 
-
-def read_members(path: str | os.PathLike[str], bases: Collection[str]) -> dict[str, bytes]:
-    """Read the files of a small archive by the last parts of their paths; raises DataError where one is missing."""
+    Raises DataError, which ends with `way_out`, where one is missing.
+    """
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
             contents[member.base] = member.read()
     lacking = [base for base in bases if base not in contents]
     if lacking:
-        raise DataError(f"{path}: has no {', '.join(lacking)}; is this the archive that its owners call so?")
+        raise DataError(f"{path}: has no {', '.join(lacking)}{way_out}")
     return contents
-
-
-def file_at(path: Path, page: str) -> Path:
-    """Return the path, where there is a file; raises DataError saying where to get it."""
-    if not path.is_file():
-        raise DataError(f"there is nothing at {path}\n  download it from {page}")
-    return path
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -114,13 +114,8 @@ def warn_of(source: Path, notes: Refusals) -> None:
 # ------------------------------------------------------------------------------------------------ digits
 
 
-def digits(
-    train: bool, classes: Sequence[int] | None = None, image_size: int = 32, quality: int = 95
-) -> Iterator[Sample]:
-    """Give UCI's 1,797 handwritten digits as RGB JPEGs; every fifth of each class is for testing.
-
-    `classes` keeps only some digits; their ids stay the digits themselves.
-    """
+def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
+    """Give UCI's 1,797 handwritten digits as RGB JPEGs; every fifth of each class is for testing."""
     import cv2
 
     table = np.loadtxt(DIGITS_FILE, np.uint8, delimiter=",")  # (1797, 65): 8 × 8 values of 0 … 16, and the digit
@@ -130,13 +125,12 @@ def digits(
         seen[label] += 1
         # Counted within each digit, so that both parts have about the same share of every digit.
         is_for_testing = seen[label] % 5 == 0
-        is_kept = classes is None or label in classes
-        if is_for_testing == train or not is_kept:
+        if is_for_testing == train:
             continue
         grey = np.round(row[:-1].reshape(8, 8) * (255 / 16)).astype(np.uint8)
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
         colour = cv2.cvtColor(large, cv2.COLOR_GRAY2BGR)
-        encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
+        encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
         yield Sample(f"digit{number:04d}", encoded, (label,))
 
 
@@ -154,10 +148,6 @@ class Published:
     classes: int
     source: str
     also: tuple[int, ...] = ()  # other numbers of samples that others have counted in the same archive
-
-    def __str__(self) -> str:
-        """Return `3,680 samples of 37 classes (Parkhi et al. 2012)`."""
-        return f"{self.samples:,} samples of {self.classes:,} classes ({self.source})"
 
 
 class Archive(NamedTuple):
@@ -178,27 +168,29 @@ def samples_of_archive(
     the last in the samples; and where the archive is damaged or another. Of a `partial` set what differs is logged.
     """
     published = archive.published[split]
+    expected = f"expected {published.samples:,} samples of {published.classes:,} classes ({published.source})"
+    way_out = (
+        "\n  compare the archive's size or checksum with its owners', and download it again\n"
+        "  if it is a part on purpose: --partial, in a recipe partial: true"
+    )
     log = logging.getLogger(__name__)
-
-    def compare(is_as_published: bool, text: str) -> None:
-        if is_as_published:
-            return
-        line = f"{name}: found {text}, expected {published}"
-        if not partial:
-            raise DataError(
-                f"{line}\n"
-                "  compare the archive's size or checksum with its owners', and download it again\n"
-                "  if it is a part on purpose: --partial, in a recipe partial: true"
-            )
-        log.warning("%s", line)
 
     names = (archive.counted or archive.classes)(path)
     samples = archive.samples(path, split)  # which may refuse what lies there, in better words than a count
-    compare(not names or len(names) == published.classes, f"{len(names):,} classes")
+    if names and len(names) != published.classes:
+        difference = f"{name}: found {len(names):,} classes, {expected}"
+        if not partial:
+            raise DataError(difference + way_out)
+        log.warning("%s", difference)
+
     count = 0
     seen: set[int] = set()
     for sample in samples:
         count += 1
         seen.update(sample.labels)
         yield sample
-    compare(count in (published.samples, *published.also), f"{count:,} samples of {len(seen):,} classes")
+    if count not in (published.samples, *published.also):
+        difference = f"{name}: found {count:,} samples of {len(seen):,} classes, {expected}"
+        if not partial:
+            raise DataError(difference + way_out)
+        log.warning("%s", difference)

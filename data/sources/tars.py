@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.tar import COMPRESSED, IMAGES, LABELS, check_nothing_excluded, compressed_in, mapped, split_name, walk
 from data.sources.folders import files_of
-from data.sources.members import is_compressed, members
+from data.sources.members import Member, is_compressed, members
 from data.sources.samples import Sample, kind_of
 
 
@@ -103,23 +104,18 @@ def plain_samples(path: Path) -> Iterator[TarSample]:
 
 def compressed_samples(path: Path) -> Iterator[TarSample]:
     """Give the samples of a compressed tar: consecutive members that share the name up to the first dot."""
-    key = b""
-    parts: dict[str, bytes] = {}  # extension → content, of the sample that is being read
+    for key, group in groupby(members(path), key=key_of):
+        parts: dict[str, bytes] = {}  # extension → content
+        for member in group:
+            _, extension = split_name(member.name.encode("utf-8", "surrogateescape"))
+            if extension in IMAGES + LABELS and extension not in parts:
+                parts[extension] = member.read()
+        if parts:
+            image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
+            label = next((parts[extension] for extension in LABELS if extension in parts), b"")
+            yield TarSample(key.decode("utf-8", "replace"), image, label)
 
-    def whole_sample() -> TarSample:
-        image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
-        label = next((parts[extension] for extension in LABELS if extension in parts), b"")
-        return TarSample(key.decode("utf-8", "replace"), image, label)
 
-    for member in members(path):
-        member_key, extension = split_name(member.name.encode("utf-8", "surrogateescape"))
-        if member_key != key:
-            if parts:
-                yield whole_sample()
-            key = member_key
-            parts = {}
-        if extension in IMAGES + LABELS and extension not in parts:
-            parts[extension] = member.read()
-    # The last sample has no successor that would complete it.
-    if parts:
-        yield whole_sample()
+def key_of(member: Member) -> bytes:
+    """Return the key of the sample that a member is of."""
+    return split_name(member.name.encode("utf-8", "surrogateescape"))[0]

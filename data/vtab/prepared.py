@@ -7,7 +7,7 @@
 
 1. `prepared_set` reads the description, and compares it with what the task is made of;
 2. `samples` opens the files that hold rows of the task's split, and takes these rows, in their order;
-3. `label_of` makes each task's label of an example (`data.vtab.labels`).
+3. `label_of` makes each task's label of an example (`data.vtab.tasks`).
 
     VTAB["dtd"].samples(Path("dtd/3.0.1"), "train800val200")      1,000 samples of 47 classes
 """
@@ -25,9 +25,8 @@ from data.errors import DataError
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
-from data.vtab.labels import NAMES, label_of
 from data.vtab.records import features, records
-from data.vtab.tasks import TASKS, Split, Task
+from data.vtab.tasks import NAMES, TASKS, Split, Task, label_of
 
 INFO = "dataset_info.json"
 CLASS_NAMES = "label.labels.txt"
@@ -67,7 +66,9 @@ def prepared_set(path: Path, task: Task) -> PreparedSet:
         name = content["name"]
         prepared_config = content.get("configName") or config
         file_format = content.get("fileFormat", "tfrecord")
-        shards = {split["name"]: [int(count) for count in split["shardLengths"]] for split in content["splits"]}
+        shards: dict[str, list[int]] = {}
+        for split in content["splits"]:
+            shards[split["name"]] = list(map(int, split["shardLengths"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{files[0]}: no description of a prepared set ({error}); prepare it again") from None
     is_expected = name == task.dataset and config in (None, prepared_config)

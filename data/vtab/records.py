@@ -17,7 +17,7 @@ from functools import cache
 from typing import IO, TYPE_CHECKING
 
 from data.errors import DataError
-from data.vtab.labels import Values
+from data.vtab.tasks import Values
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -1,31 +1,32 @@
-"""The 19 tasks of VTAB-1k as plain data (Zhai et al. 2019; arguments of google-research/task_adaptation, SPEC 5).
+"""The 19 tasks of VTAB-1k: plain data, and a label for each example (Zhai et al. 2019; SPEC 5).
+
+The data are the arguments of google-research/task_adaptation, the labels what its data/*.py derive from examples.
 
 A task trains on the first 800 rows of its train part and the first 200 of its validation part, and is judged on all of
 its test part. A part is a slice of a set of TensorFlow Datasets, written as there: `train[80%:]` is its last fifth.
 
-    task("cifar100").rows("validation")     ("train", range(45_000, 50_000))
-    task("cifar100").rows("val200")         ("train", range(45_000, 45_200))
-    task("clevr_count").crop                False: what is cut off is no longer counted
+    of cifar100, rows("validation")         ("train", range(45_000, 50_000))
+    of cifar100, rows("val200")             ("train", range(45_000, 45_200))
+    of clevr_count, crop                    False: what is cut off is no longer counted
+    of clevr_count, label_of 5 objects      2: the third class, since scenes hold 3 to 10 objects
 
 The paper fine-tunes on the 1,000 at 384 pixels, batch 512, 2,500 steps, rate 0.01 (appendix B.1.1), and reports the
-mean over tasks, in all and in each group (table 9).
+mean over tasks, in all and in each group (table 9). Images are squashed to a square, without crop or flip: `resize_tf1`
+(task_adaptation's data_loader.preprocess_fn).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from data.errors import UsageError
 
 Group = Literal["natural", "specialized", "structured"]
 Split = Literal["train", "validation", "test", "train800", "val200", "train800val200"]
 
 TRAIN_SAMPLES = 800
 VALIDATION_SAMPLES = 200
-# task_adaptation's data_loader.preprocess_fn: squashed to a square, without crop or flip. Then −1 … 1.
-PREPROCESS = "resize_tf1({size})"
 
 # Images of each set and split, as TensorFlow Datasets publishes them and task_adaptation's tests expect them.
 SIZES: dict[str, dict[str, int]] = {
@@ -120,14 +121,6 @@ TASKS = (  # in the order of the ViT paper's table 9
 )
 
 
-def task(name: str) -> Task:
-    """Return the task of this name; raises UsageError where there is none."""
-    for candidate in TASKS:
-        if candidate.name == name:
-            return candidate
-    raise UsageError(f"VTAB has no task {name!r}\n  expected one of: {', '.join(entry.name for entry in TASKS)}")
-
-
 def rows_of(part: str, sizes: Mapping[str, int], most: int | None = None) -> tuple[str, range]:
     """Return the split and its rows that a part stands for, at most the first so many of them.
 
@@ -140,21 +133,57 @@ def rows_of(part: str, sizes: Mapping[str, int], most: int | None = None) -> tup
     return split, range(first, end)[:most]
 
 
-def means(accuracies: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean over tasks of each group, and of all 19 as `all`; raises ValueError on other tasks.
+# ------------------------------------------------------------------------------------------------ labels
 
-    The mean of all is over tasks, not over groups, as in table 9.
-    """
-    names = {entry.name for entry in TASKS}
-    missing = sorted(names - accuracies.keys())
-    unknown = sorted(accuracies.keys() - names)
-    if missing or unknown:
-        raise ValueError(
-            f"VTAB is the mean of exactly 19 tasks; missing: {', '.join(missing) or 'none'}; "
-            f"unknown: {', '.join(unknown) or 'none'}"
-        )
-    groups: dict[str, list[float]] = {}
-    for entry in TASKS:
-        groups.setdefault(entry.group, []).append(accuracies[entry.name])
-        groups.setdefault("all", []).append(accuracies[entry.name])
-    return {name: sum(values) / len(values) for name, values in groups.items()}
+Values = list[bytes] | list[float] | list[int]  # of a feature of an example
+
+CLEVR_DEPTHS = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0)  # units of the scene; six classes of nearly equal size
+KITTI_METRES = (-100.0, 8.0, 20.0, 999.0)  # the last begins where nothing is: its images have no vehicle
+NO_VEHICLE_METRES = 1000.0
+KITTI_VEHICLES = 3  # Car, Van and Truck are the first of KITTI's object types in TensorFlow Datasets
+
+# The class names of tasks whose sets have none for them: what an id means, in words of ours.
+NAMES: dict[str, tuple[str, ...]] = {
+    "svhn": tuple("0123456789"),
+    "patch_camelyon": ("no tumour", "tumour"),
+    "diabetic_retinopathy": ("none", "mild", "moderate", "severe", "proliferative"),
+    "clevr_count": tuple(f"{count} objects" for count in range(3, 11)),
+    "clevr_distance": (*(f"nearest up to {depth}" for depth in CLEVR_DEPTHS[1:]), f"nearest beyond {CLEVR_DEPTHS[-1]}"),
+    "dsprites_x_position": tuple(f"positions {2 * label} and {2 * label + 1} of 32" for label in range(16)),
+    "dsprites_orientation": tuple(f"orientation {label} of 16" for label in range(16)),
+    "kitti_distance": ("vehicle up to 8 m", "vehicle up to 20 m", "vehicle beyond 20 m", "no vehicle"),
+    "smallnorb_azimuth": tuple(f"azimuth {20 * label} degrees" for label in range(18)),
+    "smallnorb_elevation": tuple(f"elevation {30 + 5 * label} degrees" for label in range(9)),
+}
+
+
+def label_of(task: str, example: Mapping[str, Values]) -> int:
+    """Return the class id of an example of a prepared set; raises KeyError or IndexError where it lacks a feature."""
+    match task:
+        case "clevr_count":  # scenes hold 3 to 10 objects
+            return len(example["objects/size"]) - 3
+        case "clevr_distance":  # the depth of the nearest object; every third value is one: x, y, depth, x, y, …
+            depths = [float(value) for value in example["objects/pixel_coords"][2::3]]
+            return interval(min(depths), CLEVR_DEPTHS)
+        case "kitti_distance":  # the metres to the nearest car, van or truck, the z of its location; 3 without any
+            nearest = NO_VEHICLE_METRES
+            metres = [float(value) for value in example["objects/location"][2::3]]
+            types = [int(value) for value in example["objects/type"]]
+            for object_type, distance in zip(types, metres, strict=True):
+                if object_type < KITTI_VEHICLES:
+                    nearest = min(nearest, distance)
+            return interval(nearest, KITTI_METRES)
+        case "dsprites_x_position":  # two of 32 positions a class
+            return int(example["label_x_position"][0]) // 2
+        case "dsprites_orientation":  # two or three of 40 angles a class
+            return int(int(example["label_orientation"][0]) // 2.5)
+        case "smallnorb_azimuth":  # TensorFlow Datasets has halved it already: 0 … 17
+            return int(example["label_azimuth"][0])
+        case "smallnorb_elevation":
+            return int(example["label_elevation"][0])
+    return int(example["label"][0])
+
+
+def interval(value: float, starts: Sequence[float]) -> int:
+    """Return the index of the last start below `value`; a value on a start belongs to the interval before it."""
+    return bisect_left(starts, value) - 1

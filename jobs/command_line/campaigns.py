@@ -190,7 +190,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/recipe/portable_recipe.py).
+    # A submitted job has it in its environment (jobs/recipe/render.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()

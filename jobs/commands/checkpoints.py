@@ -106,7 +106,7 @@ def list_all(path: str) -> Iterator[str]:
                 )
                 for score, value in evaluations.get(manifest.step, {}).items():
                     is_score = isinstance(value, float) and score not in ("time", "seconds")
-                    if is_score and not async_evaluation.is_of_one_seed(score):
+                    if is_score and not async_evaluation.OF_ONE_SEED.search(score):
                         line += f"  {score} {value:.4f}"
                 yield line
             for name in run.storage.unpublished(checkpoints.folder):

@@ -65,7 +65,7 @@ def search(
             report=progress.of,
             report_test=progress.of,
         )
-    embedding.forget(folder)
+    (folder / embedding.JOURNAL).unlink(missing_ok=True)
     report = lines(leaks, train_indexes, test_indexes)
     write_whole(folder / REPORT, "\n".join(report) + "\n")
     write_page(folder / PAGE, leaks, train_indexes, test_indexes, fetched_by)

@@ -30,9 +30,9 @@ from data.index.names import some
 from data.mixture import shares as shares_of
 from jobs.commands.trial import trial_key
 from jobs.recipe import class_names
-from jobs.recipe.changes import changes_since_half_done
-from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.records import half_done_folder
 from jobs.recipe.render import choice_text
+from jobs.recipe.sweeps import resolve_sweep
 from jobs.resolved_recipe import Available, Campaign, Stage, index_if_made, reference
 from jobs.stages import sweep
 from jobs.worlds import allowed_worlds, in_words
@@ -95,7 +95,7 @@ def plan(
     made = Plan(campaign, assumed, log or (lambda _: None))
     made.lines += [
         "",
-        f"run directory  {campaign.place}",
+        f"run directory  {campaign.storage.address()}",
         f"cluster        {workers} workers ({cluster.backend})",
     ]
     for stage in campaign.stages:
@@ -126,7 +126,7 @@ class Plan:
         elif any((campaign.directory(stage) / "checkpoints").glob("step-*")):
             status = "half done, would be resumed from its newest checkpoint"
         # Without --fresh the command has ended before this (jobs/recipe/validate.py).
-        elif changes_since_half_done(campaign, stage):
+        elif half_done_folder(campaign, stage) is not None:
             status = "half done with another config, would start over"
         else:
             status = "would run"

@@ -31,8 +31,7 @@ from jobs.commands.plan import GPU_FLOPS
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
-from jobs.run.session import warn_of_unused_gpus
-from jobs.run.temporary_run import temporary_run
+from jobs.run.session import temporary_run, warn_of_unused_gpus
 from jobs.worlds import allowed_worlds
 from pipeline.checkpoints.saver import BYTES_FP32, bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints

@@ -13,8 +13,7 @@ from data.errors import CheckpointError, DataError, UsageError
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.evaluation import async_evaluation
-from pipeline.monitoring.accounting import account
-from pipeline.monitoring.telemetry import amount, duration, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
 
 
 class Outcome(TypedDict):

@@ -19,12 +19,12 @@ from pathlib import Path
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
 from jobs.recipe import class_names
-from jobs.recipe.choices import resolve_sweep, with_field
+from jobs.recipe.sweeps import resolve_sweep, with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
-from jobs.run.temporary_run import temporary_run
+from jobs.run.session import temporary_run
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
-from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, name_of, write_trial
+from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, write_trial
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
@@ -151,7 +151,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         **measured(records, stage.name, cfg.batch_size),
     )
     path = write_trial(campaign.run, result)
-    campaign.storage.send(name_of(result.key, result.world))
+    campaign.storage.send(str(path.relative_to(campaign.run)))
     say(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "

@@ -18,34 +18,40 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import models
 from data.files import write_whole
 from jobs.monitor.status_poller import StatusPoller, View, records_since
+from jobs.recipe.records import environment
+from jobs.recipe.render import config_as_known
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
+from pipeline import config
 from pipeline.monitoring.telemetry import Record
+from pipeline.versions import code_version, git_commit
 
 CLOSE_S = 30.0  # for what is still to be sent when a command ends
 NOT_NUMBERS = ("kind", "time", "attempt", "step")
 LONGEST_TEXT = 500  # characters of a parameter in MLflow
 
-Facts = Mapping[str, Any]  # what is known of a stage besides its numbers (jobs/run/stage_metadata.py)
+Facts = Mapping[str, Any]  # what is known of a stage besides its numbers (`facts_of`)
 Log = Callable[[str], None]
 
 
 class Wandb:
     """One run of W&B a stage, grouped by the campaign's run; the client has a process of its own that sends."""
 
-    def __init__(self, config: WandbConfig) -> None:
+    def __init__(self, options: WandbConfig) -> None:
         import wandb
 
         self.wandb = wandb
-        self.config = config
+        self.options = options
         self.run: Any = None
 
     def open(self, view: View, facts: Facts, run_id: str) -> tuple[str, str]:
         """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
         self.run = self.wandb.init(
-            project=self.config.project,
-            entity=self.config.entity or None,
+            project=self.options.project,
+            entity=self.options.entity or None,
             # Chosen here, so that it is known before the server has answered, and offline.
             id=run_id or secrets.token_hex(6),
             resume="allow",
@@ -79,21 +85,21 @@ class Wandb:
 class Mlflow:
     """One run of MLflow a stage, named by the campaign's run."""
 
-    def __init__(self, config: MlflowConfig) -> None:
+    def __init__(self, options: MlflowConfig) -> None:
         import mlflow
 
         self.mlflow = mlflow
-        self.config = config
-        self.client = mlflow.MlflowClient(tracking_uri=config.uri)
+        self.options = options
+        self.client = mlflow.MlflowClient(tracking_uri=options.uri)
         self.run_id = ""
 
     def open(self, view: View, facts: Facts, run_id: str) -> tuple[str, str]:
         """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
         if not run_id:
-            experiment = self.client.get_experiment_by_name(self.config.experiment)
+            experiment = self.client.get_experiment_by_name(self.options.experiment)
             experiment_id = experiment.experiment_id if experiment else ""
             if experiment is None:
-                experiment_id = self.client.create_experiment(self.config.experiment)
+                experiment_id = self.client.create_experiment(self.options.experiment)
             run_id = self.client.create_run(experiment_id, run_name=f"{view.run}/{view.stage}").info.run_id
         self.run_id = run_id
         self.client.update_run(run_id, status="RUNNING")
@@ -109,7 +115,7 @@ class Mlflow:
         self.client.set_tag(run_id, "patchline.code", facts["code"])
         self.client.set_tag(run_id, "patchline.commit", facts["commit"])
         self.client.set_tag(run_id, "mlflow.source.git.commit", facts["commit"])
-        return run_id, f"run {run_id} of experiment {self.config.experiment}"
+        return run_id, f"run {run_id} of experiment {self.options.experiment}"
 
     def send(self, records: list[Record]) -> None:
         metrics = []
@@ -158,12 +164,12 @@ class Tracker:
             self.client.close()
 
 
-def start_trackers(config: TrackersConfig, facts: Mapping[Path, Facts], log: Log) -> list[StatusPoller]:
+def start_trackers(options: TrackersConfig, facts: Mapping[Path, Facts], log: Log) -> list[StatusPoller]:
     """Start a poller for every tracker that is asked for; a client that cannot be imported costs a line."""
     pollers = []
-    for name in config.used():
+    for name in options.used():
         try:
-            client = Wandb(config.wandb) if name == "wandb" else Mlflow(config.mlflow)
+            client = Wandb(options.wandb) if name == "wandb" else Mlflow(options.mlflow)
         except Exception as error:
             log(f"{name}: {error}; the run goes on without it")
             if isinstance(error, ImportError):
@@ -171,6 +177,27 @@ def start_trackers(config: TrackersConfig, facts: Mapping[Path, Facts], log: Log
             continue
         pollers.append(StatusPoller(name, [Tracker(name, client, facts, log).show], log, CLOSE_S))
     return pollers
+
+
+def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:
+    """Return what a tracker is told of a stage besides its numbers."""
+    keys = {}
+    for other in campaign.stages:
+        keys[other.name] = other.key
+    return {
+        "run": str(campaign.run),
+        "stage": stage.name,
+        "kind": stage.kind.name,
+        "key": stage.key,
+        "recipe": config.digest(keys)[:12],  # campaigns that have the same one compute the same
+        "code": code_version(),
+        "commit": git_commit(),
+        "inputs": stage.inputs,
+        "cluster": config.plain(campaign.cluster),
+        "model": models.to_dict(stage.model) if stage.model else None,
+        "config": config_as_known(campaign, stage),
+        "environment": environment(),
+    }
 
 
 def numbers_of(record: Record) -> dict[str, float]:

@@ -6,7 +6,7 @@ How a recipe becomes a campaign, in order (`load`):
    `kind:`. A section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key
    stops here. Stages are put in order: a stage that names another's output ("@stage" or "@stage/part") comes after it.
 3. Each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (key.py).
-4. The choices that sweeps have made already are put into the configs that wait for them (choices.py).
+4. The choices that sweeps have made already are put into the configs that wait for them (sweeps.py).
 5. Each stage is compared with the cluster, and with the indexes that are there already (validate.py).
 
 For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` that the stage `shards` packs. A stage's
@@ -15,7 +15,7 @@ folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -26,9 +26,8 @@ from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import check_place
 from jobs.recipe import key, sweeps
-from jobs.recipe.choices import resolve_sweep
 from jobs.recipe.validate import refuse, validate
-from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
+from jobs.resolved_recipe import Available, Campaign, Reads, Stage, StageKind, reference
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
@@ -45,32 +44,23 @@ def load(recipe: Path, overrides: list[str]) -> Campaign:
 
 def resolve(recipe: Recipe) -> Campaign:
     """Return the campaign of a recipe. Raises ConfigError or DataError for anything that could not run."""
-    parsed = parse(recipe)
+    campaign = parse(recipe)
     # Parents first, because a stage's key and its model come from the stages that it reads.
     stages: dict[str, Stage] = {}
-    outside = key.Inputs()
-    for name, stage in parsed.stages.items():
-        stages[name] = key.resolve(stage, stages, outside)
-
-    # A run in an object store has a local folder as well, the same on every node.
-    remote = None
-    folder = Path(parsed.run).resolve()
-    if "://" in parsed.run:
-        remote = check_store_url(parsed.run)
-        folder = scratch_folder(remote, parsed.cluster.scratch)
-    campaign = Campaign(folder, parsed.cluster, tuple(stages.values()), parsed.trackers, remote)
-    check_place(campaign.run)
+    digests: dict[tuple[Reads, str], str] = {}
     for stage in campaign.stages:
+        stages[stage.name] = key.resolve(stage, stages, digests)
         # Of a run in an object store only this machine would have what it packs.
         require(
-            remote is None or not stage.kind.sets(stage.config),
-            f"{stage.name} is a {stage.kind.name} stage, and run is {remote}: other nodes could not read what it "
-            "packs\n"
+            campaign.remote is None or not stage.kind.sets(stage.config),
+            f"{stage.name} is a {stage.kind.name} stage, and run is {campaign.remote}: other nodes could not read what "
+            "it packs\n"
             "  expected sets that every node can read, such as data.train: indexes/train of shards at s3://…\n"
             "  pack them first, with a run in a folder or `python -m jobs pack`; copy the tars to the store;\n"
             "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/storage.md)",
         )
-    campaign = resolve_sweep(campaign)
+    check_place(campaign.run)
+    campaign = sweeps.resolve_sweep(replace(campaign, stages=tuple(stages.values())))
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     there = Available(campaign, looks_at_files=False)
     for stage in campaign.stages:
@@ -78,38 +68,22 @@ def resolve(recipe: Recipe) -> Campaign:
     return campaign
 
 
-def scratch_folder(remote: str, base: str) -> Path:
-    """Return the local folder of a run in an object store, the same on every node: named by the URL, below `base`."""
-    name = f"{Path(remote).name}-{hashlib.sha256(remote.encode()).hexdigest()[:8]}"
-    if base:
-        return Path(base).expanduser().resolve() / name
-    return (state_folder() / "runs" / name).resolve()
+def parse(recipe: Recipe) -> Campaign:
+    """Return the typed sections of a recipe, whose stages have no inputs, models and keys yet.
 
-
-# ------------------------------------------------------------------------ sections
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """A recipe whose sections are typed."""
-
-    run: str  # a path, or the URL of a run in an object store
-    cluster: ClusterConfig
-    trackers: TrackersConfig
-    stages: Mapping[str, Stage]  # by name, parents first; without inputs, models and keys
-
-
-def parse(recipe: Recipe) -> Parsed:
-    """Return the typed sections of a recipe. Raises ConfigError, which names the key."""
+    Raises ConfigError, which names the key.
+    """
+    # 1. Where: a path, or the URL of a run in an object store.
     run = recipe.values.get("run", recipe.default_run)
     # An empty variable of a shell, as in run=$RUN, must not lead into a run that is there.
     require(run not in (None, ""), f"run is empty, expected a folder\n  type run={recipe.default_run}")
     require(isinstance(run, str), f"run is {run!r}, expected a folder\n  type run=./{run}")
     # A `~` that is left names a user without a home here; a folder of this name would be no home either.
     require(not run.startswith("~"), f"run is {run}: no user of this name is known here\n  type the path: run=/…")
+
+    # 2. The sections: those of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
-
     sections = dict(recipe.values)
     for name in NOT_STAGES:
         sections.pop(name, None)
@@ -118,7 +92,19 @@ def parse(recipe: Recipe) -> Parsed:
     for name, written in sweeps.expand(sections, read_section).items():
         kind, stage_config = read_section(name, written.values)
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
-    return Parsed(run, cluster, trackers, in_order(stages))
+    ordered = in_order(stages)
+
+    # 3. A run in an object store has a local folder as well, the same on every node: named by the URL.
+    remote = None
+    folder = Path(run).resolve()
+    if "://" in run:
+        remote = check_store_url(run)
+        name = f"{Path(remote).name}-{hashlib.sha256(remote.encode()).hexdigest()[:8]}"
+        scratch = state_folder() / "runs"
+        if cluster.scratch:
+            scratch = Path(cluster.scratch).expanduser()
+        folder = (scratch / name).resolve()
+    return Campaign(folder, cluster, ordered, trackers, remote)
 
 
 def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass]:
@@ -151,8 +137,8 @@ def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass
     return kind, config.build(kind.config, values, name, kind.defaults)
 
 
-def in_order(stages: Mapping[str, Stage]) -> dict[str, Stage]:
-    """Return the stages by name: each after the stages that it reads, otherwise in the recipe's order."""
+def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
+    """Return the stages, each after the stages that it reads, otherwise in the recipe's order."""
     reads: dict[str, set[str]] = {}
     for name, stage in stages.items():
         reads[name] = set()
@@ -176,12 +162,12 @@ def in_order(stages: Mapping[str, Stage]) -> dict[str, Stage]:
 
     # Of the stages that could come next, take the first in the recipe.
     recipe_order = list(stages)
-    ordered: dict[str, Stage] = {}
+    ordered: list[Stage] = []
     ready: set[str] = set()
     while sorter.is_active():
         ready.update(sorter.get_ready())
         first = min(ready, key=recipe_order.index)
         ready.remove(first)
-        ordered[first] = stages[first]
+        ordered.append(stages[first])
         sorter.done(first)
-    return ordered
+    return tuple(ordered)

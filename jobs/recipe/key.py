@@ -9,7 +9,7 @@ The key of a parent stands for its output, which need not exist yet: so `plan` k
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -17,7 +17,7 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.resolved_recipe import Campaign, Reads, Stage, reference
+from jobs.resolved_recipe import Reads, Stage, reference
 from jobs.stages import any_weights
 from jobs.stages.kinds import KINDS
 from models import ModelConfig
@@ -30,33 +30,12 @@ SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
 MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
-@dataclass
-class Inputs:
-    """Inputs from outside a campaign, each read once: the runs of a sweep start from the same weights."""
+def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Reads, str], str]) -> Stage:
+    """Return a parsed stage with its inputs, its model and its key; `earlier` has the stages that it reads.
 
-    digests: dict[tuple[Reads, str], str] = field(default_factory=dict)
-
-    def digest(self, reads: Reads, path: str) -> str:
-        """Return the digest of an input: an index's own, or the sha256 of weights or of a file.
-
-        Raises DataError where it does not exist or is not what its maker wrote, OSError.
-        """
-        if (reads, path) not in self.digests:
-            # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
-            if reads is Reads.FILE:
-                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            elif reads is Reads.WEIGHTS:
-                digest = artifacts.check_weights(Path(path), say=lambda text: None).sha256
-            elif reads is Reads.ANY_WEIGHTS:
-                digest = any_weights.digest_of(path, say=lambda text: None)
-            else:
-                digest = load_index(path).digest
-            self.digests[reads, path] = digest
-        return self.digests[reads, path]
-
-
-def resolve(stage: Stage, earlier: Mapping[str, Stage], outside: Inputs) -> Stage:
-    """Return a parsed stage with its inputs, its model and its key; `earlier` has the stages that it reads."""
+    `digests` keeps those of inputs from outside the campaign: the runs of a sweep start from the same weights, which
+    are read once.
+    """
     # 1. A key for what each input holds, by its field.
     missing: list[str] = []
     keys: dict[str, str] = {}
@@ -70,7 +49,19 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], outside: Inputs) -> Stag
             continue
         require(value != "???", f"{stage.name}.{field_name} is missing: a path, or @stage")
         try:
-            keys[field_name] = outside.digest(reads, value)
+            if (reads, value) not in digests:
+                # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
+                if reads is Reads.FILE:
+                    digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
+                elif reads is Reads.WEIGHTS:
+                    digest = artifacts.check_weights(Path(value), say=lambda text: None).sha256
+                elif reads is Reads.ANY_WEIGHTS:
+                    digest = any_weights.digest_of(value, say=lambda text: None)
+                else:
+                    digest = load_index(value).digest
+                digests[reads, value] = digest
+            keys[field_name] = digests[reads, value]
+        # It does not exist, or is not what its maker wrote.
         except (DataError, OSError) as error:
             keys[field_name] = MISSING
             text = str(error)
@@ -219,11 +210,3 @@ def corrected_ops(fields: Mapping[str, object]) -> dict[str, int]:
         elif field_name.split(".")[-1] == "preprocess" and value is not None:
             corrected |= corrections(str(value))
     return corrected
-
-
-def recipe_digest(campaign: Campaign) -> str:
-    """Return a short digest of all stages' keys: campaigns that have the same one compute the same."""
-    keys = {}
-    for stage in campaign.stages:
-        keys[stage.name] = stage.key
-    return config.digest(keys)[:12]

@@ -16,23 +16,34 @@
         seeds: [0, 1]
 
 All of them are stages like any other: each has a key, is skipped when it has finished, and is resumed when it has not.
-What they read, they share. Nothing is known here of keys and folders: this is a text that becomes a longer one.
+What they read, they share. `expand` knows nothing of keys and folders: a text becomes a longer one.
+
+A run that takes the best values of a grid has, until the grid's table is made, the first values of the grid in their
+place. Its key is computed with these, and with the key of the table: so every key is known before anything has run, and
+stays the same afterwards. `resolve_sweep` puts the values that a table has chosen into the configs that wait for them:
+
+    before  finetune.seed-0: optim.lr is the best of 0.003, 0.01, 0.03 by accuracy, known after finetune.grid
+    after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy, of finetune.grid
 """
 
 import copy
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from data.errors import ConfigError
-from jobs.stages.sweep import in_words
+from data.errors import ConfigError, DataError
+from jobs.recipe.key import model_of
+from jobs.resolved_recipe import Campaign, Stage, reference
+from jobs.stages import sweep as tables
 from models.checks import did_you_mean
-from pipeline import config
+from pipeline import artifacts, config
 from pipeline.config import Tags, require, tags
 
 Section: TypeAlias = Mapping[str, object]  # of a recipe: nested, plain, not yet checked
+Config = TypeVar("Config")  # a dataclass, or a dict of some
 
 TABLE = "sweep"  # the kind of stage that makes the table (jobs/stages/sweep.py)
 GRID = "grid"  # the last part of the name of a grid's table
@@ -88,7 +99,12 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
             continue
         base: dict[str, object] = {"kind": name, **section}
         sweep = config.build(SweepConfig, base.pop("sweep"), f"{name}.sweep")
-        check(name, first_section(name, base, sweep))
+        where = f"{name}.sweep"
+        # The fields of the sweep's first name, and the first values of its grid.
+        first_fields = dict(next(iter(sweep.each.values()), None) or {})
+        first_fields.pop("held_out", None)
+        first_values: Section = next(iter(grid_of(sweep, where).values()), {})
+        check(name, with_fields(with_fields(base, flat(first_fields, where), where), first_values, where))
         for run, written in stages_of(name, base, sweep).items():
             require(
                 run == name or run not in recipe,
@@ -96,15 +112,6 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
             )
             sections[run] = written
     return sections
-
-
-def first_section(name: str, base: Section, sweep: SweepConfig) -> Section:
-    """Return the section of a sweep with the fields of its first name and the first values of its grid."""
-    where = f"{name}.sweep"
-    fields = dict(next(iter(sweep.each.values()), None) or {})
-    fields.pop("held_out", None)
-    values: Section = next(iter(grid_of(sweep, where).values()), {})
-    return with_fields(with_fields(base, flat(fields, where), where), values, where)
 
 
 def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written]:
@@ -125,7 +132,14 @@ def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written
         if not grid:
             runs = seeded(stem, section, sweep.seeds, row or name)
         elif held_out:
-            check_no_sections(grid, f"{where}.grid")
+            # A choice among sections could not be put into a config that is made of others.
+            for candidate in grid.values():
+                for key, value in candidate.items():
+                    require(
+                        not isinstance(value, Mapping),
+                        f"{where}.grid.{key} lists {value!r}, a section, which a grid with held_out cannot choose\n"
+                        f"  expected values of its fields: {where}.grid.{key}.FIELD=[…]",
+                    )
             # The grid and its table are stages before the runs that take the best values.
             choice = f"{stem}.{GRID}"
             candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
@@ -174,7 +188,7 @@ def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: l
     runs: dict[str, Run] = {}
     for suffix, values in grid.items():
         combined = with_fields(section, values, where)
-        runs |= seeded(f"{stem}.{suffix}", combined, seeds, in_words(values), values)
+        runs |= seeded(f"{stem}.{suffix}", combined, seeds, tables.in_words(values), values)
     return runs
 
 
@@ -229,17 +243,6 @@ def grid_of(sweep: SweepConfig, where: str) -> dict[str, Section]:
     return grid
 
 
-def check_no_sections(grid: Mapping[str, Section], where: str) -> None:
-    """Raise ConfigError where a grid lists sections: a choice among them cannot be put into a config made of others."""
-    for values in grid.values():
-        for key, value in values.items():
-            require(
-                not isinstance(value, Mapping),
-                f"{where}.{key} lists {value!r}, a section, which a grid with held_out cannot choose\n"
-                f"  expected values of its fields: {where}.{key}.FIELD=[…]",
-            )
-
-
 def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
     """Return nested fields by dotted name, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay what they are.
 
@@ -280,3 +283,72 @@ def check_twice(where: str, values: Sequence[object]) -> None:
     """Raise ConfigError where a list has an entry twice."""
     for value in values:
         require(values.count(value) == 1, f"{where} has {value!r} twice")
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
+def resolve_sweep(campaign: Campaign) -> Campaign:
+    """Return the campaign with every choice that has been made in the configs of the stages that wait for it.
+
+    Raises DataError where a stage was run with other values than its sweep has chosen.
+    """
+    stages: dict[str, Stage] = {}
+    is_changed = False
+    # A table is read once for all that wait for it: a benchmark of 19 tasks has a hundred runs and more.
+    values_of: dict[str, Mapping[str, object] | None] = {}
+    for stage in campaign.stages:
+        # 1. The values that are known, of the tables that are made.
+        known: dict[str, object] = {}
+        for field_name, table in stage.chosen.items():
+            if table not in values_of:
+                folder = campaign.directory(table_of(campaign, table))
+                is_made = artifacts.read_done(folder) is not None
+                values_of[table] = tables.chosen_values(folder) if is_made else None
+            values = values_of[table]
+            if values is not None:
+                known[field_name] = values[field_name]
+
+        # 2. Into the config with them, unless the stage was run with others.
+        if known != stage.known:
+            record = campaign.directory(stage) / "stage.json"
+            changes: list[str] = []
+            if record.exists():
+                changes = config.differences(artifacts.read_record(record).get("chosen", {}), known)
+            if changes:
+                names = ", ".join(sorted({table[1:] for table in stage.chosen.values()}))
+                raise DataError(
+                    f"{record.parent} was run with other values than {names} has chosen: {'; '.join(changes)}\n"
+                    "  expected the same: was the table made again, of runs that came to something else?\n"
+                    f"  bring the folder of {names} back, or move {record.parent} away to run {stage.name} with what "
+                    "is chosen now"
+                )
+            stage_config = stage.config
+            for field_name, value in known.items():
+                stage_config = with_field(stage_config, field_name.split("."), value)
+            stage = dataclasses.replace(stage, config=stage_config, known=known)
+            is_changed = True
+        # 3. A choice may be of the model, which the stages after this one go on with.
+        if is_changed and stage.model is not None:
+            stage = dataclasses.replace(stage, model=model_of(stage, stages, []))
+        stages[stage.name] = stage
+    return dataclasses.replace(campaign, stages=tuple(stages.values()))
+
+
+def table_of(campaign: Campaign, value: str) -> Stage:
+    """Return the table that chooses, of "@stage"."""
+    link = reference(value)
+    assert link is not None, "`stages_of` writes nothing but references"
+    return campaign.stage(link[0])
+
+
+def with_field(section: Config, path: Sequence[str], value: object) -> Config:
+    """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
+    first, *rest = path
+    if isinstance(section, dict):
+        if rest:
+            value = with_field(section[first], rest, value)
+        return {**section, first: value}  # type: ignore[return-value]
+    if rest:
+        value = with_field(getattr(section, first), rest, value)
+    return dataclasses.replace(section, **{first: value})  # type: ignore[type-var]

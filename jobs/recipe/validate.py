@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from data.errors import DataError, ExitCode, PatchlineError
 from jobs.recipe import class_names
-from jobs.recipe.changes import changes_since_half_done
+from jobs.recipe.records import forbidden_fields, half_done_folder
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
-from pipeline import artifacts
+from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 
@@ -27,14 +27,10 @@ def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[Che
 
     `fresh` lets a stage start over that is half done with another config. Raises OSError.
     """
-    is_done = there.looks_at_files and there.campaign.done(stage) is not None
     results: list[CheckResult] = []
     try:
-        checked = results_of(stage, there, fresh)
-        if is_done:
-            checked = results_of_finished(stage, there)
         # Result by result: those before an error are kept.
-        for result in checked:
+        for result in checks(stage, there, fresh=fresh):
             results.append(result)
     except PatchlineError as error:
         # Later checks may rely on the one that has failed.
@@ -42,15 +38,26 @@ def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[Che
     return results
 
 
-def results_of(stage: Stage, there: Available, fresh: bool) -> Iterator[CheckResult]:
-    """Check a stage that has not finished. Raises ConfigError and DataError for what cannot run."""
+def checks(stage: Stage, there: Available, *, fresh: bool) -> Iterator[CheckResult]:
+    """Check a stage. Raises ConfigError and DataError for what cannot run, or has changed since it finished."""
+    campaign = there.campaign
+    # Of a finished stage, that what it handed on is what it wrote.
+    if there.looks_at_files and campaign.done(stage) is not None:
+        texts: list[str] = []
+        artifacts.check_files(campaign.directory(stage), texts.append)
+        for text in texts:
+            yield CheckResult("OK", "files", text)
+        yield from stage.kind.check_outputs(stage, there)
+        return
     if there.looks_at_files:
         for message in stage.missing:
             yield CheckResult.of(DataError(message), INPUTS)
-        changes: list[str] = []
-        if not fresh:
-            changes = changes_since_half_done(there.campaign, stage)
-        if changes:
+        folder = half_done_folder(campaign, stage)
+        if folder is not None and not fresh:
+            record = artifacts.read_record(folder / "stage.json")
+            changes = config.differences(record["forbid"], forbidden_fields(stage))
+            if not changes:
+                changes = [f"key: {record['key'][:8]} → {stage.key[:8]}, by another version of Patchline"]
             yield CheckResult(
                 "FAIL",
                 "config",
@@ -60,15 +67,6 @@ def results_of(stage: Stage, there: Available, fresh: bool) -> Iterator[CheckRes
             )
     class_names.check(stage, there)
     yield from stage.kind.checks(stage, there)
-
-
-def results_of_finished(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Check that what a finished stage handed on is what it wrote. Raises DataError where it is not."""
-    texts: list[str] = []
-    artifacts.check_files(there.campaign.directory(stage), texts.append)
-    for text in texts:
-        yield CheckResult("OK", "files", text)
-    yield from stage.kind.check_outputs(stage, there)
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:

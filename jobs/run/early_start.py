@@ -45,21 +45,17 @@ def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     except ConfigError:
         # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
         return
-    kinds = []
+    kinds = set()
     for name, section in recipe.values.items():
         if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
-            kinds.append(section.get("kind", name))
+            kinds.add(section.get("kind", name))
     if kind is not None:
-        kinds = [kind]
-    has_work_for_workers = any(kind not in WORKERLESS_KINDS for kind in kinds)
-    if has_work_for_workers and not is_done(recipe.values.get("run", recipe.default_run)):
-        placement.start_early(cluster)
-
-
-def is_done(run: object) -> bool:
-    """Tell whether the last command on a run has finished all its stages, so that nothing may be left to be done."""
+        kinds = {kind}
+    # Where the last command has finished all stages, nothing may be left to be done.
+    run = recipe.values.get("run", recipe.default_run)
     try:
-        status = json.loads(Path(str(run), "status.json").read_text())
-        return bool(status["exit_code"] == ExitCode.DONE)
+        is_done = json.loads(Path(str(run), "status.json").read_text())["exit_code"] == ExitCode.DONE
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        is_done = False
+    if not is_done and not kinds.issubset(WORKERLESS_KINDS):
+        placement.start_early(cluster)

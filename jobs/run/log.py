@@ -1,16 +1,34 @@
-"""What the driver shows while workers work, and keeps in the run's log: their lines, its own, and what it waits for."""
+"""What a command on a run shows, and keeps in the run directory.
 
+- `RunLog` shows the lines of the workers, the driver's own, and what it waits for; log.txt keeps them.
+- `status_file` keeps status.json: that the command runs, or how it has ended. That is needed beside the exit code,
+  because Ray Jobs reduce it to 0 and 1.
+- `log_table` logs the closing table of a campaign.
+"""
+
+import json
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from data.checks import printable_lines
+from data.errors import ExitCode, exit_code
+from data.files import explain, write_with_reserve
 from jobs.monitor.status_poller import size_of
+from jobs.stages.sweep import DIVERGED
 from jobs.terminal import CLOSE_S, Terminal, write_last
+from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
 DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
+CLOCK = "%Y-%m-%d %H:%M:%S"
+STATUS_RESERVE_BYTES = 4096  # blanks in status.json: room for the message of an end on a full disk
+LONGEST_MESSAGE = 600  # characters of status.json's message; as JSON each may take six bytes
+MOST_VALUES = 6  # that a row of the closing table shows
 
 
 class RunLog:
@@ -112,3 +130,78 @@ class RunLog:
             line = f"{lost} lines are not shown: in the last {CLOSE_S:g}s the terminal took none; {self.file} has all"
             self.keep(line)
             write_last(line)
+
+
+# ------------------------------------------------------------------------ how a command ends
+
+
+@contextmanager
+def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterator[None]:
+    """Keep status.json true: running while the block works, then done, or the code and message of what it raised.
+
+    `keep` is given the command and its end, for the run's log.
+    """
+    write_status(run, None, "running", command)
+    keep(f"{time.strftime(CLOCK)} started: {command}")
+    try:
+        yield
+    except BaseException as error:
+        text = explain(error) if isinstance(error, OSError) else str(error)
+        message = text.strip() or type(error).__name__
+        keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(error)}: {message}")
+        with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
+            write_status(run, exit_code(error), message.splitlines()[0], command)
+        raise
+    keep(f"{time.strftime(CLOCK)} done")
+    write_status(run, ExitCode.DONE, "done", command)
+
+
+def write_status(run: Path, code: int | None, message: str, command: str) -> None:
+    """Write status.json: how a command on this run ended, or, with code None, that it is running.
+
+    The end can be written on a full disk too, into the room that "running" has kept.
+    """
+    record = {
+        "exit_code": code,
+        "message": message[:LONGEST_MESSAGE],
+        "command": command,
+        "time": time.strftime(CLOCK),
+    }
+    write_with_reserve(run / "status.json", json.dumps(record, indent=1), STATUS_RESERVE_BYTES)
+
+
+def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
+    """Log the closing table: of each stage the images seen, its result and its time; `rows` are their outcomes."""
+    width = max([12, *(len(row["stage"]) for row in rows)])
+    log(f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}")
+    for row in rows:
+        # 1. The result: accuracies, what a sweep has chosen, the shards written, or the parameters carried over. Of a
+        # few-shot probe people see the means; the single draws ("…seed…") are in metrics.json.
+        metrics = without_single_seeds(row.get("metrics", {}))
+        parts: list[str] = []
+        if metrics:
+            parts = [f"{name} {value:.1%}" for name, value in metrics.items()]
+            if len(parts) > MOST_VALUES:
+                parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
+        elif DIVERGED in row:
+            parts = ["diverged"]
+        elif "summary" in row:
+            parts = [row["summary"]]
+        elif "sets" in row:
+            shards = sum(packed["shards"] for packed in row["sets"].values())
+            parts = [f"{len(row['sets'])} sets, {shards} shards"]
+        else:
+            for name in ("kept", "resized", "new", "dropped"):
+                if row.get(name):
+                    parts.append(f"{row[name]} {name}")
+
+        # 2. The line.
+        images_seen = "-"
+        if "samples_seen" in row:
+            images_seen = f"{row['samples_seen']:,}"
+        time_text = duration(row["seconds"])
+        if row["skipped"]:
+            time_text += "*"
+        log(f"{row['stage']:{width}} {images_seen:>12} {'  '.join(parts):44} {time_text:>8}")
+    if any(row["skipped"] for row in rows):
+        log("* finished earlier, skipped now")

@@ -12,10 +12,13 @@ In order (`run_campaign`):
 """
 
 import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,15 +28,13 @@ from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.status_poller import StatusPoller
-from jobs.monitor.trackers import start_trackers
+from jobs.monitor.trackers import facts_of, start_trackers
 from jobs.ownership import owned
-from jobs.recipe.changes import changed_warnings
-from jobs.recipe.choices import resolve_sweep
+from jobs.recipe.records import changed_warnings
+from jobs.recipe.sweeps import resolve_sweep
 from jobs.recipe.validate import refuse, validate_all
-from jobs.resolved_recipe import Campaign, Stage
-from jobs.run.ending import status_file, table
-from jobs.run.log import RunLog
-from jobs.run.stage_metadata import facts_of
+from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.run.log import RunLog, log_table, status_file
 from jobs.run.stage_run import run_stage
 from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
@@ -56,7 +57,7 @@ def run_campaign(
     `also` is called with every poll of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
-    session = Session(log, fresh=fresh, also=also)
+    session = Session(campaign, log, fresh=fresh, also=also)
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
     try:
@@ -66,7 +67,8 @@ def run_campaign(
             synced(campaign.storage, log) as put_files,
             status_file(campaign.run, command, log.keep),
         ):
-            return session.run(campaign, only, put_files)
+            session.put_files = put_files
+            return session.run(only)
     finally:
         for poller in session.pollers:
             poller.close()
@@ -75,83 +77,89 @@ def run_campaign(
 
 
 class Session:
-    """The flow of one command: its log, its pollers, and the signals that it hears."""
+    """The flow of one command: the campaign as far as it is known, its log, its pollers, and the signals it hears."""
 
-    def __init__(self, log: RunLog, *, fresh: bool, also: Poll | None) -> None:
+    def __init__(self, campaign: Campaign, log: RunLog, *, fresh: bool, also: Poll | None) -> None:
+        self.campaign = campaign
         self.log = log
         self.fresh = fresh
         self.also = also
         self.pollers: list[StatusPoller] = []  # show the run elsewhere; a thread each
+        self.facts: dict[Path, dict[str, Any]] = {}  # of each stage that has begun, for the trackers
+        # Puts what has changed into the run's store; raises RunOwned where the run is ours no more.
+        self.put_files: Callable[[], None] = lambda: None
 
-    def run(self, campaign: Campaign, only: str | None, put_files: Callable[[], None]) -> list[dict[str, Any]]:
-        """Walk the stages, once the run is ours; `put_files` raises RunOwned where the run is ours no more."""
+    def run(self, only: str | None) -> list[dict[str, Any]]:
+        """Walk the stages, once the run is ours; returns the rows of the closing table."""
         log = self.log
-        stopper = Stopper(log)
+        self.stopper = Stopper(log)
         # Once more: of a run in a store, the files of the last owner are here only now.
-        campaign = with_new_evaluations(resolve_sweep(campaign))
-        stages = [campaign.stage(name) for name in names_of_stages(campaign, only)]
+        self.campaign = with_new_evaluations(resolve_sweep(self.campaign))
+        stages = stages_of(self.campaign, only)
         # What would be refused later is refused now, before anything starts.
-        results = validate_all(campaign, stages, fresh=self.fresh)
+        results = validate_all(self.campaign, stages, fresh=self.fresh)
         refuse(results)
         for result in results:
             log(result.text)
 
         # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
-        unfinished = [stage for stage in stages if campaign.done(stage) is None]
+        unfinished = [stage for stage in stages if self.campaign.done(stage) is None]
         if any(stage.kind.needs_workers for stage in unfinished):
-            self.start_workers_of(campaign)
-        facts: dict[Path, dict[str, Any]] = {}  # of each stage that has begun, for the trackers
-        self.pollers += start_trackers(campaign.trackers, facts, log)
+            self.start_workers()
+        self.pollers += start_trackers(self.campaign.trackers, self.facts, log)
         # What earlier commands logged has been shown already.
-        for stage in campaign.stages:
-            log.skip(campaign.directory(stage))
+        for stage in self.campaign.stages:
+            log.skip(self.campaign.directory(stage))
 
         rows = []
         for name in [stage.name for stage in stages]:
             # What the table of a sweep has just chosen is in the configs that waited for it.
-            campaign = resolve_sweep(campaign)
-            stage = campaign.stage(name)
+            self.campaign = resolve_sweep(self.campaign)
+            stage = self.campaign.stage(name)
             # Before the stopper is asked, or a signal between the two would be heard after the stage.
-            stopper.works_here = not stage.kind.needs_workers
-            outcome = campaign.done(stage)
+            self.stopper.works_here = not stage.kind.needs_workers
+            outcome = self.campaign.done(stage)
             is_skipped = outcome is not None
             if outcome is not None:
-                report_skipped(campaign, stage, log)
-            elif stopper.asked:
+                self.report_skipped(stage, outcome)
+            elif self.stopper.is_asked():
                 raise Preempted(f"stopped before {name}; run the same command again to go on")
             else:
-                # Shown from here to the end of the stage; what raises ends the command, and with it the pollers.
-                log.stage_file = campaign.directory(stage) / "log.txt"
-                if campaign.trackers.used():
-                    facts[campaign.directory(stage)] = facts_of(campaign, stage)
-                for poller in self.pollers:
-                    if stage.kind.needs_workers:
-                        poller.show_stage(campaign.directory(stage))
-                outcome = run_stage(
-                    campaign,
-                    stage,
-                    say=log,
-                    poll=self.poll,
-                    stop_requested=lambda: stopper.asked,
-                    check_owned=put_files,  # it looks first whether the run is still ours
-                    fresh=self.fresh,
-                )
-                log.stage_file = None
-                for poller in self.pollers:
-                    poller.leave_stage()
-                put_files()
-            stopper.works_here = False
+                outcome = self.run_stage(stage)
+            self.stopper.works_here = False
             rows.append({"stage": name, "skipped": is_skipped, **outcome})
-
-        for line in table(rows):
-            log(line)
-        log(f"run: {campaign.place}")
+        log_table(rows, log)
+        log(f"run: {self.campaign.storage.address()}")
         return rows
 
-    def start_workers_of(self, campaign: Campaign) -> None:
+    def run_stage(self, stage: Stage) -> dict[str, Any]:
+        """Run a stage, and show it from here to its end; what it raises ends the command, and with it the pollers."""
+        directory = self.campaign.directory(stage)
+        self.log.stage_file = directory / "log.txt"
+        if self.campaign.trackers.used():
+            self.facts[directory] = facts_of(self.campaign, stage)
+        for poller in self.pollers:
+            if stage.kind.needs_workers:
+                poller.show_stage(directory)
+        context = Context(
+            campaign=self.campaign,
+            stage=stage,
+            log=self.log,
+            poll=self.poll,
+            stop_requested=self.stopper.is_asked,
+            check_owned=self.put_files,  # it looks first whether the run is still ours
+        )
+        outcome = run_stage(context, fresh=self.fresh)
+        self.log.stage_file = None
+        for poller in self.pollers:
+            poller.leave_stage()
+        self.put_files()
+        return outcome
+
+    def start_workers(self) -> None:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
         log = self.log
-        cluster = campaign.cluster
+        cluster = self.campaign.cluster
         if cluster.backend == "ray":
             info = connect(cluster)
             kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
@@ -175,12 +183,28 @@ class Session:
             with suppress(OSError):
                 watcher(attempt_folder, number)
 
+    def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
+        """Report why a finished stage is not run again, what it did otherwise than asked, and what evaluates it."""
+        directory = self.campaign.directory(stage)
+        end = "diverged" if DIVERGED in outcome else "finished"
+        line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
+        warnings = changed_warnings(directory, stage)
+        evaluations = [other for other in self.campaign.stages if other.judges == stage.name]
+        if evaluations:
+            for field in (*ACCURACY_FIELDS, *PROBE_FIELDS):
+                warnings.pop(field, None)
+        if warnings:
+            line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
+        self.log(line)
+        for evaluation in evaluations:
+            self.log(f"{stage.name}: asked to be judged otherwise than it was: {evaluation.name} does it")
+
 
 class Stopper:
     """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
-        self.asked = False
+        self.received: int | None = None  # the first signal
         self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
         self.log = log
         signal.signal(signal.SIGTERM, self.handle)
@@ -191,50 +215,37 @@ class Stopper:
         # The parent process may have held them back: a fork server of workers does.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
+    def is_asked(self) -> bool:
+        """Tell whether this process is to end."""
+        return self.received is not None
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember the request; raise Preempted where the driver itself works.
 
         Raises KeyboardInterrupt at a second SIGINT.
         """
         # A second SIGTERM asks for the same thing again; a second Ctrl-C is a person who does not want to wait.
-        if self.asked and number == signal.SIGINT:
+        if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("interrupted twice: ended without a commit; the last checkpoint stands")
-        if self.asked:
+        if self.received is not None:
             return
-        self.asked = True
+        self.received = number
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
         self.log(f"{name}: finishing the step, committing, then exit 75; Ctrl-C again ends at once")
 
 
-def report_skipped(campaign: Campaign, stage: Stage, log: RunLog) -> None:
-    """Report why a finished stage is not run again, what it did otherwise than asked, and which stages evaluate it."""
-    directory = campaign.directory(stage)
-    end = "diverged" if DIVERGED in (campaign.done(stage) or {}) else "finished"
-    line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
-    warnings = changed_warnings(directory, stage)
-    evaluations = [other for other in campaign.stages if other.judges == stage.name]
-    if evaluations:
-        for field in (*ACCURACY_FIELDS, *PROBE_FIELDS):
-            warnings.pop(field, None)
-    if warnings:
-        line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
-    log(line)
-    for evaluation in evaluations:
-        log(f"{stage.name}: asked to be judged otherwise than it was: {evaluation.name} does it")
-
-
-def names_of_stages(campaign: Campaign, only: str | None) -> list[str]:
+def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
-    names = []
+    stages = []
     for stage in campaign.stages:
         wanted = [None, stage.name, stage.source]
         if stage.judges:
             wanted += [stage.judges, campaign.stage(stage.judges).source]
         if only in wanted:
-            names.append(stage.name)
-    return names
+            stages.append(stage)
+    return stages
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:
@@ -252,3 +263,34 @@ def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> N
         if workers_that_fit == cluster.most:
             advice = f"too few for one more worker of {cluster.gpus_per_worker}"
         log(f"{unused}; {advice}")
+
+
+@contextmanager
+def temporary_run(run: Path) -> Iterator[Path]:
+    """Make a folder in the run directory for the length of the block; a directory that was not there goes again.
+
+    In the main thread a SIGTERM within the block raises KeyboardInterrupt, so that the folder goes then too.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt("ended by SIGTERM")
+
+    # Only the main thread may say what a signal does.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
+    try:
+        was_there = run.exists()
+        run.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".temporary-", dir=run))
+        try:
+            # Workers may be of another user than the driver: they write here where they may write into the run.
+            folder.chmod(run.stat().st_mode & 0o777)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not was_there:
+                with suppress(OSError):
+                    run.rmdir()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)

@@ -11,39 +11,32 @@ In order:
 """
 
 import dataclasses
+import os
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError, Diverged
 from jobs.cluster.recovery import StageFailed
 from jobs.recipe import class_names
-from jobs.recipe.changes import changed_warnings
+from jobs.recipe.records import changed_warnings, environment, stage_record
 from jobs.recipe.validate import refuse, validate
-from jobs.resolved_recipe import Available, Campaign, Context, Reads, Stage, reference
-from jobs.run.stage_metadata import first_started, provenance_of, stage_record
+from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.stages import sweep
 from pipeline import artifacts
+from pipeline.versions import code_version
 
 
-def run_stage(
-    campaign: Campaign,
-    stage: Stage,
-    *,
-    say: Callable[[str], None],
-    poll: Callable[[Path, int], None],
-    stop_requested: Callable[[], bool],
-    check_owned: Callable[[], None],
-    fresh: bool,
-) -> dict[str, Any]:
+def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     """Run a stage that has not finished; returns the content of its done.json.
 
     Raises ConfigError where a stage it reads has not run, and, unless `fresh`, where it is half done with another
     config.
     """
     began = time.time()
-    directory = campaign.directory(stage)
+    campaign = context.campaign
+    stage = context.stage
+    directory = context.directory
     # 1. Nothing is written before this and 2 have passed: a start that is refused leaves the run as it was.
     for field, value in stage.parents.items():
         link = reference(value)
@@ -66,30 +59,41 @@ def run_stage(
     directory.mkdir(parents=True, exist_ok=True)
     warnings = changed_warnings(directory, stage)
     if warnings:
-        say(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
-    record = {**stage_record(stage), "started": first_started(directory, began)}
+        context.log(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
+    record = {**stage_record(stage), "started": began}
+    # Of a stage that goes on, when it was first started.
+    if (directory / "stage.json").exists():
+        record["started"] = artifacts.read_record(directory / "stage.json").get("started", began)
     artifacts.write_record(directory / "stage.json", record)
-    say(f"{stage.name}: key {stage.key[:8]}, in {directory}")
+    context.log(f"{stage.name}: key {stage.key[:8]}, in {directory}")
 
-    # 4.
-    context = Context(
-        campaign=campaign,
-        stage=stage,
-        log=say,
-        poll=poll,
-        stop_requested=stop_requested,
-        class_names=class_names.of_stage(stage, there),
-        check_owned=check_owned,
-    )
+    # 4. What the outputs of its model are called is known now that its sets are there.
+    context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
     try:
         outcome = dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
-        outcome = divergence_of_run(stage, error, say)
+        # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
+        if not stage.is_run or error.kind != Diverged.__name__:
+            raise
+        message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
+        context.log(f"{stage.name}: {message}\n  the sweep goes on without this run")
+        outcome = {sweep.DIVERGED: message}
 
     # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
     files = outcome.pop("files", {})
-    inputs = {field: campaign.resolve(value) or "" for field, value in stage.parents.items()}
-    provenance = provenance_of(context, dataclasses.asdict(stage.config), inputs, outcome)
+    provenance: dict[str, Any] = {
+        "stage": stage.name,
+        "key": stage.key,
+        "config": dataclasses.asdict(stage.config),
+        "inputs": {field: campaign.resolve(value) or "" for field, value in stage.parents.items()},
+        "code": code_version(),
+        "environment": environment(),
+        "command": " ".join(sys.argv),
+        "user": os.environ.get("USER", ""),
+    }
+    for name in ("ledger", "samples_seen", "step"):
+        if name in outcome:
+            provenance[name] = outcome[name]
     artifacts.write_record(directory / artifacts.PROVENANCE, provenance)
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     other_files = [name for name in artifacts.HANDED_ON if name not in files]
@@ -97,13 +101,3 @@ def run_stage(
     done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
     artifacts.write_record(directory / artifacts.DONE, done)
     return done
-
-
-def divergence_of_run(stage: Stage, failure: StageFailed, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return what a sweep's run that has diverged leaves for its done.json; raise any other `failure` again."""
-    # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
-    if not stage.is_run or failure.kind != Diverged.__name__:
-        raise failure
-    message = str(failure).splitlines()[0].removeprefix(f"{stage.name}: ")
-    say(f"{stage.name}: {message}\n  the sweep goes on without this run")
-    return {sweep.DIVERGED: message}

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from jobs.recipe import key
-from jobs.recipe.changes import changed_warnings
+from jobs.recipe.records import changed_warnings
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import evaluate, sweep
-from pipeline.evaluation.protocols import FewShotConfig
+from pipeline.evaluation.probes import FewShotConfig
 from pipeline.training_config import TrainConfig
 
 # Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
@@ -80,4 +80,4 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
         stall_s=cfg.stall_s,
         **judged,
     )
-    return replace(key.resolve(Stage(name, evaluate.KIND, judging, name), names, key.Inputs()), judges=stage.name)
+    return replace(key.resolve(Stage(name, evaluate.KIND, judging, name), names, {}), judges=stage.name)

@@ -236,9 +236,8 @@ class AsyncEvaluation:
                 self.context.log(remark)
             where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
             remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
-            line = async_evaluation.evaluation_line(step, async_evaluation.metrics_of(judged["values"]), remark)
-            values = {"step": step, **judged["values"], **where}
-            async_evaluation.put_record(self.stage, step, {"kind": "evaluate", "values": values, "line": line})
+            record = async_evaluation.evaluation_record(step, judged["values"], where, remark)
+            async_evaluation.put_record(self.stage, step, record)
             # Of a worker that did not fail the log says nothing more.
             shutil.rmtree(folder, ignore_errors=True)
         except Ended:

@@ -37,24 +37,14 @@ from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from models import ModelConfig
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation import async_evaluation, document
+from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
-from pipeline.evaluation.logistic import LogisticConfig
-from pipeline.evaluation.neighbours import NeighboursConfig
-from pipeline.evaluation.protocols import (
-    FEATURES,
-    FewShotConfig,
-    LinearConfig,
-    check_names,
-    check_ops,
-    check_shape,
-    protocols_of,
-    value_names,
-)
+from pipeline.evaluation.probes import FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
+from pipeline.evaluation.protocols import FEATURES, check_names, check_ops, check_shape, protocols_of, value_names
 from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
 
-Digests = tuple[str | None, ...]  # what a result depends on: document.identity_of
+Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ class Config:
         return paths
 
     def metrics(self) -> list[str]:
-        """Return the names of the values that come out, as `document.metrics_of` calls them."""
+        """Return the names of the values that come out, as `document.entries_of` calls them."""
         values: list[str] = []
         for protocol in self.protocols:
             values += value_names(protocol, self)
@@ -209,7 +199,10 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     log_warnings(cfg, context, written["results"])
     for line in document.table(written):
         context.log(line)
-    return {"metrics": document.metrics_of(written)}
+    metrics = {}
+    for name, entry in document.entries_of(written).items():
+        metrics[name] = entry["value"]
+    return {"metrics": metrics}
 
 
 def preprocess_of(cfg: Config, context: Context) -> str:
@@ -250,7 +243,7 @@ def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[
         for protocol in protocols:
             train = None
             train_digest = None
-            if not protocol.best:  # the head has learned already
+            if not protocol.kind.best:  # the head has learned already
                 train = context.campaign.resolve(evaluated.train) or ""
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
@@ -274,7 +267,15 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
         weights = earlier["weights"]
         if earlier["schema"] == document.SCHEMA and weights["digest"] == weights_digest and weights["model"] == model:
             for result in earlier["results"]:
-                results[document.identity_of(result)] = {**result, "from": path.parent.name}
+                train = result["train"]
+                leaks = result["leaks"]
+                digests = (
+                    result["set"]["digest"],
+                    train["digest"] if train else None,
+                    result["protocol"]["digest"],
+                    leaks["digest"] if leaks != document.NOT_CHECKED else None,
+                )
+                results[digests] = {**result, "from": path.parent.name}
     return results
 
 
@@ -306,7 +307,9 @@ def log_warnings(cfg: Config, context: Context, results: Iterable[Entry]) -> Non
     for name, evaluated in sets.items():
         unreadable = evaluated["samples"] - evaluated["judged"]
         if unreadable:
-            context.log(async_evaluation.unreadable_line(unreadable, evaluated["path"], name))
+            context.log(
+                f"{name}: {unreadable} bad samples of {evaluated['path']} count neither way; see `jobs data check`"
+            )
         nameless = []
         if not context.class_names:
             nameless.append("the weights")

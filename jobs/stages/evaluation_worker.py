@@ -33,9 +33,8 @@ from jobs.worlds import allowed_worlds
 from pipeline import config
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation.document import Entry
-from pipeline.evaluation.group import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
 from pipeline.versions import code_version

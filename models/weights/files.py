@@ -12,7 +12,8 @@ How `load` finds what a path is, first match wins:
     load("ViT-B_16.npz").config      ViTConfig(image_size=(224, 224), patch=(16, 16), classes=21843, width=768, ...)
     save(model, "out", "timm")       writes out/model.safetensors and out/config.json, which timm opens
 
-Nothing here unpickles: only safetensors and plain arrays are opened.
+Nothing here unpickles: only safetensors and plain arrays are opened. Training reads and writes our own directories
+alone, so that the modules of the other formats are imported where a file of theirs is met.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ from torch import Tensor, nn
 from models import catalog
 from models.catalog import Model, ModelConfig
 from models.transfer import check_weights
-from models.weights import hf as weights_hf
-from models.weights import npz as weights_npz
-from models.weights import timm as weights_timm
 
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
@@ -42,7 +40,6 @@ THEIR_CONFIG = "config.json"
 # How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
 # in place, as a notebook wants it; a run passes `data.files.whole_file`, so that a file appears whole or not at all.
 Writing = Callable[[Path], AbstractContextManager[Path]]
-DIRECTORIES = {"timm": weights_timm, "hf": weights_hf}
 
 
 def save_weights(
@@ -126,8 +123,10 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
         if (directory / CLASSES).is_file():
             names = json.loads((directory / CLASSES).read_text())
     elif (directory / THEIR_CONFIG).is_file():
+        from models.weights import hf, timm
+
         described = json.loads((directory / THEIR_CONFIG).read_text())
-        names = weights_hf.class_names(described) or weights_timm.class_names(described)
+        names = hf.class_names(described) or timm.class_names(described)
     else:
         names = []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -157,7 +156,9 @@ def load(path: str | Path, **config: object) -> Model:
     directory = file if file.is_dir() else file.parent
     # "in" and not the suffix: big_vision's `file.npz:img` names a part of a file.
     if ".npz" in file.name:
-        return module(*weights_npz.load(path, config))
+        from models.weights import npz
+
+        return module(*npz.load(path, config))
     if (directory / CONFIG).is_file():
         # The caller's fields win; `module` then refuses those that the tensors do not fit.
         state, saved = load_weights(directory)
@@ -172,6 +173,8 @@ def load(path: str | Path, **config: object) -> Model:
     # The file is timm's or Hugging Face's.
     from safetensors.torch import load_file
 
+    from models.weights import hf, timm
+
     stored = {key: tensor.float() for key, tensor in load_file(file).items()}
     config_file = file.parent / THEIR_CONFIG
     # A bare file is read too: then shapes and the other library's defaults tell what config.json would.
@@ -180,8 +183,8 @@ def load(path: str | Path, **config: object) -> Model:
         described = json.loads(config_file.read_text())
     # This key is in every ViT of transformers, with and without a classifier, and in none of timm.
     if any("embeddings.patch_embeddings.projection." in key for key in stored):
-        return module(*weights_hf.load(stored, described, config))
-    return module(*weights_timm.load(stored, described, config))
+        return module(*hf.load(stored, described, config))
+    return module(*timm.load(stored, described, config))
 
 
 def save(
@@ -199,15 +202,19 @@ def save(
     path = Path(path)
     if format == "safetensors":
         save_weights(model, path, writing=writing, class_names=class_names)
-    elif format == "npz":
+        return
+    if format not in ("npz", "timm", "hf"):
+        raise ValueError(f"format {format!r} is none of safetensors, npz, timm, hf")
+    from models.weights import hf, npz, timm
+
+    if format == "npz":
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing(path) as target:
-            weights_npz.save(model.state_dict(), model.config, target)
-    elif format in DIRECTORIES:
-        tensors, described = DIRECTORIES[format].save(model.state_dict(), model.config, class_names)
-        path.mkdir(parents=True, exist_ok=True)
-        write_tensors(path / THEIR_WEIGHTS, tensors, writing)
-        with writing(path / THEIR_CONFIG) as target:
-            target.write_text(described)
-    else:
-        raise ValueError(f"format {format!r} is none of safetensors, npz, {', '.join(DIRECTORIES)}")
+            npz.save(model.state_dict(), model.config, target)
+        return
+    save_theirs = {"timm": timm.save, "hf": hf.save}[format]
+    tensors, described = save_theirs(model.state_dict(), model.config, class_names)
+    path.mkdir(parents=True, exist_ok=True)
+    write_tensors(path / THEIR_WEIGHTS, tensors, writing)
+    with writing(path / THEIR_CONFIG) as target:
+        target.write_text(described)

@@ -3,7 +3,7 @@
 How a file is read:
 1. config.json, where there is one, tells what shapes do not: activation, epsilon of the norms, heads, image size;
 2. keys that start with "vit." are a classifier's, others those of a bare ViTModel;
-3. shapes tell the rest (models/weights/infer.py), and the layout reads every key.
+3. shapes tell the rest (`layout.vit_config`), and the layout reads every key.
 
     {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "num_attention_heads": 12, "image_size": 224, ...}
     tells activation="gelu", norm_eps=1e-12, heads=12, image_size=(224, 224)
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from models.catalog import ConfigFields, ModelConfig
 from models.vit import ViTConfig
-from models.weights import infer as weights_infer
-from models.weights import layout as weights_map
-from models.weights.layout import ForeignConfig
+from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 
 MODEL = (  # names on disk, which transformers 5 keeps although it renames them in memory
     (r"^embedding\.", "embeddings.patch_embeddings.projection."),
@@ -36,27 +34,23 @@ MODEL = (  # names on disk, which transformers 5 keeps although it renames them 
     (r"\.mlp\.down\.", ".output.dense."),
     (r"^norm\.", "layernorm."),
 )
-BARE = (*MODEL, (r"^pre_logits\.", "pooler.dense."))
-CLASSIFIER = (  # knows no pooler
-    *MODEL,
-    # A look-ahead matches no letters: it puts "vit." before these names and leaves the head's alone.
-    (r"^(?=embeddings|encoder|layernorm)", "vit."),
-    (r"^head\.", "classifier."),
-)
 # They keep q, k and v apart; the renames above lead to one name, and this piece of it stands for three.
 QKV = ((".qkv.", (".query.", ".key.", ".value.")),)
+BARE = Layout((*MODEL, (r"^pre_logits\.", "pooler.dense.")), QKV)
+CLASSIFIER = Layout(  # knows no pooler
+    (
+        *MODEL,
+        # A look-ahead matches no letters: it puts "vit." before these names and leaves the head's alone.
+        (r"^(?=embeddings|encoder|layernorm)", "vit."),
+        (r"^head\.", "classifier."),
+    ),
+    QKV,
+)
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}  # theirs: ours
 THEIR_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # the inverse: ours: theirs
 TOLD = (("heads", "num_attention_heads"), ("image_size", "image_size"))  # ours, their field
 UNNAMED = "LABEL_{}"  # what transformers calls a class that has no name
 DEFAULT_NORM_EPS = 1e-12  # of transformers.ViTConfig
-
-
-def layout(classifier: bool) -> weights_map.Layout:
-    """Return the names of a classifier, or those of a bare model with its pooler."""
-    if classifier:
-        return weights_map.Layout(CLASSIFIER, QKV)
-    return weights_map.Layout(BARE, QKV)
 
 
 def load(
@@ -81,9 +75,9 @@ def load(
             known[ours] = described[theirs]
     # ViTModel has no "vit." before its names, and it alone has the pooler.
     is_classifier = any(key.startswith("vit.") for key in stored)
-    their_layout = layout(is_classifier)
-    config = weights_infer.vit_config(stored, their_layout, known | overrides)
-    return weights_map.read(stored, config, their_layout), config
+    layout = CLASSIFIER if is_classifier else BARE
+    config = vit_config(stored, layout, known | overrides)
+    return read(stored, config, layout), config
 
 
 def class_names(described: ForeignConfig) -> list[str]:
@@ -152,8 +146,8 @@ def save(
         "dtype": "float32",
     }
     # Theirs is always a learned table with an entry for the class token: slots=1.
-    state, config = weights_map.with_learned_positions(state, config, slots=1)
-    tensors = weights_map.write(state, config, layout(classifier=config.classes > 0))
+    state, config = with_learned_positions(state, config, slots=1)
+    tensors = write(state, config, CLASSIFIER if config.classes else BARE)
     return tensors, json.dumps(described, indent=2) + "\n"
 
 

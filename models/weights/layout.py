@@ -1,19 +1,24 @@
-"""Weights of one layout turned into another, every key accounted for: what all file formats share.
+"""Weights of one layout turned into another, every key accounted for: what all foreign formats share.
 
 A layout says under which keys the parts of each of our parameters lie (a packed qkv has three), and which
 shape a part has there.
 
 1. `Layout.keys` turns our name into theirs, by the renames in their order, and splits what is packed here;
-2. `parts_of` lists for a config every part with its key, its shape here and its shape there;
-3. `read` holds the stored tensors against that list and puts our state dict together; `write` does the inverse.
+2. `vit_config` tells from stored keys and shapes which ViT they belong to;
+3. `parts_of` lists for a config every part with its key, its shape here and its shape there;
+4. `read` holds the stored tensors against that list and puts our state dict together; `write` does the inverse.
 
-    npz.vit_layout(...).keys("blocks.0.attention.qkv.weight")
+    npz.VIT_JAX.keys("blocks.0.attention.qkv.weight")
     ("Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel", ".../key/kernel", ".../value/kernel")
     here each part is (768, 768), outputs first; there it is (768, 12, 64), inputs first and the heads apart
+
+    timm's keys of B/16    patch_embed.proj.weight (768, 3, 16, 16), cls_token (1, 1, 768), pos_embed (1, 197, 768), ...
+    become                 ViTConfig(image_size=(224, 224), patch=(16, 16), width=768, heads=12, pool="token", ...)
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import catalog
-from models.catalog import ModelConfig
+from models import catalog, checks, resnet
+from models.catalog import ConfigFields, ModelConfig
 from models.transfer import Shape, check_shapes
-from models.vit import ViTConfig, position_table
+from models.vit import SIZES, ViTConfig, position_table
 
 ForeignConfig = dict[str, Any]  # a config.json of another project, as JSON gives it; its fields are theirs to choose
+CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H
 
 
 @dataclass(frozen=True)
@@ -145,3 +151,111 @@ def with_learned_positions(
             learned[name] = tensor
     learned["positions.0.table"] = table
     return learned, replace(config, positions="learned", class_slot=slots > 0)
+
+
+# Our names of the parameters whose presence or shape tells a field of the config.
+TELLING = (
+    *("embedding.weight", "blocks.0.mlp.up.bias", "head.bias", "pre_logits.bias"),
+    *("prefix.cls", "prefix.registers", "map_head.probe", "positions.0.table"),
+)
+
+
+def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -> ViTConfig:
+    """Return the config behind `stored`; `known` fields (from a file beside it, from the caller) win over shapes.
+
+    Raises ValueError where these keys are no ViT, and where neither shapes nor `known` tell a field.
+    """
+    # The shapes there under our names, those of the first part where a parameter has several.
+    shapes: dict[str, Shape] = {}
+    for name in TELLING:
+        key = layout.keys(name)[0]
+        if key in stored:
+            shapes[name] = tuple(stored[key].shape)
+    if "embedding.weight" not in shapes or "blocks.0.mlp.up.bias" not in shapes:
+        key = layout.keys("embedding.weight")[0]
+        raise ValueError(f"no {key} and blocks among {len(stored)} keys: this is no ViT known here")
+
+    # JAX keeps (rows, columns, in, out), torch (out, in, rows, columns).
+    if layout.kernels_last:
+        rows, columns, _, width = shapes["embedding.weight"]
+    else:
+        width, _, rows, columns = shapes["embedding.weight"]
+    config: ConfigFields = {"width": width, "patch": (rows, columns), "depth": 0, "classes": 0, "registers": 0}
+    # Blocks are counted up to the first number that is missing.
+    while layout.keys(f"blocks.{config['depth']}.norm1.bias")[0] in stored:
+        config["depth"] += 1
+    # A bias has as many numbers as its layer has outputs; old files keep it with leading ones in its shape.
+    biases = {"mlp": "blocks.0.mlp.up.bias", "classes": "head.bias", "representation": "pre_logits.bias"}
+    for field, name in biases.items():
+        if name in shapes:
+            config[field] = math.prod(shapes[name])
+    # Each way of pooling but the mean has a parameter of its own.
+    config["pool"] = "gap"
+    if "prefix.cls" in shapes:
+        config["pool"] = "token"
+    elif "map_head.probe" in shapes:
+        config["pool"] = "map"
+    if "prefix.registers" in shapes:
+        config["registers"] = shapes["prefix.registers"][1]  # (1, registers, D)
+    config |= known
+    # From here on these two are calculated with; a config.json may give one number for both sides.
+    for name in ("patch", "image_size"):
+        if name in config:
+            config[name] = checks.pair(name, config[name])
+
+    # No shape of a packed projection tells the heads. H has heads of 80 channels, so that the table of variants is
+    # asked before the usual 64 (SPEC 1.7).
+    if not config.get("heads"):
+        heads_by_width = {width: heads for width, _, _, heads in SIZES.values()}
+        width = config["width"]
+        if width not in heads_by_width and width % CHANNELS_PER_HEAD:
+            raise ValueError(f"the number of heads of width {width} is not in the file: pass heads=")
+        config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
+    return catalog.checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
+
+
+def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
+    """Add what the table's shape (1, slots + patches, D) tells: kind, slots and, if it is square, the image size.
+
+    Fields that are there already stay. Raises ValueError where the table does not fit them.
+    """
+    if table is None:
+        if "image_size" not in config:
+            raise ValueError("no position table tells the image size: pass image_size=(height, width)")
+        # A fixed table is not stored: no table and a known size mean big_vision's sincos2d.
+        return {"positions": "sincos2d", "class_slot": False, **config}
+    length = table[1]
+    class_tokens = 1 if config["pool"] == "token" else 0
+    prefix = class_tokens + config["registers"]
+    stem = resnet.stem_stride(config.get("stem"))
+    patch_height, patch_width = config["patch"]
+    rows_stride = patch_height * stem
+    columns_stride = patch_width * stem
+    if "image_size" not in config:
+        # The image is square, and the table has entries for all prefix tokens, else for none of them: 197 is 14 x 14
+        # patches and a class token; 196 beside a class token are 14 x 14 without an entry for it.
+        for slots in (prefix, 0):
+            side = math.isqrt(length - slots)
+            if side**2 + slots == length:
+                break
+        else:
+            raise ValueError(f"{length} position entries are no square grid: pass image_size=(height, width)")
+        config["image_size"] = (side * rows_stride, side * columns_stride)
+    height, width = config["image_size"]
+    patches = (height // rows_stride) * (width // columns_stride)
+    # A table has entries for all prefix tokens or for none of them (docs/models.md).
+    if length not in (patches, patches + prefix):
+        raise ValueError(
+            f"image_size {config['image_size']} has {patches} patches and {prefix} prefix tokens, the file has "
+            f"{length} position entries; load it at its own size and resize it with models.transfer"
+        )
+    return {"class_slot": length == patches + prefix, **config}
+
+
+def units_of(stored: dict[str, Tensor]) -> tuple[int, ...]:
+    """Return the units of each ResNet stage, counted in names such as block1/unit2 or block1.unit02."""
+    units: dict[int, int] = {}
+    for key in stored:
+        for stage, unit in re.findall(r"block(\d+).unit(\d+)", key):
+            units[int(stage)] = max(units.get(int(stage), 0), int(unit))
+    return tuple(units[stage] for stage in sorted(units))

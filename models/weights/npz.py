@@ -30,8 +30,7 @@ from models.catalog import ConfigFields, ModelConfig
 from models.resnet import BiTConfig
 from models.transfer import Shape
 from models.vit import ViTConfig
-from models.weights import infer as weights_infer
-from models.weights import layout as weights_map
+from models.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5; 6.3 MB of zeros become 6 GB.
 MAX_EXPANSION = 20
@@ -90,41 +89,34 @@ BIT = (
 )
 
 
-def split_heads(key: str, shape: Shape, config: ModelConfig) -> Shape:
-    """Return the shape of an attention parameter there, where the heads are an axis of their own."""
-    assert isinstance(config, ViTConfig)
-    heads = config.heads
-    if re.search(r"/(query|key|value)/(kernel|bias)$", key):
-        return (*shape[:-1], heads, shape[-1] // heads)
-    if key.endswith("/out/kernel"):
-        return (heads, shape[0] // heads, shape[1])
-    return shape
-
-
-def convolutional_head(key: str, shape: Shape, config: ModelConfig) -> Shape:
-    """Return the shape of a BiT parameter there: the published head is a 1x1 convolution."""
+def shape_there(key: str, shape: Shape, config: ModelConfig) -> Shape:
+    """Return the shape of a parameter in these files, from its shape here in their order of axes."""
+    # The heads of attention are an axis of their own.
+    if isinstance(config, ViTConfig) and re.search(r"/(query|key|value)/(kernel|bias)$", key):
+        return (*shape[:-1], config.heads, shape[-1] // config.heads)
+    if isinstance(config, ViTConfig) and key.endswith("/out/kernel"):
+        return (config.heads, shape[0] // config.heads, shape[1])
+    # The head of the published BiT is a 1x1 convolution.
     if key == "resnet/head/conv2d/kernel":
         return (1, 1, *shape)
     return shape
 
 
-def layout_of(config: ModelConfig) -> weights_map.Layout:
+# vit_jax and big_vision differ only in the key of the position table.
+VIT_JAX = Layout(((r"^positions\.0\.table$", VIT_JAX_POSITIONS), *VIT), PACKED, True, shape_there)
+BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PACKED, True, shape_there)
+
+
+def layout_of(config: ModelConfig) -> Layout:
     """Return how the code base that knows this config stores it."""
     # The pool's padding tells whose BiT it is: -inf is big_vision's, zeros are the published code's (SPEC 1.8).
-    if isinstance(config, BiTConfig) and config.pool_padding == "zero":
-        return weights_map.Layout(BIT, kernels_last=True, shape_of=convolutional_head)
     if isinstance(config, BiTConfig):
-        return weights_map.Layout(BIG_VISION_BIT, kernels_last=True, shape_of=convolutional_head)
+        renames = BIT if config.pool_padding == "zero" else BIG_VISION_BIT
+        return Layout(renames, kernels_last=True, shape_of=shape_there)
     # vit_jax has no MAP head, and its class token has an entry.
     if config.class_slot and config.pool != "map":
-        return vit_layout(VIT_JAX_POSITIONS)
-    return vit_layout(BIG_VISION_POSITIONS)
-
-
-def vit_layout(positions: str) -> weights_map.Layout:
-    """Return the layout of a ViT; vit_jax and big_vision differ only in the key of the table, `positions`."""
-    renames = ((r"^positions\.0\.table$", positions), *VIT)
-    return weights_map.Layout(renames, PACKED, kernels_last=True, shape_of=split_heads)
+        return VIT_JAX
+    return BIG_VISION
 
 
 def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], ModelConfig]:
@@ -134,7 +126,19 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
         file += ".npz"
     # np.load reads an array when it is asked for: the optimizer's beside the model are never read.
     with np.load(file, allow_pickle=False) as arrays:
-        keys = model_keys(arrays.files, part)
+        # The key of each parameter by its name without prefixes; arrays beside the model are left out.
+        keys = {key: key for key in arrays.files}
+        prefixes = ["opt/target/", "params/"]
+        if part:
+            prefixes.append(f"{part}/")
+        # One after the other: `params/img/` is two of them.
+        for prefix in prefixes:
+            inside: dict[str, str] = {}
+            for name, key in keys.items():
+                if name.startswith(prefix):
+                    inside[name.removeprefix(prefix)] = key
+            if inside:
+                keys = inside
         check_sizes(arrays.zip, list(keys.values()), file)
         stored: dict[str, Tensor] = {}
         for name, key in keys.items():
@@ -148,7 +152,7 @@ def load(path: str | Path, overrides: ConfigFields) -> tuple[dict[str, Tensor], 
                 raise ValueError(f"expected floating-point weights, found {key} of {array.dtype}")
     stored = canonical(stored)
     config = infer(stored, overrides)
-    return weights_map.read(stored, config, layout_of(config)), config
+    return read(stored, config, layout_of(config)), config
 
 
 def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
@@ -187,25 +191,12 @@ def check_sizes(archive: zipfile.ZipFile, keys: list[str], file: str) -> None:
             )
 
 
-def model_keys(keys: list[str], part: str) -> dict[str, str]:
-    """Return the key of each parameter by its name without prefixes; what lies beside the model is left out."""
-    prefixes = ["opt/target/", "params/"]
-    if part:
-        prefixes.append(f"{part}/")
-    names = {key: key for key in keys}
-    # One after the other: `params/img/` is two of them.
-    for prefix in prefixes:
-        inside: dict[str, str] = {}
-        for name, key in names.items():
-            if name.startswith(prefix):
-                inside[name.removeprefix(prefix)] = key
-        if inside:
-            names = inside
-    return names
-
-
 def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under keys as today's code writes them: layers apart, numbers of each class from 0."""
+    """Return the tensors under keys as today's code writes them: layers apart, numbers of each class from 0.
+
+    Linen numbers the submodules of a block by class; before Linen all were counted together. A block's LayerNorm_0,
+    MultiHead..._1, LayerNorm_2, MlpBlock_3 become LayerNorm_0, MultiHead..._0, LayerNorm_1, MlpBlock_0.
+    """
     # A scanned encoder keeps all layers in one array, the layers along its first axis.
     scanned = "Transformer/encoderblock/"
     apart: dict[str, Tensor] = {}
@@ -214,32 +205,25 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
         if not key.startswith(scanned):
             apart[key] = tensor
             continue
-        for number, layer in enumerate(tensor):
-            layers[f"Transformer/encoderblock_{number}/{key.removeprefix(scanned)}"] = layer
+        for depth, layer in enumerate(tensor):
+            layers[f"Transformer/encoderblock_{depth}/{key.removeprefix(scanned)}"] = layer
     apart |= layers
     # Some of BiT's files number their convolutions; there is one to a unit's part, so the number says nothing.
     unnumbered: dict[str, Tensor] = {}
     for key, tensor in apart.items():
         unnumbered[re.sub(r"standardized_conv2d_\d+", "standardized_conv2d", key)] = tensor
-    return renumber(unnumbered)
 
-
-def renumber(stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Number the submodules of each block as Linen does, each class from 0; before Linen all were counted together.
-
-    A block's LayerNorm_0, MultiHead..._1, LayerNorm_2, MlpBlock_3 become LayerNorm_0, MultiHead..._0, LayerNorm_1,
-    MlpBlock_0; names that are Linen's already stay.
-    """
+    # Names that are Linen's already stay.
     numbered = re.compile(r"(.*encoderblock_\d+)/(LayerNorm|MlpBlock|MultiHead\w+)_(\d+)/(.*)")
     numbers: dict[tuple[str, str], set[int]] = {}  # (block, class): the numbers its submodules have
-    for key in stored:
+    for key in unnumbered:
         match = numbered.fullmatch(key)
         if match:
             block, kind, number, _ = match.groups()
             numbers.setdefault((block, kind), set()).add(int(number))
 
     renumbered: dict[str, Tensor] = {}
-    for key, tensor in stored.items():
+    for key, tensor in unnumbered.items():
         match = numbered.fullmatch(key)
         if match:
             block, kind, number, parameter = match.groups()
@@ -254,45 +238,40 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
     """Return the config these keys and shapes belong to; `overrides` wins."""
     # A hybrid has a ResNet too, but its root is called conv_root.
     if any(key.startswith(("resnet/", "root_block/")) for key in stored):
-        return infer_bit(stored, overrides)
-    known: ConfigFields = {}
+        # The published files and those of big_vision have other names and pooling.
+        if any(key.startswith("resnet/") for key in stored):
+            root = "resnet/root_block/standardized_conv2d/kernel"
+            head = "resnet/head/conv2d/bias"
+            pool_padding = "zero"
+        else:
+            root = "root_block/conv_root/kernel"
+            head = "head/bias"
+            pool_padding = "-inf"
+        known: ConfigFields = {
+            "width": stored[root].shape[3],
+            "units": units_of(stored),
+            "classes": 0,
+            "pool_padding": pool_padding,
+        }
+        if head in stored:
+            known["classes"] = stored[head].numel()
+        return catalog.checked(BiTConfig, known | overrides)
+
+    known = {}
     query = f"{FIRST_BLOCK}/MultiHeadDotProductAttention_0/query/kernel"
     if query in stored:
         known["heads"] = stored[query].shape[1]  # (D, heads, D/heads)
     root = "conv_root/kernel"
     if root in stored:
-        known["stem"] = weights_infer.units_of(stored)
+        known["stem"] = units_of(stored)
         known["stem_width"] = stored[root].shape[-1]
     # The place of the table tells the code base, and with it whether the class token has an entry. A table that is not
     # there at all is a sincos2d one, which `vit_config` finds with either layout.
-    layout = vit_layout(VIT_JAX_POSITIONS)
+    layout = VIT_JAX
     if BIG_VISION_POSITIONS in stored:
         known["class_slot"] = False
-        layout = vit_layout(BIG_VISION_POSITIONS)
-    return weights_infer.vit_config(stored, layout, known | overrides)
-
-
-def infer_bit(stored: dict[str, Tensor], overrides: ConfigFields) -> BiTConfig:
-    """Return the config of a ResNet: the published files and those of big_vision have other names and pooling."""
-    if any(key.startswith("resnet/") for key in stored):
-        root = "resnet/root_block/standardized_conv2d/kernel"
-        head = "resnet/head/conv2d/bias"
-        pool_padding = "zero"
-    else:
-        root = "root_block/conv_root/kernel"
-        head = "head/bias"
-        pool_padding = "-inf"
-    classes = 0
-    if head in stored:
-        classes = stored[head].numel()
-    config: ConfigFields = {
-        "width": stored[root].shape[3],
-        "units": weights_infer.units_of(stored),
-        "classes": classes,
-        "pool_padding": pool_padding,
-        **overrides,
-    }
-    return catalog.checked(BiTConfig, config)
+        layout = BIG_VISION
+    return vit_config(stored, layout, known | overrides)
 
 
 def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> None:
@@ -311,7 +290,7 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
     # The file has no place for these two, and its readers compute with the original's.
     if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
-    tensors = weights_map.write(state, config, layout_of(config))
+    tensors = write(state, config, layout_of(config))
     arrays: dict[str, Any] = {key: tensor.float().numpy() for key, tensor in tensors.items()}
     # An open file: np.savez adds .npz to a name that ends otherwise, such as the temporary name of a whole write.
     with open(path, "wb") as file:

@@ -4,7 +4,7 @@ How a file is read:
 1. what no model here computes is refused: normalisation after pooling, and arguments that change the blocks;
 2. config.json, where there is one, tells what shapes do not: heads, image size, activation, pooling;
 3. a class token that is there and not pooled becomes the first register;
-4. shapes tell the rest (models/weights/infer.py), and LAYOUT reads every key.
+4. shapes tell the rest (`layout.vit_config`), and LAYOUT reads every key.
 
     {"architecture": "vit_base_patch16_224", "model_args": {"num_heads": 12, "act_layer": "gelu"}, ...}
     tells heads=12, activation="gelu"; blocks.0.attn.qkv.weight becomes blocks.0.attention.qkv.weight
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from models.catalog import ConfigFields, ModelConfig
 from models.vit import ViTConfig
-from models.weights import infer as weights_infer
-from models.weights import layout as weights_map
-from models.weights.layout import ForeignConfig
+from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 
-LAYOUT = weights_map.Layout(
+LAYOUT = Layout(
     (
         (r"^embedding\.", "patch_embed.proj."),
         (r"^prefix\.cls$", "cls_token"),
@@ -65,28 +63,11 @@ def load(
     # A norm after pooling is another function than one before it. `read` would list the key; this says what it means.
     if any(key.startswith("fc_norm.") for key in stored):
         raise ValueError("this timm model normalises after pooling (fc_norm), which no model here does")
-    known = told_fields(described) | overrides
-    # timm stores every table it has, so that no table means no positions, not sincos2d as in big_vision.
-    if "pos_embed" not in stored:
-        known.setdefault("positions", "none")
-    # timm keeps a class token under mean or MAP pooling too. Tokens attend to it all the same, so that it cannot go.
-    if "cls_token" in stored and known.get("pool", "token") != "token":
-        # It becomes the first register: unpooled, it is one of them.
-        stored = dict(stored)
-        registers = [stored.pop("cls_token")]  # (1, 1, D)
-        if "reg_token" in stored:
-            registers.append(stored["reg_token"])
-        stored["reg_token"] = torch.cat(registers, dim=1)
-    config = weights_infer.vit_config(stored, LAYOUT, known)
-    return weights_map.read(stored, config, LAYOUT), config
-
-
-def told_fields(described: ForeignConfig) -> ConfigFields:
-    """Return the fields that timm's name of the model and the arguments it was made with tell."""
     arguments = described.get("model_args", {})
     changed = [name for name in CHANGES if arguments.get(name)]
     if changed:
         raise ValueError(f"this timm model has {', '.join(changed)}, which no model here does")
+
     # The fields that timm itself fixes come first, then the arguments, which win over them as they do in timm.
     known: ConfigFields = {"activation": "gelu"}
     for pattern, ours, value in FIXED:
@@ -101,7 +82,20 @@ def told_fields(described: ForeignConfig) -> ConfigFields:
         if pooling_name not in POOLS:
             raise ValueError(f"this timm model pools by {pooling_name}, which no model here does")
         known["pool"] = POOLS[pooling_name]
-    return known
+    known |= overrides
+    # timm stores every table it has, so that no table means no positions, not sincos2d as in big_vision.
+    if "pos_embed" not in stored:
+        known.setdefault("positions", "none")
+    # timm keeps a class token under mean or MAP pooling too. Tokens attend to it all the same, so that it cannot go.
+    if "cls_token" in stored and known.get("pool", "token") != "token":
+        # It becomes the first register: unpooled, it is one of them.
+        stored = dict(stored)
+        registers = [stored.pop("cls_token")]  # (1, 1, D)
+        if "reg_token" in stored:
+            registers.append(stored["reg_token"])
+        stored["reg_token"] = torch.cat(registers, dim=1)
+    config = vit_config(stored, LAYOUT, known)
+    return read(stored, config, LAYOUT), config
 
 
 def class_names(described: ForeignConfig) -> list[str]:
@@ -167,5 +161,5 @@ def save(
     if config.classes and len(class_names) >= config.classes:
         described["label_names"] = list(class_names[: config.classes])
     # The number of entries stays: timm's no_embed_class says whether prefix tokens have any.
-    state, config = weights_map.with_learned_positions(state, config, config.position_slots)
-    return weights_map.write(state, config, LAYOUT), json.dumps(described, indent=2) + "\n"
+    state, config = with_learned_positions(state, config, config.position_slots)
+    return write(state, config, LAYOUT), json.dumps(described, indent=2) + "\n"

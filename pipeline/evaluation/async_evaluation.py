@@ -25,7 +25,7 @@ SPARE_FILE = "spare"
 FOLDER = "evaluations"  # of a stage
 REQUESTED = ".requested"
 IN_LOOP = ".in-loop"
-OF_ONE_SEED = re.compile(r"-seed-\d+$")
+OF_ONE_SEED = re.compile(r"-seed-\d+$")  # the name of a value that is of a single draw of the shots: "5shot-seed-0"
 
 
 class EvaluationRecord(TypedDict):
@@ -108,30 +108,19 @@ def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str
 # ------------------------------------------------------------------------------------------------ values and lines
 
 
-def metrics_of(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the scores among an evaluation's values."""
-    return {name: value for name, value in values.items() if isinstance(value, float)}
-
-
-def is_of_one_seed(name: str) -> bool:
-    """Tell whether a value is of a single draw of the shots, "5shot-seed-0"; people see the mean, "5shot"."""
-    return OF_ONE_SEED.search(name) is not None
-
-
 def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that people see: the mean over the draws of the shots, and not each draw."""
-    return {name: value for name, value in metrics.items() if not is_of_one_seed(name)}
+    """Return the values that people see: the mean over the draws of the shots, "5shot", and not each draw."""
+    return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
-def evaluation_line(step: int, metrics: Mapping[str, float], remark: str = "") -> str:
-    """Return the log line of an evaluation; metrics.jsonl has every seed of the few-shot probe, the line their mean."""
-    shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(metrics).items()]
-    return f"evaluate step {step}  {'  '.join(shown)}{remark}"
-
-
-def unreadable_line(count: int, path: str, source: str = "evaluate") -> str:
-    """Return a warning about unreadable samples: a damaged set must not pass for a worse or better model."""
-    return f"{source}: {count} bad samples of {path} count neither way; see `jobs data check`"
+def evaluation_record(
+    step: int, values: Mapping[str, float | int], where: Mapping[str, float | str], remark: str = ""
+) -> EvaluationRecord:
+    """Return the record of an evaluation; it has every seed of the few-shot probe, the line their mean."""
+    scores = {name: value for name, value in values.items() if isinstance(value, float)}
+    shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(scores).items()]
+    line = f"evaluate step {step}  {'  '.join(shown)}{remark}"
+    return {"kind": "evaluate", "values": {"step": step, **values, **where}, "line": line}
 
 
 @dataclass

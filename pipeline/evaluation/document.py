@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.protocols import Outcome, Protocol
+from pipeline.evaluation.probes import Outcome
+from pipeline.evaluation.protocols import Protocol
 
 SCHEMA = 1
 NAME = "evaluation.json"
@@ -35,69 +36,6 @@ Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
 NOT_CHECKED = "not checked"  # for leaks
 
 Entry = dict[str, Any]  # JSON
-
-
-# ------------------------------------------------------------------------------------------------ intervals
-
-
-def wilson(right: int, samples: int) -> tuple[float, float]:
-    """Return the Wilson score interval of a share (Wilson 1927), at 95 %; 0 to 1 where there is no sample.
-
-    Unlike the normal interval it stays within 0 … 1, and is no point where all are right.
-    """
-    if samples == 0:
-        return 0.0, 1.0
-    share = right / samples
-    middle = share + Z**2 / (2 * samples)
-    spread = Z * math.sqrt(share * (1 - share) / samples + Z**2 / (4 * samples**2))
-    scale = 1 + Z**2 / samples
-    # Rounding may lead a hair beyond 0 and 1.
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
-
-
-def share_entry(is_right: np.ndarray) -> Entry:
-    """Return the entry of a share: (N,) bool, whether each sample was right."""
-    right = int(is_right.sum())
-    low, high = wilson(right, len(is_right))
-    value = right / max(len(is_right), 1)
-    return {"value": value, "low": low, "high": high, "samples": len(is_right), "interval": "Wilson score, 95 %"}
-
-
-def seeds_entry(of_seeds: Sequence[np.ndarray], seeds: Sequence[int]) -> Entry:
-    """Return the entry of a mean over seeds, ± the standard deviation between them; of a single seed, of its share."""
-    if len(of_seeds) == 1:
-        return {**share_entry(of_seeds[0]), "seeds": {str(seeds[0]): float(of_seeds[0].mean())}}
-    values = [int(is_right.sum()) / max(len(is_right), 1) for is_right in of_seeds]
-    mean = sum(values) / len(values)
-    deviation = stdev(values)
-    return {
-        "value": mean,
-        "low": mean - deviation,
-        "high": mean + deviation,
-        "samples": len(of_seeds[0]),
-        "interval": f"± standard deviation over {len(values)} seeds",
-        "sd": deviation,
-        "seeds": {str(seed): value for seed, value in zip(seeds, values, strict=True)},
-    }
-
-
-def class_entries(is_right: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[Entry]:
-    """Return an entry for each class that has samples; a sample with several labels counts in each of their classes."""
-    classes = int(labels.max(initial=-1)) + 1
-    row, column = np.nonzero(labels >= 0)
-    samples = np.bincount(labels[row, column], minlength=classes)
-    hits = np.bincount(labels[row, column], weights=is_right[row], minlength=classes)
-    entries = []
-    for label in np.flatnonzero(samples).tolist():
-        count = int(samples[label])
-        right = int(hits[label])
-        low, high = wilson(right, count)
-        name = None
-        if label < len(names):
-            name = names[label]
-        entry = {"id": label, "name": name, "value": right / count, "low": low, "high": high, "samples": count}
-        entries.append(entry)
-    return entries
 
 
 # ------------------------------------------------------------------------------------------------ one result
@@ -149,15 +87,30 @@ def value_entries(
 
     The only place where a value gets its interval.
     """
+    interval = protocol.kind.interval
     values: dict[str, Entry] = {}
     classes: list[Entry] = []
-    for name, of_seeds in outcome.right.items():
-        picked = [is_right[chosen] for is_right in of_seeds]
-        if protocol.kind.interval == "seeds":
-            values[name] = seeds_entry(picked, protocol.settings.seeds)
-        elif protocol.kind.interval == "classes":
-            classes = class_entries(picked[0], test.labels[chosen], test.index.names)
-            # The mean over classes, each with the same weight; its interval is the normal one.
+    for name, right_of_seeds in outcome.right.items():
+        samples = int(chosen.sum())
+        shares = []  # of samples that were right: of every seed, or once
+        for is_right in right_of_seeds:
+            shares.append(int(is_right[chosen].sum()) / max(samples, 1))
+
+        # The mean over several seeds, ± the standard deviation between them.
+        if interval == "seeds" and len(shares) > 1:
+            mean = sum(shares) / len(shares)
+            deviation = stdev(shares)
+            values[name] = {
+                "value": mean,
+                "low": mean - deviation,
+                "high": mean + deviation,
+                "samples": samples,
+                "interval": f"± standard deviation over {len(shares)} seeds",
+                "sd": deviation,
+            }
+        # The mean over classes, each with the same weight; its interval is the normal one.
+        elif interval == "classes":
+            classes = class_entries(right_of_seeds[0][chosen], test.labels[chosen], test.index.names)
             count = max(len(classes), 1)
             mean = sum(entry["value"] for entry in classes) / count
             variance = sum(entry["value"] * (1 - entry["value"]) / entry["samples"] for entry in classes) / count**2
@@ -169,9 +122,54 @@ def value_entries(
                 "samples": sum(entry["samples"] for entry in classes),
                 "interval": "normal, 95 %, of the mean over classes",
             }
+        # The share of the samples that were right, also of a single seed.
         else:
-            values[name] = share_entry(picked[0])
+            low, high = wilson(int(right_of_seeds[0][chosen].sum()), samples)
+            values[name] = {
+                "value": shares[0],
+                "low": low,
+                "high": high,
+                "samples": samples,
+                "interval": "Wilson score, 95 %",
+            }
+        if interval == "seeds":
+            seeds = map(str, protocol.settings.seeds)
+            values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
     return values, classes
+
+
+def class_entries(is_right: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[Entry]:
+    """Return an entry for each class that has samples; a sample with several labels counts in each of their classes."""
+    classes = int(labels.max(initial=-1)) + 1
+    row, column = np.nonzero(labels >= 0)
+    samples = np.bincount(labels[row, column], minlength=classes)
+    hits = np.bincount(labels[row, column], weights=is_right[row], minlength=classes)
+    entries = []
+    for label in np.flatnonzero(samples).tolist():
+        count = int(samples[label])
+        right = int(hits[label])
+        low, high = wilson(right, count)
+        name = None
+        if label < len(names):
+            name = names[label]
+        entry = {"id": label, "name": name, "value": right / count, "low": low, "high": high, "samples": count}
+        entries.append(entry)
+    return entries
+
+
+def wilson(right: int, samples: int) -> tuple[float, float]:
+    """Return the Wilson score interval of a share (Wilson 1927), at 95 %; 0 to 1 where there is no sample.
+
+    Unlike the normal interval it stays within 0 … 1, and is no point where all are right.
+    """
+    if samples == 0:
+        return 0.0, 1.0
+    share = right / samples
+    middle = share + Z**2 / (2 * samples)
+    spread = Z * math.sqrt(share * (1 - share) / samples + Z**2 / (4 * samples**2))
+    scale = 1 + Z**2 / samples
+    # Rounding may lead a hair beyond 0 and 1.
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:
@@ -185,18 +183,6 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ the whole
-
-
-def identity_of(result: Entry) -> tuple[str | None, ...]:
-    """Return the digests that a result depends on: test set, training set, protocol, leaks."""
-    train = result["train"]
-    leaks = result["leaks"]
-    return (
-        result["set"]["digest"],
-        train["digest"] if train else None,
-        result["protocol"]["digest"],
-        leaks["digest"] if leaks != NOT_CHECKED else None,
-    )
 
 
 def table(document: Entry) -> list[str]:
@@ -236,8 +222,3 @@ def entries_of(document: Entry) -> dict[str, Entry]:
                 full_name = f"{result['set']['name']} {name}"
             entries[full_name] = entry
     return entries
-
-
-def metrics_of(document: Entry) -> dict[str, float]:
-    """Return every value by its name, as `entries_of`."""
-    return {name: entry["value"] for name, entry in entries_of(document).items()}

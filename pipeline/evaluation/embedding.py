@@ -44,8 +44,8 @@ def find_alike(
 ) -> Embeddings:
     """Find the pairs whose features have a cosine of at least `cosine`; safe to kill and run again.
 
-    `report` is told how many training shards are done, of how many. The journal stays in `folder` until the document
-    is written (`forget`).
+    `report` is told how many training shards are done, of how many. The journal stays in `folder` until the
+    document is written.
     """
     path, digest = weights
     settings = {"weights": path, "digest": digest, "cosine": cosine}
@@ -91,11 +91,6 @@ def find_alike(
             if report:
                 report(done, len(missing))
         return Embeddings({key: matches_of(record) for key, record in journal.records.items()}, settings)
-
-
-def forget(folder: Path) -> None:
-    """Delete the journal: what it says stands in the document."""
-    (folder / JOURNAL).unlink(missing_ok=True)
 
 
 def features_of(

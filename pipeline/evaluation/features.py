@@ -7,7 +7,7 @@
 3. A protocol reads as many rows at a time as fit in memory: `blocks`.
 
     store = FeatureStore(index, folder)
-    collect(model, group.agreed(store.watching(batches)), store, torch.float32, device)
+    collect(model, store.watching(batches), store, torch.float32, device)
     store.rows, store.labels, store.features(store.rows[:100])          of rank 0; those of the others stay empty
 
 A worker holds one batch; rank 0 two, and of each sample its label lists and predictions: some ten numbers.
@@ -32,6 +32,8 @@ from data.index.index import Index
 BLOCK = 4096  # rows that are read at a time: 12 MiB of 768 features
 FEATURE_BYTES = 4  # float32
 
+Beat = Callable[[], None]  # called between two blocks of a long computation, which its errors end
+
 
 class FeatureStore:
     """Rows by the number of their sample in the set; samples that could not be read have none."""
@@ -41,7 +43,7 @@ class FeatureStore:
         self.folder = folder  # where the file without a name takes its room
         self.starts = np.append(0, np.cumsum(index.shard_samples))
         self.is_there = np.zeros(index.samples, bool)
-        self.all_labels: np.ndarray | None = None  # (N, L), padded with −1
+        self.all_labels = np.empty((0, 1), np.int64)  # (N, L) from the first batch on, padded with −1
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first
         self.file: IO[bytes] | None = None
         self.width = 0  # D
@@ -50,12 +52,6 @@ class FeatureStore:
 
     # -------------------------------------------------------------------------------------------- writing
 
-    def numbers(self, batch: EvaluationBatch) -> Tensor:
-        """Return the numbers (b,) of a batch's samples in the set; −1 for padding and for what could not be read."""
-        shards, samples = batch.ids.unbind(1)
-        starts = torch.from_numpy(self.starts)
-        return torch.where(batch.mask, starts[shards.clamp(min=0)] + samples, -1)
-
     def watching(self, batches: Iterable[EvaluationBatch]) -> Iterator[EvaluationBatch]:
         """Iterate batches; raise OSError, where the next one is asked for, once something could not be kept."""
         for batch in batches:
@@ -63,44 +59,46 @@ class FeatureStore:
             if self.failure is not None:
                 raise self.failure
 
-    def keep(self, numbers: Tensor, labels: Tensor, features: Tensor | None, predictions: Tensor | None) -> None:
-        """Keep what a worker has made of a batch; a disk that refuses is remembered in `failure`."""
+    def keep(
+        self, numbers: Tensor, labels: Tensor, features: Tensor | None = None, predictions: Tensor | None = None
+    ) -> None:
+        """Keep the rows of a batch by their numbers (b,) in the set, those with −1 left out.
+
+        A disk that refuses the features (b, D) is remembered in `failure`; from then on nothing is kept.
+        """
         is_good = (numbers >= 0).cpu().numpy()
         rows = numbers.cpu().numpy()[is_good]
         if self.failure is not None or len(rows) == 0:
             return
         self.is_there[rows] = True
-        if self.all_labels is None:
+        if len(self.all_labels) == 0:
             self.all_labels = np.full((self.index.samples, labels.shape[1]), -1)
         self.all_labels[rows] = labels.cpu().numpy()[is_good]
         if predictions is not None:
             if self.all_predictions is None:
                 self.all_predictions = np.full((self.index.samples, predictions.shape[1]), -1, np.int32)
             self.all_predictions[rows] = predictions.cpu().numpy()[is_good]
-        if features is not None:
-            try:
-                self.write(rows, features.cpu().numpy()[is_good])
-            except OSError as error:
-                self.failure = OSError(error.errno, f"cannot keep features: {error.strerror}", str(self.folder))
-
-    def write(self, rows: np.ndarray, features: np.ndarray) -> None:
-        """Write features (b, D) at their rows. Raises OSError where the disk has no room."""
-        if self.file is None:
-            self.width = features.shape[1]
-            self.row_bytes = self.width * FEATURE_BYTES
-            self.file = tempfile.TemporaryFile(dir=self.folder, prefix="features-")  # noqa: SIM115 (as long as we live)
-            # All of it now: an hour into the pass would be a bad moment to learn that the disk is too small.
-            os.posix_fallocate(self.file.fileno(), 0, max(self.index.samples * self.row_bytes, 1))
-        first = 0
-        for run in runs_of(rows):
-            part = np.ascontiguousarray(features[first : first + len(run)], np.float32)
-            content = part.tobytes()
-            offset = int(run[0]) * self.row_bytes
-            # A single call may write less than all of it.
-            written = 0
-            while written < len(content):
-                written += os.pwrite(self.file.fileno(), content[written:], offset + written)
-            first += len(run)
+        if features is None:
+            return
+        try:
+            if self.file is None:
+                self.width = features.shape[1]
+                self.row_bytes = self.width * FEATURE_BYTES
+                self.file = tempfile.TemporaryFile(dir=self.folder, prefix="features-")  # noqa: SIM115 (until `close`)
+                # All of it now: an hour into the pass would be a bad moment to learn that the disk is too small.
+                os.posix_fallocate(self.file.fileno(), 0, max(self.index.samples * self.row_bytes, 1))
+            kept = np.ascontiguousarray(features.cpu().numpy()[is_good], np.float32)
+            first = 0
+            for run in runs_of(rows):
+                content = kept[first : first + len(run)].tobytes()
+                offset = int(run[0]) * self.row_bytes
+                # A single call may write less than all of it.
+                written = 0
+                while written < len(content):
+                    written += os.pwrite(self.file.fileno(), content[written:], offset + written)
+                first += len(run)
+        except OSError as error:
+            self.failure = OSError(error.errno, f"cannot keep features: {error.strerror}", str(self.folder))
 
     # -------------------------------------------------------------------------------------------- reading
 
@@ -111,15 +109,8 @@ class FeatureStore:
 
     @property
     def labels(self) -> np.ndarray:
-        """Return the labels (rows, L) of the samples that are there, padded with −1."""
-        if self.all_labels is None:
-            return np.empty((0, 1), np.int64)
-        return self.all_labels[self.is_there]
-
-    @property
-    def first_labels(self) -> np.ndarray:
-        """Return the first label (rows,) of each sample that is there: what is learned from it."""
-        return self.labels[:, 0]
+        """Return the labels (rows, L) of the samples that are there, padded with −1; probes learn the first."""
+        return self.all_labels[self.rows]
 
     @property
     def predictions(self) -> np.ndarray:
@@ -181,6 +172,12 @@ def collect(
     between a batch's computation and its sending.
     `samples` comes from `store.watching`, so that every worker hears of a disk that is full.
     """
+    rank = 0
+    world = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+    starts = torch.from_numpy(store.starts)
     was_training = model.training
     model.eval()
     try:
@@ -188,38 +185,33 @@ def collect(
             # Every worker gets equally many batches: ZeRO-3 gathers weights in lockstep.
             for batch in samples:
                 rows = model.features(normalise(batch.images, dtype, device))  # type: ignore[operator]
-                made = [store.numbers(batch).to(device), batch.labels.to(device)]
+                # The numbers of the samples in the set; −1 for padding and for samples that could not be read.
+                shards, places = batch.ids.unbind(1)
+                numbers = torch.where(batch.mask, starts[shards.clamp(min=0)] + places, -1)
+                computed = {"numbers": numbers.to(device), "labels": batch.labels.to(device)}
                 if best:
                     # Stable, so that of equal outputs the lowest class comes first, whatever the device.
                     logits = model.head(rows).float()  # type: ignore[operator]
                     order = logits.sort(dim=1, descending=True, stable=True)
-                    made.append(order.indices[:, :best].contiguous())
+                    computed["predictions"] = order.indices[:, :best].contiguous()
                 if with_features:
-                    made.append(rows.float().contiguous())
+                    computed["features"] = rows.float().contiguous()
                 if on_computed is not None:
                     on_computed()
-                # On all workers but rank 0 there is nothing to keep, and going through the parts is what sends them.
-                for part in at_rank_0(made):
-                    predictions = part[2] if best else None
-                    features = part[-1] if with_features else None
-                    store.keep(part[0], part[1], features, predictions)
+
+                if rank != 0:
+                    for tensor in computed.values():
+                        dist.send(tensor, 0)
+                    continue
+                store.keep(**computed)
+                # One worker after the other into the same memory: a gather would hold those of all workers at once.
+                # The tensors of all workers have the same shapes.
+                received = {}
+                if world > 1:
+                    received = {name: torch.empty_like(tensor) for name, tensor in computed.items()}
+                for source in range(1, world):
+                    for tensor in received.values():
+                        dist.recv(tensor, source)
+                    store.keep(**received)
     finally:
         model.train(was_training)
-
-
-def at_rank_0(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Collective: iterate, at rank 0, every worker's tensors, in the order of ranks; their shapes are the same."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield tensors
-        return
-    if dist.get_rank() != 0:
-        for tensor in tensors:
-            dist.send(tensor, 0)
-        return
-    yield tensors
-    # One worker after the other into the same memory: a gather would hold those of all workers at once.
-    received = [torch.empty_like(tensor) for tensor in tensors]
-    for source in range(1, dist.get_world_size()):
-        for tensor in received:
-            dist.recv(tensor, source)
-        yield received

@@ -1,14 +1,11 @@
-"""The protocols by which weights are evaluated: each is one function here, and one row of PROTOCOLS.
+"""The protocols by which weights are evaluated: each is one function, and one row of PROTOCOLS.
 
 Of the head, every prediction being right where it is one of the sample's labels:
   top-1, top-5    the sample's label is the best, or one of the five best classes
   real            top-1 on the labels of Beyer et al. 2020 (ReaL): any of several; images without one are left out
   per-class       the mean over classes of the share right in each (mean per-class accuracy), and each class by name
-Of the features alone, learned from a training set and evaluated on the test set:
-  fewshot         ridge regression on a few images a class, in closed form (probe.py)
-  linear          the same on all images (probe.py)
-  knn             a vote of the nearest (neighbours.py)
-  logistic        logistic regression (logistic.py)
+Of the features alone, learned from a training set and evaluated on the test set (probes.py):
+  fewshot, linear, knn, logistic
 
 A protocol's outcome says of every test sample whether it was right; document.py makes values and intervals of that.
 
@@ -17,110 +14,29 @@ settings also has a field of its name in jobs/stages/evaluate.py.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
 from data.checks import at_least
-from data.draws import few_shot_rows
 from data.errors import ConfigError
 from data.images.preprocess import shape_of
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
-from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.group import Beat
-from pipeline.evaluation.logistic import LogisticConfig, logistic
-from pipeline.evaluation.neighbours import NeighboursConfig, knn
-from pipeline.evaluation.probe import L2, LinearMap, fit, fit_all
-
-# N samples of the test set that are there, L labels of a sample at most, K best classes
-
-
-# ------------------------------------------------------------------------------------------------ settings
-
-
-@dataclass(frozen=True)
-class FewShotConfig:
-    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
-
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the value is the mean over them
-    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
-
-    def __post_init__(self) -> None:
-        require(min(self.shots, default=0) > 0, f"fewshot.shots are {self.shots}, expected 1 or more")
-        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds are {self.seeds}, expected one or more, from 0 on")
-        at_least(self, 0, "l2", "fewshot.")
-
-
-@dataclass(frozen=True)
-class ProbeConfig:
-    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
-
-    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
-    test: str | None = None  # index of the set that the fitted map is evaluated on; or "@stage/name"
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
-    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
-
-    def __post_init__(self) -> None:
-        require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
-        fewest = min(self.shots, default=0)
-        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
-        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
-        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
-        at_least(self, 0, "l2", "probe.")
-
-    def protocol(self) -> "Protocol":
-        """Return the protocol fewshot with these settings."""
-        return Protocol("fewshot", config.as_json({"options": asdict(FewShotConfig(self.shots, self.seeds, self.l2))}))
-
-
-@dataclass(frozen=True)
-class LinearConfig:
-    """Protocol linear: the map of the few-shot probe, fitted to all training images."""
-
-    l2: float = L2  # weight of the ridge regression's penalty
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "l2", "linear.")
-
-
-# ------------------------------------------------------------------------------------------------ what a protocol is
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Holds the inputs of a protocol, at rank 0."""
-
-    name: str  # of the protocol
-    train: FeatureStore | None  # None for protocols of the head
-    test: FeatureStore
-    labels: np.ndarray  # (N, L) of the test set, padded with −1: a prediction is right where it is any of them
-    device: torch.device
-    beat: Beat
-
-    def is_right(self, predicted: np.ndarray) -> np.ndarray:
-        """(N,) or (N, K) → (N,) bool: one of the predictions is one of the labels; padding of −1 equals none."""
-        return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
-
-    def training_set(self) -> FeatureStore:
-        """Return the training set of a protocol of features."""
-        assert self.train is not None, "the stage refuses a protocol of features without a training set"
-        return self.train
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Holds the outcome of a protocol on a test set."""
-
-    right: dict[str, list[np.ndarray]]  # value → of every seed, or once: (N,) bool, whether a sample was right
-    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value → seed → numbers of the samples
-    chosen: dict[str, float] = field(default_factory=dict)  # settings that held-out training samples selected
+from pipeline.evaluation.probes import (
+    L2,
+    FewShotConfig,
+    Inputs,
+    LinearConfig,
+    LogisticConfig,
+    NeighboursConfig,
+    Outcome,
+    few_shot,
+    knn,
+    linear,
+    logistic,
+)
 
 
 @dataclass(frozen=True)
@@ -152,11 +68,6 @@ class Protocol:
         return config.digest({"protocol": self.name, "fields": self.fields})
 
     @property
-    def best(self) -> int:
-        """Return how many of the head's best classes it looks at; 0 for a protocol of features."""
-        return self.kind.best
-
-    @property
     def settings(self) -> Any:
         """Return the settings as an instance of their class; None for a protocol without any."""
         if self.kind.settings is None:
@@ -169,71 +80,11 @@ class Protocol:
                 options[name] = tuple(value)
         return self.kind.settings(**options)
 
-    def compute(self, inputs: Inputs) -> Outcome:
-        """Compute the protocol. Raises ConfigError where its settings do not fit the sets."""
-        return self.kind.compute(inputs, self.settings)
-
-
-# ------------------------------------------------------------------------------------------------ the protocols
-
 
 def best_classes(inputs: Inputs, settings: None) -> Outcome:
     """Compare the head's best classes with the labels: top-1, top-5, real, per-class."""
     best = PROTOCOLS[inputs.name].best
     return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
-
-
-def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
-    """Fit the closed form to the shots of every seed; values are 1shot, 5shot, … (big_vision fewshot_lsr.py)."""
-    train = inputs.training_set()
-    rows = train.rows
-    labels = train.first_labels
-    outcome = Outcome({})
-    for count in settings.shots:
-        value = f"{count}shot"
-        outcome.right[value] = []
-        outcome.shots[value] = {}
-        for seed in settings.seeds:
-            picked = few_shot_rows(labels, count, seed)
-            fitted = fit(train.features(rows[picked]), torch.from_numpy(labels[picked]), settings.l2)
-            inputs.beat()
-            predicted = predictions_of(fitted, inputs.test, inputs.beat)
-            outcome.right[value].append(inputs.is_right(predicted))
-            outcome.shots[value][str(seed)] = rows[picked].tolist()
-    return outcome
-
-
-def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
-    """Fit the closed form to all training samples."""
-    fitted = fit_all(inputs.training_set(), settings.l2, inputs.beat)
-    return Outcome({"linear": [inputs.is_right(predictions_of(fitted, inputs.test, inputs.beat))]})
-
-
-def predictions_of(fitted: LinearMap, test: FeatureStore, beat: Beat) -> np.ndarray:
-    """Return the class (N,) that a linear map gives each test sample."""
-    predicted = []
-    for _, features in test.blocks():
-        predicted.append(fitted.predict(features).numpy())
-        beat()
-    return np.concatenate(predicted)
-
-
-def nearest_neighbours(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
-    """Have the nearest training samples vote; values are knn-10, knn-20, …"""
-    train = inputs.training_set()
-    count = len(train.rows)
-    require(
-        max(settings.k) <= count,
-        f"knn.k is {max(settings.k)}, the training set has {count} samples\n  type knn.k=[{count}], or less",
-    )
-    votes = knn(train, inputs.test, settings, inputs.device, inputs.beat)
-    return Outcome({f"knn-{k}": [inputs.is_right(predicted)] for k, predicted in votes.items()})
-
-
-def logistic_regression(inputs: Inputs, settings: LogisticConfig) -> Outcome:
-    """Fit a logistic regression, its penalty chosen on held-out training samples."""
-    predicted, chosen = logistic(inputs.training_set(), inputs.test, settings, inputs.device, inputs.beat)
-    return Outcome({"logistic": [inputs.is_right(predicted)]}, chosen=chosen)
 
 
 PROTOCOLS: dict[str, ProtocolKind] = {
@@ -248,15 +99,36 @@ PROTOCOLS: dict[str, ProtocolKind] = {
         value_names=lambda settings: [f"{shots}shot" for shots in settings.shots],
     ),
     "linear": ProtocolKind(linear, LinearConfig),
-    "knn": ProtocolKind(
-        nearest_neighbours, NeighboursConfig, value_names=lambda settings: [f"knn-{k}" for k in settings.k]
-    ),
-    "logistic": ProtocolKind(logistic_regression, LogisticConfig),
+    "knn": ProtocolKind(knn, NeighboursConfig, value_names=lambda settings: [f"knn-{k}" for k in settings.k]),
+    "logistic": ProtocolKind(logistic, LogisticConfig),
 }
 FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # those that need a training set
 
 
 # ------------------------------------------------------------------------------------------------ a recipe's choice
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
+
+    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
+    test: str | None = None  # index of the set that the fitted map is evaluated on; or "@stage/name"
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
+    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
+
+    def __post_init__(self) -> None:
+        require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
+        fewest = min(self.shots, default=0)
+        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
+        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
+        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        at_least(self, 0, "l2", "probe.")
+
+    def protocol(self) -> Protocol:
+        """Return the protocol fewshot with these settings."""
+        return Protocol("fewshot", config.as_json({"options": asdict(FewShotConfig(self.shots, self.seeds, self.l2))}))
 
 
 def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str, Any]) -> list[Protocol]:

@@ -1,40 +1,146 @@
-"""The evaluator of weights by protocols on sets, in each worker: the only place where sets meet a model in evaluation.
+"""Evaluates weights by protocols on sets, in each worker: the only place where sets meet a model in evaluation.
 
 The training loop and an asynchronous evaluation (pipeline/evaluate.py) and the stages `evaluate` and `fewshot`
 (jobs/stages/evaluation_worker.py) all call `Evaluator.evaluate`:
 
 1. Each set passes through the model once, for all the protocols that use it. A worker reads its part of the set and
    sends labels, predictions and features to rank 0 (features.py).
-2. Rank 0 computes one protocol after the other (protocols.py); the others wait, and hear of a stop (group.py).
+2. Rank 0 computes one protocol after the other (protocols.py); the others wait.
 3. Each request has a result in the form of evaluation.json (document.py).
 
 In:  [Request("/shards/test", None, Protocol("top-1", {}))]
 Out: [{"set": {"judged": 360, …}, "values": {"top-1": {"value": 0.91, "low": …}}, …}] at rank 0, [] elsewhere
+
+`EvaluationGroup` keeps the workers together: no batch goes into the model alone, about once a second every worker hears
+of a stop and of a worker that cannot go on, and each of the two is raised on all workers alike. A process without a
+group, as that of an asynchronous evaluation, is alone: its own error comes out as it is.
 """
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from data.errors import DataError
+from data.errors import DataError, PatchlineError, Preempted, exit_code
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
 from data.remote.cache import CacheConfig
 from pipeline.evaluation import document
-from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.group import Beat, EvaluationFailed, EvaluationGroup
-from pipeline.evaluation.protocols import Inputs, Protocol
+from pipeline.evaluation.features import Beat, FeatureStore, collect
+from pipeline.evaluation.probes import Inputs
+from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import duration
 from pipeline.monitoring.watchdog import Phases
 
+Result = TypeVar("Result")
+
+BEAT_S = 1.0  # between two beats in which all workers take part
 PROGRESS_S = 20.0  # between two lines that say how far a pass over a set is
+
+
+# ------------------------------------------------------------------------------------------------ the group
+
+
+class EvaluationStopped(Preempted):
+    """The run was asked to stop, and all workers have left an evaluation between two batches."""
+
+
+class EvaluationFailed(PatchlineError):
+    """An evaluation cannot be finished, which all workers know; carries the exit code of the failure."""
+
+    exit_code: int
+
+    def __init__(self, message: str, exit_code: int, path: str | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.path = path  # of the set that could not be passed through the model; None: a protocol failed
+
+
+@dataclass(frozen=True)
+class EvaluationGroup:
+    """Gives a worker its view of the group that evaluates. All methods are collective."""
+
+    phases: Phases
+    device: torch.device
+    wants_stop: Callable[[], bool]  # of this worker
+    step: int = 0  # of the weights, in phases
+
+    def go_on_together(self, failure: Exception | None = None, *, is_working: bool = False) -> bool:
+        """Return whether a worker `is_working` alone; the phases' log gets the traceback of `failure`.
+
+        Raises EvaluationFailed where a worker has a failure and EvaluationStopped where one wants to stop, on all
+        workers alike.
+        """
+        if not dist.is_initialized():
+            if failure is not None:
+                raise failure
+            if self.wants_stop():
+                raise EvaluationStopped("stopped in an evaluation")
+            return is_working
+        flags = torch.tensor([failure is not None, self.wants_stop(), is_working], dtype=torch.float64)
+        flags = flags.to(self.device)
+        dist.all_reduce(flags)
+        failures, stops, working = flags.tolist()
+        if failures:
+            mine = None
+            if failure is not None:
+                traceback.print_exception(failure, file=self.phases.log)
+                self.phases.log.flush()
+                mine = (f"worker {dist.get_rank()}: {type(failure).__name__}: {failure}", exit_code(failure))
+            all_failures: list[tuple[str, int] | None] = [mine] * dist.get_world_size()
+            dist.all_gather_object(all_failures, mine)
+            for first_failure in all_failures:
+                if first_failure is not None:
+                    raise EvaluationFailed(*first_failure) from failure
+        if stops:
+            raise EvaluationStopped("stopped in an evaluation")
+        return working > 0
+
+    def at_rank_0_alone(self, work: Callable[[Beat], Result], phase: str) -> Result | None:
+        """Return the value of `work(beat)` at rank 0, which calls `beat` between two pieces of work; None elsewhere.
+
+        Raises EvaluationFailed and EvaluationStopped, on all workers alike.
+        """
+        if not dist.is_initialized():
+            return work(lambda: self.phases.enter(phase, self.step))
+        is_rank_0 = dist.get_rank() == 0
+        last_heard = time.monotonic()
+
+        def beat() -> None:
+            nonlocal last_heard
+            # The watchdog sees that rank 0 moves, and rank 0 hears of a stop.
+            if time.monotonic() - last_heard >= BEAT_S:
+                self.phases.enter(phase, self.step)
+                self.go_on_together(is_working=True)
+                last_heard = time.monotonic()
+
+        # Rank 0 stays the worker behind: it has entered one phase fewer than those that wait for it.
+        with self.phases.led(phase, self.step, is_rank_0):
+            if not is_rank_0:
+                while self.go_on_together():
+                    self.phases.enter("wait", self.step)
+                return None
+            result = None
+            failure = None
+            try:
+                result = work(beat)
+            except (EvaluationFailed, EvaluationStopped):  # raised by a beat: the others have heard it
+                raise
+            except Exception as error:
+                failure = error
+            self.go_on_together(failure)
+        return result
+
+
+# ------------------------------------------------------------------------------------------------ the evaluator
 
 
 @dataclass(frozen=True)
@@ -107,11 +213,10 @@ class Evaluator:
         best = 0
         with_features = False
         for request in requests:
-            if request.protocol.best and request.test == path:
-                best = max(best, request.protocol.best)
-            if not request.protocol.best and path in (request.test, request.train):
+            if request.protocol.kind.best and request.test == path:
+                best = max(best, request.protocol.kind.best)
+            if not request.protocol.kind.best and path in (request.test, request.train):
                 with_features = True
-        device = self.group.device
         try:
             # Where a worker cannot read the index of the set, all workers hear of it.
             index = self.indexes.get(path)
@@ -124,15 +229,13 @@ class Evaluator:
                 self.group.go_on_together(failure)
             assert index is not None, "a failure has been raised"
             store = FeatureStore(index, self.folder)
-            # A full disk at rank 0 is raised where the next batch is asked for, so that all workers hear of it.
-            batches = self.group.agreed(store.watching(self.batches(index)))
-            batches = self.with_progress(batches, index, path)
             collect(
                 self.model,
-                batches,
+                # A full disk at rank 0 is raised where the next batch is asked for, so that all workers hear of it.
+                self.together(store.watching(self.batches(index)), index, path),
                 store,
                 self.dtype,
-                device,
+                self.group.device,
                 with_features=with_features,
                 best=best,
                 # Rank 0 waits here for the others' batches: one that hangs while it computes has entered a phase fewer.
@@ -142,26 +245,25 @@ class Evaluator:
             raise EvaluationFailed(f"{path}: {error}", error.exit_code, path) from error
         return store
 
-    def batches(self, index: Index) -> Iterator[EvaluationBatch]:
-        """Iterate this process's batches of a set; what the opening of the set raises is raised at the first."""
-        for rank in self.ranks:
-            samples = EvaluationSet(
-                index,
-                self.preprocess,
-                batch_size=self.micro_batch,
-                rank=rank,
-                world=self.world,
-                max_labels=self.max_labels,
-                cache=self.cache,
-            )
-            yield from watched(samples, self.group.phases, self.group.step)
+    def together(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
+        """Iterate batches, each once every worker has its own, and log now and then how far they are.
 
-    def with_progress(self, batches: Iterator[EvaluationBatch], index: Index, path: str) -> Iterator[EvaluationBatch]:
-        """Iterate batches, and log now and then how far this worker is; the others are as far."""
+        Raises EvaluationFailed or EvaluationStopped, on all workers alike, where a worker cannot read on or is asked to
+        stop.
+        """
         began = time.monotonic()
         last_report = began
         passed = 0
-        for batch in batches:
+        while True:
+            batch = None
+            failure = None
+            try:
+                batch = next(batches, None)
+            except Exception as error:  # reading and decoding may raise any
+                failure = error
+            self.group.go_on_together(failure)
+            if batch is None:
+                break
             yield batch
             # All workers have passed as many batches, but for the last.
             passed = min(passed + self.micro_batch * self.world // len(self.ranks), index.samples)
@@ -169,6 +271,45 @@ class Evaluator:
                 last_report = time.monotonic()
                 self.report(f"{path}: {passed:,} of {index.samples:,} images")
         self.report(f"{path}: {index.samples:,} images in {duration(time.monotonic() - began)}")
+
+    def batches(self, index: Index) -> Iterator[EvaluationBatch]:
+        """Iterate this process's batches of a set, each entered as a phase that names the shards which are read.
+
+        An error in the opening of the set is raised at the first batch.
+        """
+        phases = self.group.phases
+        step = self.group.step
+        size = self.micro_batch
+        for rank in self.ranks:
+            samples = EvaluationSet(
+                index,
+                self.preprocess,
+                batch_size=size,
+                rank=rank,
+                world=self.world,
+                max_labels=self.max_labels,
+                cache=self.cache,
+            )
+            batches = iter(samples)
+            # The set reads one batch ahead: while it gives the first it reads two, and with any other the next one.
+            being_read = samples.rows[: 2 * size]
+            for number in range(len(samples)):
+                # "first … last" of the shards; "" where nothing is left to read, or the batch is padding alone.
+                shards = ""
+                if being_read:
+                    first, _ = samples.place(being_read[0])
+                    last, _ = samples.place(being_read[-1])
+                    shards = index.shards[first].name
+                    if last != first:
+                        shards += f" … {index.shards[last].name}"
+                phases.enter("evaluate", step, shards)
+                batch = next(batches)
+                # Again: a worker that waits for the others' batches has entered one phase more than one that reads.
+                phases.enter("evaluate", step, shards)
+                yield batch
+                being_read = samples.rows[(number + 2) * size : (number + 3) * size]
+            # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
+            phases.enter("evaluate", step)
 
     def report(self, line: str) -> None:
         """Log a line, at rank 0 of a caller that wants lines."""
@@ -188,31 +329,9 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
             raise DataError(f"{path}: none of {stores[path].index.samples} samples could be read")
     if request.train is not None:
         train = stores[request.train]
-    labels = test.labels[:, :1] if request.first_label else test.labels
-    outcome = request.protocol.compute(Inputs(request.protocol.name, train, test, labels, device, beat))
-    return document.result_of(outcome, request.protocol, test, train, request.leaked)
-
-
-def watched(samples: EvaluationSet, phases: Phases, step: int = 0) -> Iterator[EvaluationBatch]:
-    """Iterate the set's batches, each entered as a phase that names the shards which are read meanwhile."""
-    batches = iter(samples)
-    size = samples.batch_size
-    # The set reads one batch ahead: while it gives the first it reads two, and with any other the next one.
-    being_read = samples.rows[: 2 * size]
-    for number in range(len(samples)):
-        # "first … last" of the shards; "" where nothing is left to read, or the batch is padding alone.
-        shards = ""
-        if being_read:
-            first, _ = samples.place(being_read[0])
-            last, _ = samples.place(being_read[-1])
-            shards = samples.index.shards[first].name
-            if last != first:
-                shards += f" … {samples.index.shards[last].name}"
-        phases.enter("evaluate", step, shards)
-        batch = next(batches)
-        # Once more: a worker that waits for the others' batches has entered one phase more than one that still reads.
-        phases.enter("evaluate", step, shards)
-        yield batch
-        being_read = samples.rows[(number + 2) * size : (number + 3) * size]
-    # No shard is read any more: a worker that hangs in the reduction must not be blamed on the last one.
-    phases.enter("evaluate", step)
+    labels = test.labels
+    if request.first_label:
+        labels = labels[:, :1]
+    protocol = request.protocol
+    inputs = Inputs(protocol.name, train, test, labels, device, beat)
+    return document.result_of(protocol.kind.compute(inputs, protocol.settings), protocol, test, train, request.leaked)

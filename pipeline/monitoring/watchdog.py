@@ -22,7 +22,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,19 +37,13 @@ LONGEST_SHARD = 150  # characters; as JSON each may take twelve bytes, and a lin
 SLOW_LOOKS = 30
 SLOW_SHARE = 0.9
 NODE_FOLDER = "PATCHLINE_NODE_FOLDER"  # a worker's variable: its attempt's folder on this node alone
-
-
 STOP_FILE = "stop"  # appears in the node's folder when the driver wants the worker group to commit and end
+PHASE_FILE = "rank-{:05d}.phase"  # in the node's folder
 
 
 def node_folder(attempt_folder: Path) -> Path:
     """Return the folder of an attempt that this node shares with no other; without an agent, the attempt's own."""
     return Path(os.environ.get(NODE_FOLDER, attempt_folder))
-
-
-def phase_file(folder: Path, rank: int) -> Path:
-    """Return where a worker says in which phase it is."""
-    return folder / f"rank-{rank:05d}.phase"
 
 
 # ------------------------------------------------------------------------------------------------ in the worker
@@ -62,7 +56,7 @@ class Phases:
         self.stall_s = stall_s
         self.entered = 0  # phases so far
         folder.mkdir(parents=True, exist_ok=True)
-        self.handle = os.open(phase_file(node_folder(folder), rank), os.O_WRONLY | os.O_CREAT, 0o666)
+        self.handle = os.open(node_folder(folder) / PHASE_FILE.format(rank), os.O_WRONLY | os.O_CREAT, 0o666)
         self.log = open(folder / f"rank-{rank:05d}.log", "a")  # noqa: SIM115 (faulthandler writes until close)
 
     def enter(self, phase: str, step: int, shard: str = "") -> None:
@@ -128,7 +122,7 @@ class Place:
 def read_place(folder: Path, rank: int) -> Place | None:
     """Return where a worker of this node says that it is; None where it has said nothing."""
     try:
-        fields = json.loads(phase_file(folder, rank).read_bytes())
+        fields = json.loads((folder / PHASE_FILE.format(rank)).read_bytes())
     except (OSError, ValueError):
         return None
     return Place(**fields)
@@ -162,7 +156,7 @@ class Watch:
         self.behind: Counter[int] = Counter()  # by rank: in how many of them all others waited for it
 
     def look(self, reported: Mapping[int, Place], frozen: Callable[[int], bool]) -> Verdict | None:
-        """Tell who has held up everybody for longer than the time-out; None while anybody moves.
+        """Tell which worker has held up all the others for longer than the time-out; None while any worker moves.
 
         `reported` are the workers' places by rank, of the same moment as far as possible. `frozen` tells whether the
         process of a rank is stopped by a signal.
@@ -177,62 +171,49 @@ class Watch:
                 self.last_sign = self.clock()
                 self.places[rank] = place
         idle_s = self.clock() - self.last_sign
-
-        # A worker that has never been seen may still be importing, which takes longer than any phase.
-        if len(self.places) < self.world:
-            if idle_s > self.start_s:
-                missing = [rank for rank in range(self.world) if rank not in self.places]
-                no_start = Verdict(missing[0], f"does not start, {idle_s:.0f}s without a sign of life")
-                return first_frozen(missing, idle_s, frozen) or no_start
-            return None
+        has_all = len(self.places) == self.world
 
         # Only in the steps do all workers do equally much; elsewhere rank 0 may be behind for good reasons.
-        if all(place.phase in STEP for place in self.places.values()):
+        if has_all and all(place.phase in STEP for place in self.places.values()):
             self.looks += 1
-            late = self.alone_behind()
-            if late is not None:
-                self.behind[late] += 1
-        if idle_s > self.stall_s:
-            return self.judge(idle_s, frozen)
-        return None
+            if self.world > 1:
+                last = min(self.places, key=lambda rank: self.places[rank].entered)
+                # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
+                waiting = 0
+                for place in self.places.values():
+                    waiting += place.phase in WAITING and place.entered > self.places[last].entered
+                if waiting == self.world - 1:
+                    self.behind[last] += 1
 
-    def place(self, rank: int | None) -> str:
-        """Return where a worker was last, in words; "" where it has not said so."""
-        if rank is None or rank not in self.places:
-            return ""
-        return str(self.places[rank])
-
-    def judge(self, idle_s: float, frozen: Callable[[int], bool]) -> Verdict:
-        """Name one of the workers that are furthest behind, and say why as far as can be told from outside."""
-        fewest = min(place.entered for place in self.places.values())
-        # Several may be equally far behind; one that is stopped by a signal explains why the rest do not move.
-        late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
-        stopped = first_frozen(late, idle_s, frozen)
-        if stopped is not None:
-            return stopped
-
-        rank = late[0]
-        # In this phase a worker waits for nobody but the storage and its own decoding processes.
-        if self.places[rank].phase == "data":
-            return Verdict(rank, f"stalled reader: {idle_s:.0f}s without a batch")
-        if self.world == 1:
-            return Verdict(rank, f"stuck for {idle_s:.0f}s")
-        # All are in the same phase: no single worker is to blame, so the collective itself is named.
-        if len(late) == self.world:
-            return Verdict(rank, f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s")
-        return Verdict(rank, f"stuck for {idle_s:.0f}s, the others wait for it")
-
-    def alone_behind(self) -> int | None:
-        """Return the worker that all others wait for; None where there is no such worker."""
-        if self.world == 1:
+        # A worker that has never been seen may still be importing, which takes longer than any phase.
+        if idle_s <= (self.stall_s if has_all else self.start_s):
             return None
-        last = min(self.places, key=lambda rank: self.places[rank].entered)
-        for rank, place in self.places.items():
-            # Being ahead is not waiting: a worker that still computes would not go on sooner if the last one came.
-            waits_for_it = place.phase in WAITING and place.entered > self.places[last].entered
-            if rank != last and not waits_for_it:
-                return None
-        return last
+
+        # Those that are missing or, of several that may be equally far behind, all.
+        if has_all:
+            fewest = min(place.entered for place in self.places.values())
+            late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]
+        else:
+            late = [rank for rank in range(self.world) if rank not in self.places]
+        # A worker that is stopped by a signal explains why the rest do not move.
+        for rank in late:
+            if frozen(rank):
+                return Verdict(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life")
+        # From outside, no more can be told than this.
+        rank = late[0]
+        if not has_all:
+            cause = f"does not start, {idle_s:.0f}s without a sign of life"
+        elif self.places[rank].phase == "data":
+            # In this phase a worker waits for nobody but the storage and its own decoding processes.
+            cause = f"stalled reader: {idle_s:.0f}s without a batch"
+        elif self.world == 1:
+            cause = f"stuck for {idle_s:.0f}s"
+        elif len(late) == self.world:
+            # All are in the same phase: no single worker is to blame, so the collective itself is named.
+            cause = f"stuck collective: all {self.world} workers are there for {idle_s:.0f}s"
+        else:
+            cause = f"stuck for {idle_s:.0f}s, the others wait for it"
+        return Verdict(rank, cause)
 
     def slow(self) -> tuple[int, float] | None:
         """Return (rank, share of the looks in which the others waited for it alone), where that is nearly always.
@@ -248,11 +229,3 @@ class Watch:
             if times >= SLOW_SHARE * looks:
                 return rank, times / looks
         return None
-
-
-def first_frozen(ranks: Sequence[int], idle_s: float, frozen: Callable[[int], bool]) -> Verdict | None:
-    """Return the verdict on the first of these workers whose process is stopped by a signal; None where none is."""
-    for rank in ranks:
-        if frozen(rank):
-            return Verdict(rank, f"frozen: stopped by a signal, {idle_s:.0f}s without a sign of life")
-    return None

@@ -2,7 +2,8 @@
 
     need = memory_need(cfg, model, world=8, is_gpu=True)
     need.device_bytes     what lives at the fullest moment: weights, state, gradients, buckets, activations, images
-    need.host_bytes       the loader's batches, and the copy of the state that a save makes
+    need.loader           of the node's memory: the loader's batches
+    need.snapshot         of the node's memory: the copy of the state that a save makes
 
 The step that is traced sees whole images, of which patch dropout may leave out a part (token_dropping.py).
 It holds what torch allocates. On a GPU the context of CUDA, workspaces of its libraries and what the allocator cannot
@@ -12,13 +13,14 @@ use because it is in pieces come on top.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import models
 from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
 from pipeline.checkpoints.saver import checkpoint_bytes
-from pipeline.plan.memory_traces import Kind, is_kept, step_to_trace, traces_of
+from pipeline.plan.memory_traces import Kind, kept, step_to_trace, traces_of
 from pipeline.training_config import TrainConfig, batch_arithmetic
 
 GIB = 2**30
@@ -57,11 +59,8 @@ class MemoryNeed:
 
     @property
     def device_bytes(self) -> int:
+        """Return what the device must hold, whenever most lives."""
         return max(self.start, sum(self.parts.values()))
-
-    @property
-    def host_bytes(self) -> int:
-        return self.loader + self.snapshot
 
 
 def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed:
@@ -118,7 +117,7 @@ def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: 
         return None
     accumulation = batch_arithmetic(cfg, world).accumulation
     recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)
-    if not is_kept(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)):
+    if kept(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)) is None:
         return None
     return memory_need(cfg, model, world, is_gpu=is_gpu)
 
@@ -221,55 +220,54 @@ def in_words(need: MemoryNeed, *, is_gpu: bool) -> str:
 
 
 def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool, name: str) -> None:
-    """Raise ConfigError with what to change where a worker needs more than `limit` bytes of its device; TraceFailed."""
-    needed = memory_need(cfg, model, world, is_gpu=is_gpu).device_bytes
-    if needed <= limit:
+    """Raise ConfigError with what to type where a worker of the stage `name` needs more than `limit` bytes.
+
+    Each change that is offered is enough alone; where none is, the error has the need with all at their utmost. Also
+    raises TraceFailed.
+    """
+
+    def needed(**changes: Any) -> int:
+        return memory_need(replace(cfg, **changes), model, world, is_gpu=is_gpu).device_bytes
+
+    needed_now = needed()
+    if needed_now <= limit:
         return
-    remedies = list(remedies_for(cfg, model, world, limit, is_gpu=is_gpu, name=name))
+
+    # The best change first: the largest micro-batch that fits.
+    remedies = []
+    for micro_batch in smaller_micro_batches(cfg, world):
+        size = needed(micro_batch=micro_batch)
+        if size <= limit:
+            remedies.append(f"{name}.micro_batch={micro_batch} (needs {memory_text(size)})")
+            break
+    # The fewest recomputed blocks; their number takes the place of a budget for activations.
+    all_blocks = blocks_of(model)
+    instead = ""
+    if cfg.activation_gb is not None:
+        instead = f" {name}.activation_gb=null"
+    blocks = fewest_blocks(lambda count: needed(checkpoint_blocks=count, activation_gb=None), all_blocks, limit)
+    if blocks:
+        size = needed(checkpoint_blocks=blocks, activation_gb=None)
+        remedies.append(f"{name}.checkpoint_blocks={blocks}{instead} (needs {memory_text(size)})")
+    # The next ZeRO stage that fits.
+    for zero in range(cfg.zero + 1, LAST_STAGE + 1):
+        size = needed(zero=zero)
+        if size <= limit:
+            remedies.append(f"{name}.zero={zero} (needs {memory_text(size)})")
+            break
+
     way_out = "type one of these: " + "; ".join(remedies)
     if not remedies:
-        utmost = together(cfg, model, world, is_gpu=is_gpu, name=name)
-        way_out = f"neither micro_batch nor checkpoint_blocks nor zero is enough; {utmost}"
+        smallest = min(smaller_micro_batches(cfg, world), default=cfg.micro_batch)
+        size = needed(micro_batch=smallest, checkpoint_blocks=all_blocks, activation_gb=None, zero=LAST_STAGE)
+        way_out = (
+            f"neither micro_batch nor checkpoint_blocks nor zero is enough; {name}.micro_batch={smallest} "
+            f"{name}.checkpoint_blocks={all_blocks}{instead} {name}.zero={LAST_STAGE} together need {memory_text(size)}"
+        )
     raise ConfigError(
-        f"{name}: a worker needs {memory_text(needed)} of its device's memory, {memory_text(limit)} are there\n"
+        f"{name}: a worker needs {memory_text(needed_now)} of its device's memory, {memory_text(limit)} are there\n"
         f"  {way_out}"
     )
-
-
-def remedies_for(
-    cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, is_gpu: bool, name: str
-) -> Iterator[str]:
-    """Iterate the changes of the stage `name` that are each enough alone, as they are typed, best first."""
-
-    def needed(changed: TrainConfig) -> int:
-        return memory_need(changed, model, world, is_gpu=is_gpu).device_bytes
-
-    for micro_batch in smaller_micro_batches(cfg, world):
-        size = needed(replace(cfg, micro_batch=micro_batch))
-        if size <= limit:
-            yield f"{name}.micro_batch={micro_batch} (needs {memory_text(size)})"
-            break
-
-    def recomputing(blocks: int) -> TrainConfig:
-        return replace(cfg, checkpoint_blocks=blocks, activation_gb=None)
-
-    blocks = fewest_blocks(lambda count: needed(recomputing(count)), blocks_of(model), limit)
-    if blocks:
-        yield f"{blocks_text(cfg, blocks, name)} (needs {memory_text(needed(recomputing(blocks)))})"
-
-    for zero in range(cfg.zero + 1, LAST_STAGE + 1):
-        size = needed(replace(cfg, zero=zero))
-        if size <= limit:
-            yield f"{name}.zero={zero} (needs {memory_text(size)})"
-            break
-
-
-def blocks_text(cfg: TrainConfig, blocks: int, name: str) -> str:
-    """Return what is typed for a number of recomputed blocks: it takes the place of `activation_gb`."""
-    typed = f"{name}.checkpoint_blocks={blocks}"
-    if cfg.activation_gb is None:
-        return typed
-    return f"{typed} {name}.activation_gb=null"
 
 
 def smaller_micro_batches(cfg: TrainConfig, world: int) -> Iterator[int]:
@@ -280,16 +278,3 @@ def smaller_micro_batches(cfg: TrainConfig, world: int) -> Iterator[int]:
         except ConfigError:
             continue
         yield micro_batch
-
-
-def together(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool, name: str) -> str:
-    """Say what is needed with all three changes at their utmost."""
-    smallest = list(smaller_micro_batches(cfg, world))[-1:] or [cfg.micro_batch]
-    utmost = replace(
-        cfg, micro_batch=smallest[0], checkpoint_blocks=blocks_of(model), activation_gb=None, zero=LAST_STAGE
-    )
-    size = memory_need(utmost, model, world, is_gpu=is_gpu).device_bytes
-    return (
-        f"{name}.micro_batch={utmost.micro_batch} {blocks_text(cfg, utmost.checkpoint_blocks, name)} "
-        f"{name}.zero={LAST_STAGE} together need {memory_text(size)}"
-    )

@@ -131,9 +131,7 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
 
     Raises TraceFailed.
     """
-    known: dict[Path, Trace | None] = {}
-    for step in steps:
-        known[path_of(step)] = kept(path_of(step))
+    known = {path_of(step): kept(step) for step in steps}
     if None in known.values():
         with ExitStack() as around:
             # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
@@ -141,97 +139,33 @@ def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
             with suppress(OSError, StorageError):
                 traces_folder().mkdir(parents=True, exist_ok=True)
                 around.enter_context(locked(traces_folder() / "lock"))
-            known |= make_missing(steps)
+            missing = {}
+            for step in steps:
+                known[path_of(step)] = kept(step)
+                if known[path_of(step)] is None:
+                    missing[path_of(step)] = step
+            answers = dict(zip(missing, run_tracer(list(missing.values())), strict=True))
+            for path, answer in answers.items():
+                known[path] = trace_in(answer)
+                if known[path] is None:
+                    raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
+
+            # Those that are made are kept; those that were not used for longest go.
+            try:
+                for path, answer in answers.items():
+                    write_whole(path, answer)
+                by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+                for path in by_use[MOST_KEPT:]:
+                    path.unlink(missing_ok=True)
+            except (OSError, StorageError) as error:
+                message = "%s: traced steps cannot be kept, each plan traces anew: %s"
+                logging.getLogger(__name__).warning(message, traces_folder(), error)
     traces = []
     for step in steps:
         trace = known[path_of(step)]
-        assert trace is not None
+        assert trace is not None, "it has been made"
         traces.append(trace)
     return traces
-
-
-def make_missing(steps: Sequence[StepToTrace]) -> dict[Path, Trace | None]:
-    """Return the traces of these steps by their files; those that are still missing are made and kept."""
-    known: dict[Path, Trace | None] = {}
-    missing = {}
-    for step in steps:
-        known[path_of(step)] = kept(path_of(step))
-        if known[path_of(step)] is None:
-            missing[path_of(step)] = step
-    answers = dict(zip(missing, run_tracer(list(missing.values())), strict=True))
-    for path, answer in answers.items():
-        known[path] = trace_in(answer)
-        if known[path] is None:
-            raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
-    try:
-        for path, answer in answers.items():
-            write_whole(path, answer)
-        # Those that were not used for longest go.
-        by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in by_use[MOST_KEPT:]:
-            path.unlink(missing_ok=True)
-    except (OSError, StorageError) as error:
-        message = "%s: traced steps cannot be kept, each plan traces anew: %s"
-        logging.getLogger(__name__).warning(message, traces_folder(), error)
-    return known
-
-
-def traces_folder() -> Path:
-    """Return where traces are kept."""
-    return state_folder() / "memory"
-
-
-def path_of(step: StepToTrace) -> Path:
-    """Return the file in which the trace of a step is kept."""
-    return traces_folder() / f"{key_of(step)}.json"
-
-
-def is_kept(step: StepToTrace) -> bool:
-    """Tell whether the step has been traced before."""
-    return kept(path_of(step)) is not None
-
-
-def kept(path: Path) -> Trace | None:
-    """Return a kept trace, which counts as used now; None where there is none, or where it is no trace."""
-    try:
-        trace = trace_in(path.read_text())
-    except (OSError, ValueError):
-        return None
-    with suppress(OSError):
-        os.utime(path)
-    return trace
-
-
-def trace_in(answer: str) -> Trace | None:
-    """Return the trace that the tracer has written down; None where it is none."""
-    try:
-        values = json.loads(answer)
-        found = {}
-        for name in ("moments", "activations"):
-            moments = []
-            for value in values[name]:
-                moments.append(Moment(value["phase"], tuple(value["fixed"]), tuple(value["per_image"])))
-            found[name] = tuple(moments)
-        return Trace(values["start"], **found)
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def key_of(step: StepToTrace) -> str:
-    """Return the digest of everything that a trace depends on."""
-    versions = {name: version(name) for name in LIBRARIES}
-    return digest({"step": dataclasses.asdict(step), "versions": versions, "sources": digest_of_sources()})
-
-
-@functools.cache
-def digest_of_sources() -> str:
-    """Return the digest of all code that says what a step allocates."""
-    summed = hashlib.sha256()
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            summed.update(f"{path.relative_to(ROOT)}\0".encode())
-            summed.update(hashlib.sha256(path.read_bytes()).digest())
-    return summed.hexdigest()
 
 
 def run_tracer(steps: Sequence[StepToTrace]) -> list[str]:
@@ -260,3 +194,56 @@ def run_tracer(steps: Sequence[StepToTrace]) -> list[str]:
         said = done.stderr.strip().splitlines() or ["nothing"]
         raise TraceFailed(f"the step could not be traced: {said[-1][:LONGEST_REASON]}")
     return answers
+
+
+# ------------------------------------------------------------------------------------------------ kept traces
+
+
+def kept(step: StepToTrace) -> Trace | None:
+    """Return the kept trace of a step, which counts as used now; None where there is none, or where it is no trace."""
+    path = path_of(step)
+    try:
+        trace = trace_in(path.read_text())
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):
+        os.utime(path)
+    return trace
+
+
+def trace_in(answer: str) -> Trace | None:
+    """Return the trace that the tracer has written down; None where it is none."""
+    try:
+        values = json.loads(answer)
+        by_name = {}
+        for name in ("moments", "activations"):
+            moments = []
+            for value in values[name]:
+                moments.append(Moment(value["phase"], tuple(value["fixed"]), tuple(value["per_image"])))
+            by_name[name] = tuple(moments)
+        return Trace(values["start"], **by_name)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def traces_folder() -> Path:
+    """Return where traces are kept."""
+    return state_folder() / "memory"
+
+
+def path_of(step: StepToTrace) -> Path:
+    """Return the file in which the trace of a step is kept; its name is of everything that a trace depends on."""
+    versions = {name: version(name) for name in LIBRARIES}
+    key = digest({"step": dataclasses.asdict(step), "versions": versions, "sources": digest_of_sources()})
+    return traces_folder() / f"{key}.json"
+
+
+@functools.cache
+def digest_of_sources() -> str:
+    """Return the digest of all code that says what a step allocates."""
+    summed = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            summed.update(f"{path.relative_to(ROOT)}\0".encode())
+            summed.update(hashlib.sha256(path.read_bytes()).digest())
+    return summed.hexdigest()

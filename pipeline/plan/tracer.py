@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -40,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 import models
 from data.loader import Batch, Wait
-from models import ModelConfig, layers, vit
+from models import ModelConfig, vit
 from models.catalog import FAMILIES
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
@@ -103,19 +104,36 @@ def trace(
     with ExitStack() as around:
         around.enter_context(fake_workers(world))
         around.enter_context(patch("pipeline.engine.deepspeed.over_gloo", lambda: not is_gpu))
+        # Models, losses and optimizers keep what they would on a GPU with flash attention.
         if is_gpu:
-            around.enter_context(as_on_a_gpu())
+            around.enter_context(patch.object(vit, "attend", fused_attention))
+            around.enter_context(patch.object(torch.optim, "AdamW", fused_adamw))
+            around.enter_context(patch.object(F, "dropout", cuda_dropout))
         around.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = around.enter_context(LiveBytes(over_gloo=not is_gpu))
-        worker = traced_worker(cfg, model_config, accumulation, recomputed)
-        for module in worker.engine.model.modules():
-            if isinstance(module, (Block, StemUnit, BiTUnit)):
-                live.watch(module)
+
+        # Model and engine as a worker builds them. First weights are not drawn: that takes no memory which stays.
+        _, module = FAMILIES[model_config.family]
+        network: Any = cast(Any, module)(model_config)
+        network.recomputed_blocks = recomputed
+        engine = build_engine(cfg, network, accumulation)
+        worker = TracedWorker(cfg, torch.device("cpu"), model_config, engine)
+        for part in engine.model.modules():
+            if isinstance(part, (Block, StemUnit, BiTUnit)):
+                live.watch(part)
+
         take_step(worker, accumulation, SMALL, live.enter)
         before = live.events
-        small = events_of_step(live, worker, accumulation, SMALL)
-        large = events_of_step(live, worker, accumulation, LARGE)
-    return fullest_moments(before, small, large)
+        steps = []
+        for images in (SMALL, LARGE):
+            # What lies in cycles is given back whenever Python looks for them: here before the step and not amid it.
+            gc.collect()
+            live.events = []
+            gc.disable()
+            take_step(worker, accumulation, images, live.enter)
+            gc.enable()
+            steps.append(live.events)
+    return fullest_moments(before, *steps)
 
 
 @contextmanager
@@ -146,15 +164,6 @@ def apply_in_place(module: nn.Module, function: Callable[[Tensor], Tensor]) -> n
     return module
 
 
-def traced_worker(cfg: TrainConfig, model_config: ModelConfig, accumulation: int, recomputed: int) -> TracedWorker:
-    """Build model and engine as a worker does. First weights are not drawn: that takes no memory which stays."""
-    _, module = FAMILIES[model_config.family]
-    network: Any = cast(Any, module)(model_config)
-    network.recomputed_blocks = recomputed
-    engine = build_engine(cfg, network, accumulation)
-    return TracedWorker(cfg, torch.device("cpu"), model_config, engine)
-
-
 def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Callable[[str], None]) -> None:
     """Take a step as `pipeline.train` does, with `images` in every micro-batch; `enter` hears where it is."""
     cfg = worker.cfg
@@ -180,45 +189,8 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         worker.engine.end_micro_batch(cfg.optim.lr, numbers)
 
 
-def events_of_step(live: "LiveBytes", worker: TracedWorker, accumulation: int, images: int) -> list[Event]:
-    """Return what a step allocates and gives back."""
-    # What lies in cycles is given back whenever Python looks for them: here before the step and not amid it.
-    gc.collect()
-    live.events = []
-    gc.disable()
-    try:
-        take_step(worker, accumulation, images, live.enter)
-    finally:
-        gc.enable()
-    return live.events
-
-
 def fullest_moments(before: list[Event], small: list[Event], large: list[Event]) -> dict[str, Any]:
-    """Return the moments at which most lives for some micro-batch, all kinds together and activations alone."""
-    fixed, per_image = living_after_each(before, small, large)
-    of_all = upper_hull(fixed.sum(0), per_image.sum(0))
-    of_activations = upper_hull(fixed[Kind.ACTIVATIONS], per_image[Kind.ACTIVATIONS])
-
-    def moments(places: list[int]) -> list[dict[str, Any]]:
-        described = []
-        for place in places:
-            phase = small[place][0]
-            moment = Moment(phase, tuple(fixed[:, place].tolist()), tuple(per_image[:, place].tolist()))
-            described.append(dataclasses.asdict(moment))
-        return described
-
-    living_at_start = np.cumsum([size for _, _, size in before])
-    return {
-        "start": int(living_at_start.max()),
-        "moments": moments(of_all),
-        "activations": moments(of_activations),
-    }
-
-
-def living_after_each(
-    before: list[Event], small: list[Event], large: list[Event]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what lives after each event of a step, (kinds, events): the fixed bytes, and those of every image.
+    """Return the moments at which most lives for some micro-batch, all kinds together and activations alone.
 
     The step has been taken with SMALL and with LARGE images, `before` is what happened until then.
     """
@@ -228,6 +200,7 @@ def living_after_each(
     per_image = (bytes_large - bytes_small) / (LARGE - SMALL)
     fixed = bytes_small - SMALL * per_image
 
+    # What lives after each event, (kinds, events): the fixed bytes, and those of every image.
     kinds = np.array([kind for _, kind, _ in small])
     living_fixed = np.zeros((len(Kind), len(small)))
     living_per_image = np.zeros((len(Kind), len(small)))
@@ -235,7 +208,18 @@ def living_after_each(
         at_start = sum(size for _, of, size in before if of == kind)
         living_fixed[kind] = at_start + np.cumsum(np.where(kinds == kind, fixed, 0))
         living_per_image[kind] = np.cumsum(np.where(kinds == kind, per_image, 0))
-    return living_fixed, living_per_image
+
+    answer: dict[str, Any] = {"start": int(np.cumsum([size for _, _, size in before]).max())}
+    highest = {
+        "moments": upper_hull(living_fixed.sum(0), living_per_image.sum(0)),
+        "activations": upper_hull(living_fixed[Kind.ACTIVATIONS], living_per_image[Kind.ACTIVATIONS]),
+    }
+    for name, places in highest.items():
+        answer[name] = []
+        for place in places:
+            living = (tuple(living_fixed[:, place].tolist()), tuple(living_per_image[:, place].tolist()))
+            answer[name].append(dataclasses.asdict(Moment(small[place][0], *living)))
+    return answer
 
 
 def upper_hull(fixed: NDArray[np.float64], slope: NDArray[np.float64]) -> list[int]:
@@ -316,8 +300,13 @@ class LiveBytes(TorchDispatchMode):
         # A collective fills tensors that were made before it: only now it is known what they are for.
         if "c10d::" in name and "allgather" in name:
             for leaf in tree_leaves(arguments[:1]):
-                if isinstance(leaf, Tensor):
-                    self._change_kind(leaf, Kind.GATHERED)
+                if not isinstance(leaf, Tensor) or leaf.untyped_storage()._cdata not in self._living:
+                    continue
+                address = leaf.untyped_storage()._cdata
+                reference, before, size = self._living[address]
+                if before is not Kind.STATES and before is not Kind.GATHERED:
+                    self._living[address] = (reference, Kind.GATHERED, size)
+                    self.events += [(self._phase, before, -size), (self._phase, Kind.GATHERED, size)]
         return result
 
     def _mse_loss(self, predictions: Tensor, answers: Tensor, reduction: int = 1) -> Tensor:
@@ -353,26 +342,13 @@ class LiveBytes(TorchDispatchMode):
         # ZeRO 3 gathers weights by hooks of the forward pass, for which none are recorded.
         if self._phase == "forward" and not torch.is_grad_enabled():
             kind = Kind.GATHERED
-        self._living[address] = (weakref.ref(storage, self._forgetting(address)), kind, size)
+        self._living[address] = (weakref.ref(storage, partial(self._forget, address)), kind, size)
         self.events.append((self._phase, kind, size))
 
-    def _change_kind(self, tensor: Tensor, kind: Kind) -> None:
-        address = tensor.untyped_storage()._cdata
-        if address not in self._living:
-            return
-        reference, before, size = self._living[address]
-        if before is not Kind.STATES and before is not kind:
-            self._living[address] = (reference, kind, size)
-            self.events += [(self._phase, before, -size), (self._phase, kind, size)]
-
-    def _forgetting(self, address: int) -> Callable[[object], None]:
-        """Return what is called when the memory at this address is given back."""
-
-        def forget(_: object) -> None:
-            _, kind, size = self._living.pop(address)
-            self.events.append((self._phase, kind, -size))
-
-        return forget
+    def _forget(self, address: int, _: object) -> None:
+        # The memory at this address is given back.
+        _, kind, size = self._living.pop(address)
+        self.events.append((self._phase, kind, -size))
 
 
 def copied_by_gloo(name: str, arguments: Sequence[Any]) -> list[Tensor]:
@@ -409,19 +385,8 @@ HEAD_MULTIPLE = 8  # flash attention pads the width of a head to it
 BIAS_MULTIPLE = 16  # and the other kernel a row of the bias
 
 
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Inside the block models, losses and optimizers keep what they would on a GPU with flash attention."""
-    with ExitStack() as around:
-        around.enter_context(patch.object(layers, "attend", fused_attention))
-        around.enter_context(patch.object(vit, "attend", fused_attention))
-        around.enter_context(patch.object(torch.optim, "AdamW", fused_adamw))
-        around.enter_context(patch.object(F, "dropout", cuda_dropout))
-        yield
-
-
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Take the place of `models.layers.attend`."""
+    """Take the place of `models.vit.attend`."""
     # Flash attention takes half precision and no bias; the kernel that torch chooses otherwise takes both.
     if q.dtype == torch.bfloat16 and bias is None:
         width = q.shape[-1]

@@ -137,15 +137,10 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
     }
 
 
-def name_of(key: str, world: int) -> str:
-    """Return the name of a trial's document below the run's place."""
-    return f"{FOLDER}/{key[:8]}-{world}.json"
-
-
 def read_trials(run: Path, key: str) -> list[Trial]:
     """Return the trials of a stage, the smallest world first. Raises DataError where a document was altered."""
     trials = []
-    for path in run.glob(f"{FOLDER}/{key[:8]}-*.json"):
+    for path in (run / FOLDER).glob(f"{key[:8]}-*.json"):
         try:
             trial = Trial(**artifacts.read_record(path))
         except TypeError as error:
@@ -157,7 +152,7 @@ def read_trials(run: Path, key: str) -> list[Trial]:
 
 def write_trial(run: Path, trial: Trial) -> Path:
     """Write a trial's document, which carries its own digest, and return where it lies."""
-    path = run / name_of(trial.key, trial.world)
+    path = run / FOLDER / f"{trial.key[:8]}-{trial.world}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(path, asdict(trial))
     return path

@@ -86,7 +86,10 @@ def test_compressed_shards_of_shard_writer_are_packed_anew(tmp_path):
 
 
 def test_what_is_packed_here_is_read_by_webdataset_in_the_same_order(tmp_path):
-    samples = [*digits(True, classes=(0, 1)), Sample(f"deep/{'long' * 30}", noise(7, ".png"), (4, 2), "png")]
+    samples = [
+        *(sample for sample in digits(True) if sample.labels[0] < 2),
+        Sample(f"deep/{'long' * 30}", noise(7, ".png"), (4, 2), "png"),
+    ]
     index = pack(samples, tmp_path / "ours", name="ours", shard_samples=100)
     urls = [index.location(number) for number in range(len(index.shards))]
     assert len(urls) == 3
@@ -98,9 +101,10 @@ def test_what_is_packed_here_is_read_by_webdataset_in_the_same_order(tmp_path):
 
 
 def test_webdataset_decodes_what_is_packed_here_as_any_of_its_shards(tmp_path):
-    index = pack(digits(True, classes=(3,)), tmp_path / "ours", name="ours", restarts=True)
+    threes = [sample for sample in digits(True) if sample.labels == (3,)]
+    index = pack(threes, tmp_path / "ours", name="ours", restarts=True)
     pipeline = wds.WebDataset(index.location(0), shardshuffle=False).decode("rgb8").to_tuple("jpg", "cls")
     decoded = list(pipeline)
     assert len(decoded) == index.samples
-    for (pixels, label), sample in zip(decoded, digits(True, classes=(3,)), strict=True):
+    for (pixels, label), sample in zip(decoded, threes, strict=True):
         assert label == 3 and np.array_equal(pixels, decode(sample.read()))

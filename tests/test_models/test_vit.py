@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import models
-from models.layers import DropPath
+from models.vit import DropPath
 
 SMALL = {"image_size": (16, 24), "classes": 5, "depth": 3}
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
@@ -131,11 +131,6 @@ def test_the_same_seed_draws_the_same_bits():
     config = models.config_of("mu/8", **SMALL)
     first, second = (models.from_config(config, torch.Generator().manual_seed(3)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    with torch.device("meta"):
-        late = models.from_config(config)
-    late.to_empty(device="cpu")
-    models.initialize(late, torch.Generator().manual_seed(3))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), late.parameters(), strict=True))
 
 
 def test_weight_decay_is_for_kernels_alone():

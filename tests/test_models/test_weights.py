@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import models
 from data.files import whole_file
-from models.layers import ACTIVATIONS
+from models.vit import ACTIVATIONS
 from models.weights import timm as weights_timm
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"

@@ -20,7 +20,7 @@ from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from models.layers import attend
+from models.vit import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, build_optimizer
@@ -70,7 +70,7 @@ FLASH = {
 @pytest.mark.parametrize("head", [64, 80], ids=["B/16 and L/16", "H/14"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_is_computed_by_a_flash_kernel_forward_and_backward(device, head, queries):
-    """On a CPU in float32: in bfloat16 two plain products are faster there (models/layers.py)."""
+    """On a CPU in float32: in bfloat16 two plain products are faster there (models/vit.py)."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 50, head, device=device, dtype=dtype, requires_grad=True) for _ in range(3))

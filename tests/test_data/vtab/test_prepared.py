@@ -125,7 +125,7 @@ def label_by_hand(task: str, row: int) -> int:
 
 def miniature(folder: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Twenty examples of each split of a task's set, in files of 7 and 13; the image's grey is 100 · split + row."""
-    dataset = tasks.task(task).dataset
+    dataset = next(entry.dataset for entry in tasks.TASKS if entry.name == task)
     splits = {}
     for split in tasks.SIZES[dataset]:
         examples = []

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from jobs.__main__ import main
 from jobs.cluster.recovery import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
-from jobs.recipe import campaign, changes, choices, render
-from jobs.recipe.portable_recipe import portable
-from jobs.recipe.sweeps import Written, expand
-from jobs.resolved_recipe import Campaign, Context
-from jobs.run import ending, stage_metadata, stage_run
+from jobs.monitor.trackers import facts_of
+from jobs.recipe import campaign, records, render
+from jobs.recipe.render import portable
+from jobs.recipe.sweeps import Written, expand, resolve_sweep
+from jobs.resolved_recipe import Campaign, Context, no_checks
+from jobs.run.log import log_table
+from jobs.run.stage_run import run_stage
 from jobs.stages import sweep
 from pipeline import artifacts
 from pipeline.config import read_recipe
@@ -230,7 +232,7 @@ def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True)
-    artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
+    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
     metrics = {} if outcome else {"accuracy": accuracy}
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
     return folder
@@ -242,7 +244,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     stage = loaded.stage(name)
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
-    artifacts.write_record(folder / "stage.json", stage_metadata.stage_record(stage))
+    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
     context = Context(loaded, stage, said.append, poll=lambda folder, number: None, stop_requested=lambda: False)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
@@ -255,7 +257,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in render.resolved(before)
-    facts = stage_metadata.facts_of(before, before.stage("finetune.seed-0"))
+    facts = facts_of(before, before.stage("finetune.seed-0"))
     assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
 
     finish(before, "finetune.lr-0.01", 0.25)
@@ -267,11 +269,11 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     after = campaign.load(protocol, [])
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
     assert after.stage("finetune.seed-1").config.optim.lr == 0.1
-    assert asdict(choices.resolve_sweep(before).stage("finetune.seed-1").config) == asdict(
+    assert asdict(resolve_sweep(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
     assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after))
-    assert changes.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
+    assert records.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.
     folder = finish(after, "finetune.seed-0", 0.5)
@@ -292,7 +294,7 @@ def test_a_choice_may_be_of_the_model(protocol):
     finish(before, "finetune.depth-1", 0.25)
     finish(before, "finetune.depth-2", 0.75)
     make_table(before, "finetune.grid")
-    after = choices.resolve_sweep(before)
+    after = resolve_sweep(before)
     assert after.stage("finetune.seed-0").model.depth == after.stage("next").model.depth == 2
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
 
@@ -389,25 +391,40 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     document, said = make_table(loaded, "finetune.grid")
     assert list(document["rows"]["optim.lr=0.01"]) == list(document["runs"][0]["metrics"]) == shown
     assert "25.00 [12.50, 37.50]" in said[1]
-    assert ending.result_text({"metrics": metrics}) == "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%"
+    table: list[str] = []
+    log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
+    assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
     line = status.done_line({"seconds": 1.0, "metrics": metrics})
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
-    assert async_evaluation.evaluation_line(3, metrics) == f"evaluate step 3  {line.partition('  ')[2]}"
+    record = async_evaluation.evaluation_record(3, metrics, {})
+    assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
 def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):
-    overrides = ["plain={kind: finetune, data: {train: '@shards/train'}}", "plain.init=@finetune.seed-0"]
-    loaded = campaign.load(protocol, overrides)
-    run = loaded.stage("finetune.lr-0.1")
+    loaded = campaign.load(
+        protocol, ["plain={kind: finetune, init: '@finetune.seed-0', data: {train: '@shards/train'}}"]
+    )
     said: list[str] = []
+
+    def end_as(name: str, failure: StageFailed) -> dict[str, Any]:
+        """Run a stage whose work ends so, with the sets of the recipe packed."""
+
+        def fail(cfg: Any, context: Context) -> dict[str, Any]:
+            raise failure
+
+        stage = loaded.stage(name)
+        kind = replace(stage.kind, run=fail, checks=no_checks)
+        stage = replace(stage, kind=kind, parents={})
+        context = Context(loaded, stage, said.append, poll=lambda folder, number: None, stop_requested=lambda: False)
+        return run_stage(context, fresh=False)
+
     diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")
-    outcome = stage_run.divergence_of_run(run, diverged, said.append)
-    assert outcome == {"diverged": "5 steps in a row were not finite"}
-    assert said == ["finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep goes on without this run"]
+    assert end_as("finetune.lr-0.1", diverged)["diverged"] == "5 steps in a row were not finite"
+    assert said[-1] == "finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep goes on without this run"
     with pytest.raises(StageFailed, match="5 steps"):
-        stage_run.divergence_of_run(loaded.stage("plain"), diverged, said.append)
+        end_as("plain", diverged)
     with pytest.raises(StageFailed, match="bug"):
-        stage_run.divergence_of_run(run, StageFailed("finetune.lr-0.1: bug", 70, "ValueError"), said.append)
+        end_as("finetune.lr-0.01", StageFailed("finetune.lr-0.01: bug", 70, "ValueError"))
 
 
 def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):

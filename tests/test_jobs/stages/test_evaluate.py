@@ -22,7 +22,7 @@ from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
-from jobs.run.session import names_of_stages
+from jobs.run.session import stages_of
 from jobs.run.stale_evaluations import with_new_evaluations
 from jobs.stages import any_weights, evaluation_worker
 from pipeline import artifacts
@@ -348,7 +348,7 @@ def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
     stage = loaded.stage("pretrain")
     folder = loaded.directory(stage)
     models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
-    from jobs.run.stage_metadata import stage_record
+    from jobs.recipe.records import stage_record
 
     artifacts.write_record(folder / "stage.json", stage_record(stage))
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": artifacts.digests(folder)})
@@ -420,8 +420,8 @@ def test_a_sweep_alone_is_run_with_what_judges_its_runs_anew(recipe: Path) -> No
     anew = replace(run, name="pretrain.seed-1-probe", source="pretrain.seed-1-probe", judges=run.name)
     extended = replace(loaded, stages=(*loaded.stages, anew))
     runs = ["pretrain.seed-0", "pretrain.seed-1", "pretrain"]
-    assert names_of_stages(extended, "pretrain") == [*runs, anew.name]
-    assert names_of_stages(extended, run.name) == [run.name, anew.name]
+    assert [stage.name for stage in stages_of(extended, "pretrain")] == [*runs, anew.name]
+    assert stages_of(extended, run.name) == [run, anew]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.draws import few_shot_rows
-from pipeline.evaluation.probe import fit
+from pipeline.evaluation.probes import fit
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +27,7 @@ def accuracy_of(
 ) -> float:
     rows = few_shot_rows(labels, shots, seed)
     fitted = fit(torch.from_numpy(train[rows]), torch.from_numpy(labels[rows]), l2)
-    return float((fitted.predict(torch.from_numpy(test)).numpy() == expected).mean())
+    return float((fitted.scores(torch.from_numpy(test)).argmax(1).numpy() == expected).mean())
 
 
 def test_every_golden_accuracy_is_met_exactly_where_the_original_is_well_conditioned(golden):

@@ -24,23 +24,28 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
-from pipeline.evaluation import document, logistic, neighbours
+from pipeline.evaluation import document, probes
 from pipeline.evaluation.features import FeatureStore, collect
-from pipeline.evaluation.group import EvaluationGroup
-from pipeline.evaluation.probe import fit, fit_all
-from pipeline.evaluation.protocols import (
-    PROTOCOLS,
+from pipeline.evaluation.probes import (
     FewShotConfig,
     Inputs,
     LinearConfig,
+    LogisticConfig,
+    NeighboursConfig,
     Outcome,
+    fit,
+    fit_all,
+    fit_logistic,
+)
+from pipeline.evaluation.protocols import (
+    PROTOCOLS,
     ProbeConfig,
     Protocol,
     ProtocolKind,
     check_names,
     protocols_of,
 )
-from pipeline.evaluation.worker import Evaluator, Request, result_of
+from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick
@@ -65,7 +70,8 @@ def no_beat() -> None:
 
 
 def outcome_of(protocol: Protocol, train: FeatureStore | None, test: FeatureStore) -> Outcome:
-    return protocol.compute(Inputs(protocol.name, train, test, test.labels, CPU, no_beat))
+    inputs = Inputs(protocol.name, train, test, test.labels, CPU, no_beat)
+    return protocol.kind.compute(inputs, protocol.settings)
 
 
 def store_of(
@@ -117,9 +123,11 @@ def test_the_interval_of_a_share_written_out_by_hand() -> None:
     assert document.wilson(0, 0) == (0.0, 1.0)
 
 
-def test_few_shot_has_the_mean_of_its_seeds_and_their_standard_deviation() -> None:
+def test_few_shot_has_the_mean_of_its_seeds_and_their_standard_deviation(tmp_path: Path) -> None:
+    store = store_of(None, np.zeros(10, int), tmp_path)
     of_seeds = [np.arange(10) < count for count in (5, 6, 10)]
-    entry = document.seeds_entry(of_seeds, (3, 4, 5))
+    (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (3, 4, 5))), {})
+    entry = document.result_of(Outcome({"1shot": of_seeds}), protocol, store, None, None)["values"]["1shot"]
     values = [0.5, 0.6, 1.0]
     assert entry["value"] == pytest.approx(np.mean(values)) and entry["sd"] == pytest.approx(np.std(values, ddof=1))
     assert entry["low"] == pytest.approx(np.mean(values) - np.std(values, ddof=1))
@@ -209,7 +217,7 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     for place in (0, 1):
         picked = few_shot_rows(arrays["train_labels"], 10, 0)
         fitted = fit(torch.from_numpy(arrays["train"][picked]), torch.from_numpy(arrays["train_labels"][picked]))
-        predicted = fitted.predict(torch.from_numpy(arrays["test"])).numpy()
+        predicted = fitted.scores(torch.from_numpy(arrays["test"])).argmax(1).numpy()
         shares.append((predicted == labels[:, place]).mean())
     assert metrics["10shot"] == metrics["10shot-seed-0"] == pytest.approx(shares[0], abs=1e-9)
     assert of_any.mean() == pytest.approx(shares[0] + shares[1], abs=1e-9) and shares[1] > 0.3
@@ -218,10 +226,13 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
 @pytest.mark.parametrize("weighted", [True, False])
 def test_neighbours_vote_as_scikit_learns_do(weighted: bool, sets, monkeypatch: pytest.MonkeyPatch) -> None:
     train, test, arrays = sets
-    monkeypatch.setattr(neighbours, "TEST_BLOCK", 70)  # several blocks of each set
+    monkeypatch.setattr(probes, "TEST_BLOCK", 70)  # several blocks of each set
     monkeypatch.setattr(FeatureStore.blocks, "__defaults__", (None, 130))
-    votes = neighbours.knn(train, test, neighbours.NeighboursConfig((5, 20), weighted), CPU, no_beat)
-    for k, predicted in votes.items():
+    (protocol,) = protocols_of(("knn",), SimpleNamespace(knn=NeighboursConfig((5, 20), weighted)), {})
+    outcome = outcome_of(protocol, train, test)
+    assert list(outcome.right) == ["knn-5", "knn-20"]
+    for k in (5, 20):
+        (is_right,) = outcome.right[f"knn-{k}"]
         reference = KNeighborsClassifier(
             k,
             metric="cosine",
@@ -231,32 +242,34 @@ def test_neighbours_vote_as_scikit_learns_do(weighted: bool, sets, monkeypatch: 
         reference.fit(arrays["train"].astype(np.float64), arrays["train_labels"])
         expected = reference.predict(arrays["test"].astype(np.float64))
         # float32 and float64 may rank neighbours that are equally near otherwise.
-        assert (predicted == expected).mean() > 0.99
-        assert (predicted == arrays["test_labels"]).mean() > 0.9
+        assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
+        assert is_right.mean() > 0.9
 
 
 def test_logistic_regression_is_scikit_learns(sets) -> None:
     train, test, arrays = sets
     l2 = 1e-2
-    cfg = logistic.LogisticConfig(l2=(l2,))
-    predicted, chosen = logistic.logistic(train, test, cfg, CPU, no_beat)
+    (protocol,) = protocols_of(("logistic",), SimpleNamespace(logistic=LogisticConfig(l2=(l2,))), {})
+    outcome = outcome_of(protocol, train, test)
     mean = arrays["train"].astype(np.float64).mean(0)
     std = arrays["train"].astype(np.float64).std(0) + 1e-5
     reference = LogisticRegression(C=1 / (l2 * 1000), tol=1e-10, max_iter=5000)
     reference.fit((arrays["train"] - mean) / std, arrays["train_labels"])
     expected = reference.decision_function((arrays["test"] - mean) / std)
-    fitted = logistic.fit(train, train.rows, l2, 1000, CPU, no_beat)
+    fitted = fit_logistic(train, train.rows, l2, 1000, CPU, no_beat)
     scores = fitted.scores(test.features(test.rows)).numpy()
     # A constant may be added to all classes' biases: what softmax does not see is taken off.
     scores -= scores.mean(1, keepdims=True)
     assert np.abs(scores - (expected - expected.mean(1, keepdims=True))).max() < 1e-3
-    assert (predicted == expected.argmax(1)).all() and chosen == {"l2": l2}
+    (is_right,) = outcome.right["logistic"]
+    assert (is_right == (expected.argmax(1) == arrays["test_labels"])).all() and outcome.chosen == {"l2": l2}
 
 
 def test_the_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
     train, test, arrays = sets
-    cfg = logistic.LogisticConfig(l2=(1e-4, 1e-2, 100.0), held_out=0.2, iterations=200)
-    _, chosen = logistic.logistic(train, test, cfg, CPU, no_beat)
+    cfg = LogisticConfig(l2=(1e-4, 1e-2, 100.0), held_out=0.2, iterations=200)
+    (protocol,) = protocols_of(("logistic",), SimpleNamespace(logistic=cfg), {})
+    chosen = outcome_of(protocol, train, test).chosen
     order = np.random.default_rng(cfg.seed).permutation(1000)
     held_out, fitted = np.sort(order[:200]), np.sort(order[200:])
     accuracies = {}
@@ -284,7 +297,7 @@ def test_the_linear_probe_of_all_rows_is_ridge_regression(sets) -> None:
 
 def test_more_neighbours_than_training_samples_are_refused(sets, tmp_path: Path) -> None:
     train = store_of(np.ones((5, 3), np.float32), np.arange(5), tmp_path)
-    (protocol,) = protocols_of(("knn",), SimpleNamespace(knn=neighbours.NeighboursConfig((2, 20))), {})
+    (protocol,) = protocols_of(("knn",), SimpleNamespace(knn=NeighboursConfig((2, 20))), {})
     with pytest.raises(ConfigError, match=r"knn\.k is 20, the training set has 5 samples"):
         outcome_of(protocol, train, train)
 
@@ -346,7 +359,7 @@ def test_a_disk_without_room_is_refused_at_the_first_batch(
     with pytest.raises(OSError, match="cannot keep features: No space left on device") as refusal:
         for batch in store.watching(samples):
             passed += 1
-            store.keep(store.numbers(batch), batch.labels, torch.ones(16, 4), None)
+            store.keep(torch.arange(16), batch.labels, torch.ones(16, 4))
     assert passed == 1 and refusal.value.filename == str(tmp_path)
 
 
@@ -386,7 +399,7 @@ def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one
     model = Sums()
     passed = []
     model.mix.register_forward_hook(lambda *args: passed.append(1))
-    settings = SimpleNamespace(knn=neighbours.NeighboursConfig((3,)), linear=LinearConfig())
+    settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
     top_1, knn, linear = protocols_of(("top-1", "knn", "linear"), settings, {})
     requests = [Request("set", None, top_1), Request("set", "set", knn), Request("set", "set", linear)]
     results = evaluate(model, with_a_bad_one, tmp_path, *requests)
@@ -405,7 +418,7 @@ def test_a_new_protocol_is_a_function_and_a_row(
     with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def most_common(inputs: Inputs, settings: None) -> Outcome:
-        common = np.bincount(inputs.training_set().first_labels).argmax()
+        common = np.bincount(inputs.training_set().labels[:, 0]).argmax()
         return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
 
     monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
@@ -420,9 +433,7 @@ def test_a_new_protocol_is_a_function_and_a_row(
 
 
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:
-    (one, other) = protocols_of(
-        ("top-1", "knn"), SimpleNamespace(knn=neighbours.NeighboursConfig()), {"precision": "fp32"}
-    )
+    (one, other) = protocols_of(("top-1", "knn"), SimpleNamespace(knn=NeighboursConfig()), {"precision": "fp32"})
     canonical = '{"fields": {"precision": "fp32"}, "protocol": "top-1"}'
     assert one.digest == hashlib.sha256(canonical.encode()).hexdigest()
     assert other.fields["options"] == {"k": [10, 20], "weighted": True, "temperature": 0.07}

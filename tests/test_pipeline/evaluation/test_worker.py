@@ -16,9 +16,8 @@ from data.errors import DataError
 from data.shards.packing import pack
 from data.sources.imagenet import labelled_images, real
 from data.sources.samples import Sample
-from pipeline.evaluation.group import EvaluationGroup
 from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import Evaluator, Request
+from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
 
 pytestmark = pytest.mark.quick

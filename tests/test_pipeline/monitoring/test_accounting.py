@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from data.errors import DataError
-from pipeline.monitoring.accounting import Account, account
-from pipeline.monitoring.telemetry import last_metrics, read_metrics
+from pipeline.monitoring.telemetry import Account, account, last_metrics, read_metrics
 
 pytestmark = pytest.mark.quick
 

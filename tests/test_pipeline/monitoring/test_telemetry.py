@@ -15,8 +15,7 @@ from data.errors import UsageError, exit_code
 from jobs import terminal
 from jobs.cluster.failure import WorkerGroupError
 from jobs.commands.status import status
-from jobs.run.ending import table, write_status
-from jobs.run.log import RunLog
+from jobs.run.log import RunLog, log_table, write_status
 from pipeline.monitoring.telemetry import (
     Telemetry,
     Window,
@@ -266,7 +265,8 @@ def test_the_closing_table_tells_images_results_and_time():
         {"stage": "shards", "skipped": True, "seconds": 2, "sets": {"a": {"shards": 3}}, "samples_seen": 300},
         {"stage": "finetune", "skipped": False, "seconds": 65, "metrics": {"accuracy": 0.961}, "samples_seen": 38_400},
     ]
-    lines = table(rows)
+    lines: list[str] = []
+    log_table(rows, lines.append)
     assert "300" in lines[1] and "1 sets, 3 shards" in lines[1] and "2s*" in lines[1]
     assert "38,400" in lines[2] and "accuracy 96.1%" in lines[2] and "1m05s" in lines[2]
 

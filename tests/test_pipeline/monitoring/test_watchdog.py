@@ -1,10 +1,11 @@
 """The watchdog: a hang becomes a verdict that names rank, phase and shard."""
 
 import pytest
+import torch
 
-from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from pipeline.evaluation.worker import watched
+from data.shards.reader import ShardReader
+from pipeline.evaluation.worker import EvaluationGroup, Evaluator
 from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Place, Verdict, Watch, read_place
 
 pytestmark = pytest.mark.quick
@@ -94,7 +95,7 @@ def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, gr
     clock.now = 11
     verdict = watch.look(lambda r: r == stopped)
     assert verdict is not None and verdict.rank == rank and verdict.cause.startswith(cause)
-    assert watch.place(rank) == place
+    assert str(watch.places[rank]) == place
 
 
 def test_nobody_is_judged_while_anybody_moves(group, watch, clock) -> None:
@@ -121,9 +122,10 @@ def test_there_is_no_phase_without_a_judge(tmp_path, group, watch, clock) -> Non
         assert watch.look(awake) is None
         clock.now = 23
         assert watch.look(awake) == Verdict(0, "stuck for 11s, the others wait for it")
-        assert watch.place(0) == "restore"
+        assert str(watch.places[0]) == "restore"
     group[2].enter("evaluate", 40, "test-000001.tar")
-    assert watch.look(awake) is None and watch.place(2) == "evaluate after step 40, shard test-000001.tar"
+    assert watch.look(awake) is None
+    assert str(watch.places[2]) == "evaluate after step 40, shard test-000001.tar"
 
 
 def test_of_several_that_do_not_start_the_first_is_named_unless_another_is_stopped(group, watch, clock) -> None:
@@ -193,7 +195,7 @@ def test_a_shard_with_a_long_name_is_named_by_its_end(letter, group, watch) -> N
     for worker in group:
         worker.enter("data", 10**9, 244 * letter + "-000123.tar")
     assert watch.look(awake) is None
-    place = watch.place(2)
+    place = str(watch.places[2])
     assert place.startswith(f"data of step {10**9 + 1}, shard …{letter}") and place.endswith(f"{letter}-000123.tar")
 
 
@@ -201,19 +203,26 @@ def test_the_shard_that_is_named_in_an_evaluation_is_the_one_that_is_read(tmp_pa
     """Batches of 30 from shards of 100: whenever a sample is read, the phase file names its shard."""
     worker = Phases(tmp_path, 0, 3600)
     index = load_index(shards / "train")
-    samples = EvaluationSet(index, "resize(16)", batch_size=30)
+    evaluator = Evaluator(
+        group=EvaluationGroup(worker, torch.device("cpu"), wants_stop=lambda: False),
+        model=torch.nn.Identity(),
+        dtype=torch.float32,
+        folder=tmp_path,
+        preprocess="resize(16)",
+        micro_batch=30,
+    )
     named: list[str] = []
-    read = samples.reader.read
+    read = ShardReader.read
 
-    def reading(shard: int, sample: int) -> tuple[str, bytes, bytes]:
+    def reading(reader: ShardReader, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         place = read_place(tmp_path, 0)
         assert place is not None
         assert index.shards[shard].name in place.shard, f"{index.shards[shard].name} is read, {place.shard} is named"
         named.append(place.shard)
-        return read(shard, sample)
+        return read(reader, shard, sample)
 
-    monkeypatch.setattr(samples.reader, "read", reading)
-    assert sum(batch.mask.sum() for batch in watched(samples, worker)) == index.samples == len(named)
+    monkeypatch.setattr(ShardReader, "read", reading)
+    assert sum(batch.mask.sum() for batch in evaluator.batches(index)) == index.samples == len(named)
     assert named[0] == index.shards[0].name and f"{index.shards[0].name} … {index.shards[1].name}" in named
     worker.close()
 

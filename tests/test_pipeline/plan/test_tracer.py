@@ -325,7 +325,7 @@ def test_a_tracer_that_fails_is_said_and_nothing_is_kept(code, answer, said, exp
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(TraceFailed, match=expected):
         memory_traces.traces_of([step_of()])
-    assert not memory_traces.is_kept(step_of())
+    assert memory_traces.kept(step_of()) is None
     environment = asked[0]["env"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
     assert "file" not in json.loads(asked[0]["input"])[0]
@@ -390,11 +390,11 @@ def test_no_more_blocks_are_recomputed_than_there_are_and_a_budget_is_the_same_f
     # 4 images take 4 GiB, a twenty-fourth less with each block: 3 GiB with 6 of them.
     budget = dataclasses.replace(cfg, activation_gb=3.0)
     assert recomputed_blocks(budget, model, is_gpu=False) == 6
-    first = set(map(memory_traces.key_of, asked))
+    first = set(map(memory_traces.path_of, asked))
     asked.clear()
     for change in ({"zero": 3}, {"polyak": 0.9}, {"exact_parts": 2}, {"batch_size": 63, "uneven": True}):
         assert recomputed_blocks(dataclasses.replace(budget, **change), model, is_gpu=False) == 6, change
-    assert set(map(memory_traces.key_of, asked)) == first
+    assert set(map(memory_traces.path_of, asked)) == first
     assert all(step.world == step.accumulation == 1 for step in asked)
     assert memory.with_blocks(budget, model, is_gpu=False) == dataclasses.replace(cfg, checkpoint_blocks=6)
     with pytest.raises(memory.BudgetTooSmall) as refused:
@@ -405,7 +405,7 @@ def test_no_more_blocks_are_recomputed_than_there_are_and_a_budget_is_the_same_f
 def test_at_a_start_nothing_is_traced_that_was_not_traced_before(asked, monkeypatch):
     cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
     assert need_if_traced(cfg, TINY, 1, is_gpu=True) is None
-    monkeypatch.setattr(memory, "is_kept", lambda step: True)
+    monkeypatch.setattr(memory, "kept", lambda step: "a trace")
     assert need_if_traced(dataclasses.replace(cfg, activation_gb=3.0), TINY, 1, is_gpu=True) is None
     assert asked == []
     need = need_if_traced(cfg, TINY, 1, is_gpu=True)

@@ -1,16 +1,42 @@
-"""The changes of a stage since its folder was last worked in, by the stage.json that is left there.
+"""What is written down of a stage, and what has changed of it since.
 
-- Fields tagged "forbid" may not have changed while the stage is half done: `changes_since_half_done`.
+- `stage.json` (`stage_record`) says which config the stage's folder belongs to; it is written at every start.
+- Fields tagged "forbid" may not have changed while the stage is half done: `half_done_folder`.
 - A change of a field tagged "warn" is logged, and the stage goes on: `changed_warnings`.
+- `environment` says what a stage's numbers depend on besides: Python, the machine, and the versions of packages.
 """
 
+import platform
+import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import models
 from jobs.recipe.key import MISSING
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+
+# Packages whose version a number may depend on.
+RECORDED_PACKAGES = ("torch", "deepspeed", "webdataset", "ray", "omegaconf", "numpy")
+
+
+def stage_record(stage: Stage) -> dict[str, Any]:
+    """Return the content of stage.json: which config this folder belongs to."""
+    record: dict[str, Any] = {
+        "name": stage.name,
+        "kind": stage.kind.name,
+        "key": stage.key,
+        "model": models.to_dict(stage.model) if stage.model else None,
+        "forbid": forbidden_fields(stage),
+        "config": config.plain(stage.config),
+        "warn": config.tagged(stage.config, "warn"),
+        "eval_inputs": dict(stage.eval_inputs),
+    }
+    if stage.known:
+        record["chosen"] = dict(stage.known)
+    return record
 
 
 def forbidden_fields(stage: Stage) -> dict[str, object]:
@@ -50,28 +76,36 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     return changes
 
 
-def changes_since_half_done(campaign: Campaign, stage: Stage) -> list[str]:
-    """Return the changes that are forbidden, since an unfinished stage of this name was last run; [] without any."""
+def half_done_folder(campaign: Campaign, stage: Stage) -> Path | None:
+    """Return the folder of an unfinished stage of this name whose forbidden fields were others; None without any."""
     # A folder is named by the key: where this key's is there, nothing has changed that may not.
     if campaign.directory(stage).exists():
-        return []
+        return None
     folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
     # Attempts are numbered over the whole run; the clock may have jumped, so times would not tell which is the newest.
-    for folder in sorted(folders, key=newest_attempt_name, reverse=True):
+    for folder in sorted(folders, key=newest_attempt, reverse=True):
         # A finished stage stays under its own key, and one without a checkpoint loses nothing: neither is a conflict.
-        record_path = folder / "stage.json"
         is_finished = (folder / "done.json").exists()
-        if not record_path.exists() or is_finished or not StageCheckpoints(campaign.storage, folder.name).committed():
-            continue
-        record = artifacts.read_record(record_path)
-        changes = config.differences(record["forbid"], forbidden_fields(stage))
-        if changes:
-            return changes
-        return [f"key: {record['key'][:8]} → {stage.key[:8]}, by another version of Patchline"]
-    return []
+        has_record = (folder / "stage.json").exists()
+        if has_record and not is_finished and StageCheckpoints(campaign.storage, folder.name).committed():
+            return folder
+    return None
 
 
-def newest_attempt_name(folder: Path) -> str:
-    """Return the name of a stage's newest attempt, "attempt-000012"; "" where it has none."""
-    names = [path.name for path in (folder / "attempts").glob("attempt-*")]
-    return max(names, default="")
+def newest_attempt(folder: Path) -> int:
+    """Return the number of a stage's newest attempt; 0 where it has none."""
+    newest = 0
+    for path in (folder / "attempts").glob("attempt-*"):
+        number = path.name.removeprefix("attempt-")
+        # A folder of any other name is a copy made by hand.
+        if number.isdigit():
+            newest = max(newest, int(number))
+    return newest
+
+
+def environment() -> dict[str, str]:
+    """Return Python's version, the machine, and the versions of packages that a number may depend on."""
+    versions = {"python": sys.version.split()[0], "machine": platform.machine()}
+    for package in RECORDED_PACKAGES:
+        versions[package] = version(package)
+    return versions

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md: every key that a recipe may have, from the dataclasses that hold them.
 
-    python -m jobs.recipe.configuration_page > docs/configuration.md
+    python -m benchmarks.configuration_page > docs/configuration.md
 
 1. `keys_of` walks a dataclass and its sections; a key's default and type come from the field.
 2. `meanings` takes a key's meaning from the comment beside its field in the source, or from the lines above it.
@@ -217,7 +217,7 @@ def type_text(hint: object, choices: tuple[str, ...] | None = None) -> str:
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m jobs.recipe.configuration_page > docs/configuration.md`; change the fields' comments. -->
+<!-- Written by `python -m benchmarks.configuration_page > docs/configuration.md`; change the fields' comments. -->
 
 A recipe is a YAML file. Its top level holds these keys:
 

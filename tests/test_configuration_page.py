@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
+from benchmarks.configuration_page import all_keys, configuration_page
 from jobs.cluster_config import ClusterConfig
-from jobs.recipe.configuration_page import all_keys, configuration_page
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
@@ -15,7 +15,7 @@ from models.catalog import FAMILIES
 
 pytestmark = pytest.mark.quick
 
-COMMITTED = Path(__file__).parents[3] / "docs" / "configuration.md"
+COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"
 CONFIGS = {
     "cluster": ClusterConfig,
     "trackers": TrackersConfig,
@@ -59,7 +59,7 @@ def test_the_committed_page_is_what_the_dataclasses_say() -> None:
     written = COMMITTED.read_text() if COMMITTED.exists() else ""
     assert written == configuration_page(), (
         "docs/configuration.md is out of date\n"
-        "  write it again: python -m jobs.recipe.configuration_page > docs/configuration.md"
+        "  write it again: python -m benchmarks.configuration_page > docs/configuration.md"
     )
 
 

@@ -1,0 +1,394 @@
+"""Probes of frozen features: what a model's features are worth, learned from a training set, judged on a test set.
+
+  few_shot   ridge regression on a few images a class, in closed form
+  linear     the same on all images
+  knn        a vote of the nearest training samples
+  logistic   logistic regression, its penalty chosen on held-out training samples
+
+Each reads rows block by block, whatever the sets' sizes are, and says of every test sample whether it was right:
+
+    few_shot(Inputs("fewshot", train, test, test.labels, device, beat), FewShotConfig((5,), (0,)))
+    → Outcome(right={"5shot": [array([True, False, …])]}, shots={"5shot": {"0": [17, 205, …]}})
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize, one_hot, pad
+
+from data.checks import at_least, more_than_0
+from data.draws import few_shot_rows
+from pipeline.config import require
+from pipeline.evaluation.features import Beat, FeatureStore
+
+# N rows (of the test set: those that are there), D features, C classes, L labels of a sample at most
+
+L2 = 2.0**10  # of the ridge regression (big_vision configs/common_fewshot.py): fixed, never selected on validation data
+BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
+TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities
+TOLERANCE = 1e-7  # of logistic regression's largest gradient, and of the change of its loss: converged
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+@dataclass(frozen=True)
+class FewShotConfig:
+    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
+
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the value is the mean over them
+    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
+
+    def __post_init__(self) -> None:
+        require(min(self.shots, default=0) > 0, f"fewshot.shots are {self.shots}, expected 1 or more")
+        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds are {self.seeds}, expected one or more, from 0 on")
+        at_least(self, 0, "l2", "fewshot.")
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """Protocol linear: the map of the few-shot probe, fitted to all training images."""
+
+    l2: float = L2  # weight of the ridge regression's penalty
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "l2", "linear.")
+
+
+@dataclass(frozen=True)
+class NeighboursConfig:
+    """Protocol knn: a vote of the nearest training samples."""
+
+    k: tuple[int, ...] = (10, 20)  # neighbours that vote; a value each (DINO eval_knn.py: 20 did best)
+    weighted: bool = True  # by exp(cosine / temperature); else each neighbour has one vote
+    temperature: float = 0.07  # of the weights (DINO eval_knn.py)
+
+    def __post_init__(self) -> None:
+        require(min(self.k, default=0) > 0, f"knn.k is {self.k}, expected 1 or more neighbours")
+        more_than_0(self, "temperature", "knn.")
+
+
+@dataclass(frozen=True)
+class LogisticConfig:
+    """Protocol logistic: logistic regression on frozen features."""
+
+    l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # penalties to choose from, for the mean loss
+    held_out: float = 0.1  # share of the training rows that chooses among several (DINOv2)
+    seed: int = 0  # of the draw of these rows
+    iterations: int = 1000  # of L-BFGS, at most (CLIP A.3)
+
+    def __post_init__(self) -> None:
+        require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more, 0 or larger")
+        require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a share between 0 and 1")
+        at_least(self, 0, "seed", "logistic.")
+        at_least(self, 1, "iterations", "logistic.")
+
+
+# ------------------------------------------------------------------------------------------------ inputs and outcome
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Holds the inputs of a protocol, at rank 0."""
+
+    name: str  # of the protocol
+    train: FeatureStore | None  # None for protocols of the head
+    test: FeatureStore
+    labels: np.ndarray  # (N, L) of the test set, padded with −1: a prediction is right where it is any of them
+    device: torch.device
+    beat: Beat
+
+    def is_right(self, predicted: np.ndarray) -> np.ndarray:
+        """(N,) or (N, K) → (N,) bool: one of the predictions is one of the labels; padding of −1 equals none."""
+        return (predicted.reshape(len(predicted), -1, 1) == self.labels[:, None, :]).any((1, 2))
+
+    def training_set(self) -> FeatureStore:
+        """Return the training set of a protocol of features."""
+        assert self.train is not None, "the stage refuses a protocol of features without a training set"
+        return self.train
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Holds the outcome of a protocol on a test set."""
+
+    right: dict[str, list[np.ndarray]]  # value → of every seed, or once: (N,) bool, whether a sample was right
+    shots: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # value → seed → numbers of the samples
+    chosen: dict[str, float] = field(default_factory=dict)  # settings that held-out training samples selected
+
+
+# ------------------------------------------------------------------------------------------------ linear maps
+
+
+class LinearMap(NamedTuple):
+    """Scores features by regularised least squares."""
+
+    mean: Tensor  # (D,)
+    std: Tensor  # (D,)
+    weights: Tensor  # (D + 1, C)
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the scores (N, C) of features (N, D), in float64."""
+        return standardised(features.double(), self.mean, self.std) @ self.weights
+
+
+class Regression(NamedTuple):
+    """Scores features by logistic regression: ((features − mean) / std) @ weights + bias."""
+
+    mean: Tensor  # (D,)
+    std: Tensor  # (D,)
+    weights: Tensor  # (D, C)
+    bias: Tensor  # (C,)
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Return the scores (N, C) of features (N, D), in float64."""
+        return (features.to(self.weights).sub(self.mean) / self.std) @ self.weights + self.bias
+
+
+def predict(fitted: LinearMap | Regression, store: FeatureStore, rows: np.ndarray, beat: Beat) -> np.ndarray:
+    """Return the class (rows,) with the largest score of a store's rows."""
+    predicted = []
+    for _, features in store.blocks(rows):
+        predicted.append(fitted.scores(features).argmax(1).cpu().numpy())
+        beat()
+    return np.concatenate(predicted)
+
+
+def standardised(features: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """(N, D) → (N, D + 1): centred, scaled, and with the constant feature at the end."""
+    return pad((features - mean) / std, (0, 1), value=BIAS)
+
+
+def moments(store: FeatureStore, rows: np.ndarray, beat: Beat) -> tuple[Tensor, Tensor]:
+    """Return mean and population deviation + 1e-5 (D,) of a store's rows, in float64."""
+    total = torch.zeros(store.width, dtype=torch.float64)
+    for _, features in store.blocks(rows):
+        total += features.double().sum(0)
+        beat()
+    mean = total / len(rows)
+    # A second pass, because the difference of large squares would lose digits.
+    squares = torch.zeros_like(total)
+    for _, features in store.blocks(rows):
+        squares += (features.double() - mean).square().sum(0)
+        beat()
+    return mean, (squares / len(rows)).sqrt() + 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ least squares
+
+# The few-shot probe, exactly as big_vision evaluators/fewshot_lsr.py computes it (paper, section 4.1):
+# 1. of every class of the training set, `shots` rows are picked by a seed;
+# 2. features are standardised with the picked rows' mean and deviation;
+# 3. a linear map from features to {−1, 1}^C is fitted to the picked rows in closed form: regularised least squares;
+# 4. the class with the largest score is the prediction on the test set.
+
+
+def few_shot(inputs: Inputs, settings: FewShotConfig) -> Outcome:
+    """Fit the closed form to the shots of every seed; values are 1shot, 5shot, …"""
+    train = inputs.training_set()
+    test = inputs.test
+    rows = train.rows
+    labels = train.labels[:, 0]
+    outcome = Outcome({})
+    for count in settings.shots:
+        value = f"{count}shot"
+        outcome.right[value] = []
+        outcome.shots[value] = {}
+        for seed in settings.seeds:
+            picked = few_shot_rows(labels, count, seed)
+            fitted = fit(train.features(rows[picked]), torch.from_numpy(labels[picked]), settings.l2)
+            inputs.beat()
+            outcome.right[value].append(inputs.is_right(predict(fitted, test, test.rows, inputs.beat)))
+            outcome.shots[value][str(seed)] = rows[picked].tolist()
+    return outcome
+
+
+def linear(inputs: Inputs, settings: LinearConfig) -> Outcome:
+    """Fit the closed form to all training samples."""
+    fitted = fit_all(inputs.training_set(), settings.l2, inputs.beat)
+    predicted = predict(fitted, inputs.test, inputs.test.rows, inputs.beat)
+    return Outcome({"linear": [inputs.is_right(predicted)]})
+
+
+def fit(x: Tensor, labels: Tensor, l2: float = L2) -> LinearMap:
+    """Fit the map to features (N, D) and labels (N,), in float64.
+
+    That is at least as close to the original's float32 answer as its own platforms are to each other.
+    """
+    x = x.double()
+    mean = x.mean(0)
+    std = x.std(0, correction=0) + 1e-5
+    x = standardised(x, mean, std)
+    # Classes are counted from these rows: a class above them in the test set can only be predicted wrongly.
+    y = 2.0 * one_hot(labels.long()).double() - 1
+    # Ridge regression by the eigenvectors of the smaller of the two Gram matrices, the cheaper one to decompose.
+    if len(x) < x.shape[1]:
+        return LinearMap(mean, std, x.T @ solve_gram(x @ x.T, y, l2))
+    return LinearMap(mean, std, solve_gram(x.T @ x, x.T @ y, l2))
+
+
+def fit_all(train: FeatureStore, l2: float, beat: Beat) -> LinearMap:
+    """Fit the map to every row of a training set, as `fit` would where it all fitted in memory."""
+    labels = torch.from_numpy(train.labels[:, 0])
+    classes = int(labels.max()) + 1
+    mean, std = moments(train, train.rows, beat)
+    gram = torch.zeros(train.width + 1, train.width + 1, dtype=torch.float64)
+    products = torch.zeros(train.width + 1, classes, dtype=torch.float64)
+    for place, features in train.blocks():
+        x = standardised(features.double(), mean, std)
+        gram += x.T @ x
+        products += x.T @ (2.0 * one_hot(labels[place], classes).double() - 1)
+        beat()
+    return LinearMap(mean, std, solve_gram(gram, products, l2))
+
+
+def solve_gram(gram: Tensor, y: Tensor, l2: float) -> Tensor:
+    """(K, K), (K, C) → (K, C): what a Gram matrix with `l2` on its diagonal takes to y."""
+    values, vectors = torch.linalg.eigh(gram)
+    return (vectors / (values + l2)) @ vectors.T @ y
+
+
+# ------------------------------------------------------------------------------------------------ nearest neighbours
+
+
+def knn(inputs: Inputs, settings: NeighboursConfig) -> Outcome:
+    """Have the training samples whose features point most nearly where a test sample's do vote for its class.
+
+    Features are scaled to length 1; the similarity of two is their product, the cosine of the angle between them.
+    Weighted as in DINO's eval_knn.py (Caron et al. 2021, appendix F.1), each of the k nearest votes with
+    exp(similarity / 0.07); plain, with 1. The class with the most votes is the prediction; of equal ones the lowest.
+    Values are knn-10, knn-20, … Raises ConfigError where k is larger than the training set.
+    """
+    train = inputs.training_set()
+    most = max(settings.k)
+    count = len(train.rows)
+    require(most <= count, f"knn.k is {most}, the training set has {count} samples\n  type knn.k=[{count}], or less")
+    device = inputs.device
+    labels = torch.from_numpy(train.labels[:, 0]).to(device)
+    classes = int(labels.max()) + 1
+    predicted: dict[int, list[Tensor]] = {k: [] for k in settings.k}
+    for _, block in inputs.test.blocks(size=TEST_BLOCK):
+        # The nearest training rows of each test row: the best so far compete with those of one block after the other.
+        queries = normalize(block.to(device))  # (n, D)
+        similarities = queries.new_empty(len(queries), 0)  # (n, ≤ k), the largest first
+        neighbours = torch.empty(len(queries), 0, dtype=torch.long, device=device)  # whose they are
+        for place, features in train.blocks():
+            of_block = queries @ normalize(features.to(device)).T
+            numbers = torch.arange(place.start, place.stop, device=device).expand(len(queries), -1)
+            candidates = torch.cat([similarities, of_block], dim=1)
+            similarities, chosen = candidates.topk(min(most, candidates.shape[1]), dim=1)
+            neighbours = torch.cat([neighbours, numbers], dim=1).gather(1, chosen)
+            inputs.beat()
+
+        # One neighbour after the other votes: added at once, a GPU would sum them in an order of its own each time.
+        weights = torch.ones_like(similarities, dtype=torch.float64)
+        if settings.weighted:
+            weights = (similarities.double() / settings.temperature).exp()
+        votes = torch.zeros(len(queries), classes, dtype=torch.float64, device=device)
+        every_row = torch.arange(len(queries), device=device)
+        for number in range(most):
+            votes[every_row, labels[neighbours[:, number]]] += weights[:, number]
+            if number + 1 in predicted:
+                predicted[number + 1].append(votes.argmax(1))
+    right = {}
+    for k, parts in predicted.items():
+        right[f"knn-{k}"] = [inputs.is_right(torch.cat(parts).cpu().numpy())]
+    return Outcome(right)
+
+
+# ------------------------------------------------------------------------------------------------ logistic regression
+
+# The linear probe of CLIP (Radford et al. 2021, appendix A.3) and of DINOv2 (eval/log_regression.py): L-BFGS on all
+# rows, no augmentation, and a grid of penalties, compared on a part of the training set that the fit has not seen.
+#
+#     minimised: mean over rows of cross-entropy(W x + b, label) + l2 / 2 · sum of W²; b is not penalised
+#
+# Rows are summed in float64 in a fixed order. scikit-learn's LogisticRegression with C = 1 / (l2 · rows) minimises the
+# same.
+
+
+def logistic(inputs: Inputs, settings: LogisticConfig) -> Outcome:
+    """Fit a logistic regression with the l2 of the grid that predicts held-out training rows best.
+
+    Of equal ones the larger l2 is taken, and fitted to all rows. Raises ConfigError where no row is left to fit.
+    """
+    train = inputs.training_set()
+    device = inputs.device
+    beat = inputs.beat
+    accuracies: dict[str, float] = {}
+    l2 = settings.l2[0]
+    if len(settings.l2) > 1:
+        # The rows that are held out and those that are fitted, both in the order of the set.
+        order = np.random.default_rng(settings.seed).permutation(len(train.rows))
+        count = max(1, round(settings.held_out * len(train.rows)))
+        require(
+            count < len(train.rows),
+            f"logistic.held_out {settings.held_out} leaves none of {len(train.rows)} training samples to fit",
+        )
+        held_out = train.rows[np.sort(order[:count])]
+        fitted_rows = train.rows[np.sort(order[count:])]
+        best = -1.0
+        # From the largest on: each fit begins where the one before ended, and of equal ones the larger stays.
+        regression = None
+        for penalty in sorted(settings.l2, reverse=True):
+            regression = fit_logistic(train, fitted_rows, penalty, settings.iterations, device, beat, regression)
+            predicted = predict(regression, train, held_out, beat)
+            accuracy = float((predicted == train.all_labels[held_out, 0]).mean())
+            accuracies[f"held-out accuracy at l2 {penalty:g}"] = accuracy
+            if accuracy > best:
+                best = accuracy
+                l2 = penalty
+    regression = fit_logistic(train, train.rows, l2, settings.iterations, device, beat)
+    predicted = predict(regression, inputs.test, inputs.test.rows, beat)
+    return Outcome({"logistic": [inputs.is_right(predicted)]}, chosen={"l2": l2, **accuracies})
+
+
+def fit_logistic(
+    store: FeatureStore,
+    rows: np.ndarray,
+    l2: float,
+    iterations: int,
+    device: torch.device,
+    beat: Beat,
+    start: Regression | None = None,
+) -> Regression:
+    """Fit the regression to a store's rows by L-BFGS, from `start` or from zero."""
+    labels = torch.from_numpy(store.all_labels[:, 0]).to(device)
+    classes = int(labels.max()) + 1
+    mean, std = moments(store, rows, beat)
+    weights = torch.zeros(store.width, classes, dtype=torch.float64, device=device)
+    bias = torch.zeros(classes, dtype=torch.float64, device=device)
+    if start is not None:
+        weights.copy_(start.weights)
+        bias.copy_(start.bias)
+    regression = Regression(mean.to(device), std.to(device), weights.requires_grad_(), bias.requires_grad_())
+    optimizer = torch.optim.LBFGS(
+        [weights, bias],
+        max_iter=iterations,
+        max_eval=2 * iterations,
+        tolerance_grad=TOLERANCE,
+        tolerance_change=TOLERANCE**1.5,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = l2 / 2 * weights.square().sum()
+        total.backward()
+        loss = total.detach()
+        for place, features in store.blocks(rows):
+            expected = labels[torch.from_numpy(rows[place]).to(device)]
+            part = cross_entropy(regression.scores(features), expected, reduction="sum") / len(rows)
+            part.backward()
+            loss = loss + part.detach()
+            beat()
+        return loss
+
+    optimizer.step(closure)
+    weights.requires_grad_(False)
+    bias.requires_grad_(False)
+    return regression
