@@ -48,10 +48,9 @@ from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision,
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import BYTES_FP32, TrainConfig
 
 METRICS = "metrics.jsonl"
-BYTES_FP32 = 4
 HEADER_BYTES = 4096  # of a worker's file and of the manifest, roughly
 DELETING_S = 60.0  # the longest wait for a deletion: a storage that hangs in one must not hold up the run
 

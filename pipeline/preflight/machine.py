@@ -1,4 +1,4 @@
-"""What a node is and what it has left for its workers: processor, cores, memory, shared memory, open files, GPUs."""
+"""What a node has left for its workers: cores, memory, shared memory, open files, GPUs."""
 
 import os
 import re
