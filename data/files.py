@@ -7,8 +7,8 @@ How a file is written whole, in order:
 4. the folder is flushed, so that a power cut cannot take the name away again.
 A reader therefore finds the old file, the new file or none, and never a part of one.
 
-Every file gets the mode that the umask gives, whoever wrote its bytes. An error of the disk names the file; `explain`
-says it in words, with the room that there is.
+Every file gets the mode that the umask gives, by whatever code its bytes are written. An error of the disk names the
+file; `explain` says it in words, with the room that there is.
 """
 
 import errno
@@ -134,7 +134,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by `content`; nobody ever reads a part of it."""
+    """Replace the file at `path` by `content`; no reader ever finds a part of it."""
     encoded = content.encode() if isinstance(content, str) else content
     with naming(path, len(encoded)), whole_file(path) as temporary:
         temporary.write_bytes(encoded)
@@ -160,7 +160,7 @@ def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
 
 
 def create_exclusively(path: Path, content: str | bytes) -> bool:
-    """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
+    """Create a file that must not exist yet, whole from its first moment; False where another process was first.
 
     Raises StorageError where the file system has no hard links, which make this possible.
     """

@@ -78,7 +78,7 @@ class Folder:
         return str(self.local / name)
 
     def create_once(self, name: str, content: bytes) -> bool:
-        """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
+        """Create a file that must not exist yet, whole from its first moment; False where another process was first.
 
         The content must be the caller's own. Raises StorageError where the storage cannot promise this, OSError.
         """
@@ -124,7 +124,7 @@ class Folder:
         """Make a file that was written under `local` one of the run's: here it is that already."""
 
     def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
-        """Make sure that this node has a file of `size` bytes under `local`: whoever wrote it has written it here."""
+        """Make sure that this node has a file of `size` bytes under `local`: its writer has written it here."""
 
     def staged(self, folder: str, name: str, attempt: int) -> str:
         """Return the name of the folder in which the files of a set are written before it is published."""

@@ -144,7 +144,7 @@ class Place(NamedTuple):
 def network_line() -> str:
     """Collective: say over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
 
-    It is "" for a single worker, which talks to nobody.
+    It is "" for a single worker, which has no other to talk to.
     """
     if dist.get_world_size() == 1:
         return ""
@@ -332,7 +332,7 @@ def check_start(
     """Collective: refuse a worker group that would not train as one; rank 0 logs with `log`.
 
     `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
-    directory is each node's own, and nobody looks for files of another. `device_bytes` is what a worker needs of its
+    directory is each node's own, and no node looks for files of another. `device_bytes` is what a worker needs of its
     device, where that is known. Raises ClusterError, on all workers alike.
     """
     # 1. In a folder that is listed anew, and with patience, where a network file system is late.

@@ -97,7 +97,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Worker:
-    """Holds what one worker trains with; nothing here is replaced while the stage trains."""
+    """Holds what a worker trains with; nothing here is replaced while the stage trains."""
 
     cfg: TrainConfig
     job: Job
@@ -137,7 +137,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Joined:
-    """Holds what a worker has once it is one of the group, before it has anything to train."""
+    """Holds what a worker has once it belongs to the group, before it has anything to train."""
 
     phases: Phases
     device: torch.device

@@ -208,12 +208,12 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
         f"{progress.bad_samples} bad samples among {samples_seen} seen, more than max_bad_fraction {allowed} allows"
     )
     if are_too_many_bad and saver.in_flight and worker.rank == 0:
-        # Where that save fails, its error takes the place of the one below, and nobody would hear of the bad samples.
+        # Where that save fails, its error takes the place of the one below, and the bad samples would stay unsaid.
         worker.telemetry.log(f"step {progress.step}: {bad_share}")
     if health.has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be excluded with them.
-        # After bad samples: the run ends, and a save that nobody waits for would stay behind half written.
+        # After bad samples: the run ends, and a save without a worker that waits for it would stay behind half written.
         if saver.in_flight:
             saver.finish(progress.step)
         saver.end(progress.step)

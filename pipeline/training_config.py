@@ -378,7 +378,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     )
     unit = cfg.micro_batch * world
     if cfg.batch_size % unit != 0 and not cfg.uneven:
-        # The message names sizes that work, so that nobody has to find them by trial.
+        # The message names sizes that work, so that a user need not find them by trial.
         below = cfg.batch_size // unit * unit
         above = below + unit
         # The nearest batch may be thousands of times as large as the one that was asked for: then the mistake is in

@@ -193,8 +193,8 @@ class Engine:
         """Collective: within the block the model's weights are the average; the masters come back unchanged."""
         self._swap_average()
         yield
-        # Not where the block raises: a worker that does so alone would wait here for the others, and nobody would hear
-        # of its error. An engine whose block has raised is of no more use.
+        # Not where the block raises: a worker that does so alone would wait here for the others, and no log would
+        # have its error. An engine whose block has raised is of no more use.
         self._swap_average()
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ gathering. The 392 of H/14 become 72, and a step costs the host little more than
 2. When the block is called, views of the two are put where its layers look for their weights and biases; when it
    returns they are taken away. At ZeRO 3 they would keep the gathered block in memory. Until the backward pass
    autograd's saved views do so all the same: only `checkpoint_blocks` frees it earlier.
-3. Outside the engine nobody knows of it: `members` says which elements of which parameter are those of today.
+3. Nothing outside the engine knows of it: `members` says which elements of which parameter are those of today.
 
 In:  a block "blocks.0" with norm1.weight and norm1.bias of 32 elements, attention.qkv.weight (96, 32), …
 Out: parameters "blocks.0.flat_decayed", "blocks.0.flat_rest", and {"blocks.0.norm1.weight": Member(rest, 0, 32),

@@ -136,7 +136,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         # DeepSpeed would add bf16 gradients in bf16, which rounds at every worker: 0.8 % off over 64, 1.6 % over 256.
         "communication_data_type": "fp32",
-        # DeepSpeed's speed, which nobody reads, has the host wait for the device twice a micro-batch.
+        # DeepSpeed's speed, which is not read here, has the host wait for the device twice a micro-batch.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {"stage": zero},
     }
