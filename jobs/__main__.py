@@ -46,19 +46,17 @@ app.add_typer(shards.data_commands, name="data")
 app.add_typer(leaks.commands)
 
 
-def main(
-    arguments: list[str] | None = None,
-    *,
-    commands: typer.Typer = app,
-    program: str = "patchline",
-    kind: str | None = None,
-) -> int:
+def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
     """Run the command that the words name and return its exit code; an error has become a message on stderr.
 
-    `kind` is the kind of the one stage to run, where `commands` is campaigns.single_stage.
+    With `kind` the words are a recipe, and its one stage of that kind runs: `python -m jobs.pretrain RECIPE`.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    parser = get_command(commands)
+    program = "patchline"
+    parser = get_command(app)
+    if kind is not None:
+        program = f"python -m jobs.{kind}"
+        parser = get_command(campaigns.single_stage)
     if "_PATCHLINE_COMPLETE" in os.environ:
         # A shell asks how a word may go on; this answers and ends the process.
         parser.main(prog_name=program)
@@ -75,7 +73,7 @@ def main(
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output is gone, as with `patchline plan … | head`: nobody would see a message.
+        # The reader of our output is gone, as with `patchline plan … | head`: a message would not be seen.
         return ExitCode.IO
     except Exception as error:
         return report(error, with_traceback="--debug" in words)
@@ -110,11 +108,6 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     # A terminal that is stuck must not keep a stopped run from ending.
     write_last(printable_lines(text))
     return code
-
-
-def run_one(kind: str) -> None:
-    """Run the one stage of a kind, as `python -m jobs.pretrain` and its like do, and end the process."""
-    sys.exit(main(commands=campaigns.single_stage, program=f"python -m jobs.{kind}", kind=kind))
 
 
 if __name__ == "__main__":

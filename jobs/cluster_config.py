@@ -8,6 +8,7 @@ to the nodes. Patchline alone sets the variables that tell a worker its place in
 malloc reads when a process starts.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -123,3 +124,10 @@ def complaint(environment: Mapping[str, str]) -> str:
                 "  leave it out here; workers have the environment of their node"
             )
     return ""
+
+
+def cores() -> int:
+    """Return how many cores of this machine the process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

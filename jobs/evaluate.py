@@ -1,6 +1,8 @@
 """Run a recipe's evaluate stage alone: python -m jobs.evaluate RECIPE [key=value …]"""
 
-from jobs.__main__ import run_one
+import sys
+
+from jobs.__main__ import main
 
 if __name__ == "__main__":
-    run_one("evaluate")
+    sys.exit(main(kind="evaluate"))

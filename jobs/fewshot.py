@@ -1,6 +1,8 @@
 """Run a recipe's few-shot stage alone: python -m jobs.fewshot RECIPE [key=value …]"""
 
-from jobs.__main__ import run_one
+import sys
+
+from jobs.__main__ import main
 
 if __name__ == "__main__":
-    run_one("fewshot")
+    sys.exit(main(kind="fewshot"))

@@ -1,6 +1,8 @@
 """Run a recipe's fine-tuning stage alone: python -m jobs.finetune RECIPE [key=value …]"""
 
-from jobs.__main__ import run_one
+import sys
+
+from jobs.__main__ import main
 
 if __name__ == "__main__":
-    run_one("finetune")
+    sys.exit(main(kind="finetune"))

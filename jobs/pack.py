@@ -1,6 +1,8 @@
 """Pack a recipe's images into shards: python -m jobs.pack RECIPE [key=value …]"""
 
-from jobs.__main__ import run_one
+import sys
+
+from jobs.__main__ import main
 
 if __name__ == "__main__":
-    run_one("pack")
+    sys.exit(main(kind="pack"))

@@ -1,6 +1,8 @@
 """Run a recipe's pretraining stage alone: python -m jobs.pretrain RECIPE [key=value …]"""
 
-from jobs.__main__ import run_one
+import sys
+
+from jobs.__main__ import main
 
 if __name__ == "__main__":
-    run_one("pretrain")
+    sys.exit(main(kind="pretrain"))

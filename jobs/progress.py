@@ -17,7 +17,7 @@ class LiveBar:
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Draw on stdout, or on another stream."""
-        # rich takes 0.1 s to import, which only those pay who see a bar.
+        # rich takes 0.1 s to import, for which a command without a bar does not wait.
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress

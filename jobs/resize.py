@@ -1,6 +1,8 @@
 """Run a recipe's resize stage alone: python -m jobs.resize RECIPE [key=value …]"""
 
-from jobs.__main__ import run_one
+import sys
+
+from jobs.__main__ import main
 
 if __name__ == "__main__":
-    run_one("resize")
+    sys.exit(main(kind="resize"))

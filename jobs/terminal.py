@@ -1,6 +1,6 @@
-"""Lines for a terminal that may take none: nobody waits for it.
+"""Lines for a terminal that may take none: the run never waits for it.
 
-A terminal takes no lines when somebody has typed Ctrl-S or does not scroll on in `less`, or when a log collector hangs.
+A terminal takes no lines after Ctrl-S, while `less` is not scrolled on, or when a log collector hangs.
 A plain `print` then waits for ever, and the watchdog and a SIGTERM wait with it. Here, in order:
 1. `write` puts a line into a queue and returns at once; a signal handler may call it amid another call;
 2. a thread writes the lines of the queue, above a bar where the stream is a terminal;
@@ -21,6 +21,7 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
+from data.checks import printable_lines
 from jobs.progress import LiveBar
 
 MOST_WAITING = 10_000  # lines; some 2 MB
@@ -36,12 +37,12 @@ class BarPlace(NamedTuple):
 
 
 class Terminal:
-    """Writes lines to a stream from a thread; whoever calls waits for nothing, but in `close`."""
+    """Writes lines to a stream from a thread; no call waits, but `close`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.handle = handle_of(stream)
-        # Of Python's queues this one alone may be used in a signal handler that interrupts a `put`.
+        # Of Python's queues only SimpleQueue may be used in a signal handler that interrupts a `put`.
         self.waiting: queue.SimpleQueue[str | BarPlace | None] = queue.SimpleQueue()
         self.dropped = 0  # lines, all in all
         self.dropped_said = 0  # of them, those that the terminal has been told of
@@ -137,8 +138,13 @@ def write_all(handle: int, content: bytes) -> None:
             select.select([], [handle], [])
 
 
+def echo(line: str) -> None:
+    """Print a line of a command's answer at once, without what a terminal would obey."""
+    print(printable_lines(line), flush=True)
+
+
 def write_last(text: str) -> None:
-    """Write a line to stderr before the process ends; one that takes no line is waited for a few seconds."""
+    """Write a line to stderr before the process ends; a stderr that takes no line is waited for a few seconds."""
     stream = sys.stderr
     handle = handle_of(stream)
     if handle is None:

@@ -12,7 +12,7 @@ import yaml
 from setuptools import find_packages
 
 from data.errors import Preempted
-from jobs.__main__ import main, run_one
+from jobs.__main__ import main
 from jobs.cluster import embedded
 from jobs.cluster.fork_server import IMPORTS
 from jobs.recipe import campaign
@@ -90,9 +90,9 @@ def look(server, words, environment, handles):
     os._exit(0)
 
 fork_server.ForkServer.launch = look
-from jobs.__main__ import main, run_one
+from jobs.__main__ import main
 sys.argv[1:] = sys.argv[2:]
-main() if sys.orig_argv[3] == "run" else run_one(sys.orig_argv[3])
+main(kind=None if sys.orig_argv[3] == "run" else sys.orig_argv[3])
 """
 
 
@@ -263,18 +263,12 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     stages: list[str] = []
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
-    def run_finetuning(*words: str) -> int:
-        monkeypatch.setattr("sys.argv", ["jobs.finetune", str(recipe), *words])
-        with pytest.raises(SystemExit) as end:
-            run_one("finetune")
-        return end.value.code
-
-    assert run_finetuning() == 0
-    assert run_finetuning(second, "--stage", "again") == 0
+    assert main([str(recipe)], kind="finetune") == 0
+    assert main([str(recipe), second, "--stage", "again"], kind="finetune") == 0
     assert stages == ["finetune", "again"]
-    assert run_finetuning(second) == 78
+    assert main([str(recipe), second], kind="finetune") == 78
     assert "2 stages of kind finetune: finetune, again; --stage names one" in capsys.readouterr().err
-    assert run_finetuning("--stage", "agian") == 78
+    assert main([str(recipe), "--stage", "agian"], kind="finetune") == 78
     assert "no stage 'agian'" in capsys.readouterr().err
 
 

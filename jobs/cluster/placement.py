@@ -15,7 +15,7 @@ from jobs.cluster.agent import Agent
 from jobs.cluster.nodes import Log, NodeAgent, Nodes, SparePlace, Tick
 from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
-from jobs.cluster_config import ClusterConfig
+from jobs.cluster_config import ClusterConfig, cores
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_nodes import RayNodes
@@ -97,8 +97,6 @@ class SpareCore(ThisMachine):
 
     def is_free(self) -> bool:
         """Tell whether this process may use more cores and GPUs than the workers do."""
-        from pipeline.preflight.machine import cores  # it imports torch, for which a start does not wait
-
         if cores() <= self.busy_cores:
             return False
         gpus = self.cluster.gpus_per_worker

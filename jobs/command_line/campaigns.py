@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from data.errors import ConfigError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, Waiting, make_group, say, show
+from data.errors import ConfigError, UsageError
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, Waiting, make_group
+from jobs.terminal import echo
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
@@ -54,7 +55,12 @@ def run_stage(
 
         loaded = campaign.resolve(document)
         if stage is None:
-            stage = stage_of_kind(loaded, kind=context.obj)
+            # All runs of a sweep are one section of the recipe, which is run whole.
+            names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind.name == context.obj))
+            if len(names) != 1:
+                there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
+                raise ConfigError(f"the recipe has {there}; --stage names one")
+            stage = names[0]
         run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
 
 
@@ -97,14 +103,18 @@ def plan(
             # As `run` does before its first stage: a plan promises nothing that would be refused.
             results = validate_all(loaded, loaded.stages, fresh=fresh)
             refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-            show(plan.plan(loaded, assumed, waiting.now))
-            show([result.text for result in results if result.level != "FAIL"])
+            plan.plan(loaded, assumed, waiting.now)
+            for result in results:
+                if result.level != "FAIL":
+                    echo(result.text)
             # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
             missing = [result for result in results if result.subject == INPUTS]
             if missing and without_data:
                 refuse(result for result in results if result not in missing)
-                absent = f"{len(missing)} missing inputs"
-                show(["", f"planned without {absent}: until they are there `run` ends with exit code 65"])
+                echo("")
+                echo(
+                    f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65"
+                )
             else:
                 refuse(results)
 
@@ -117,7 +127,7 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 
     loaded = load_campaign(recipe, overrides)
     try:
-        return preflight.preflight(loaded, say)
+        return preflight.preflight(loaded)
     finally:
         disconnect()
 
@@ -132,7 +142,7 @@ def trial(
     """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
     from jobs.commands import trial
 
-    trial.trial(load_campaign(recipe, overrides), stage, say)
+    trial.trial(load_campaign(recipe, overrides), stage)
 
 
 @commands.command()
@@ -144,9 +154,9 @@ def status(run: Run, _debug: Debug = False) -> None:
         # What reads a store imports torch, for which a run in a folder does not have to wait.
         from jobs.commands import stored_runs
 
-        show(stored_runs.status(run))
+        stored_runs.status(run)
     else:
-        show(status.status(Path(run).resolve()))
+        status.status(Path(run).resolve())
 
 
 @commands.command()
@@ -157,10 +167,15 @@ def replay(
     _debug: Debug = False,
 ) -> None:
     """Rebuild the global batch of one step, as every worker saw it."""
-    from jobs.commands import replay, stored_runs
+    from jobs.commands import replay
 
-    stored_runs.refuse(run, "replay")
-    show(replay.replay(Path(run).resolve(), step, to))
+    if "://" in run:
+        raise UsageError(
+            f"replay takes a folder, found {run}\n"
+            "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
+            f"  with the store's own tools, for example: aws s3 sync {run} runs/NAME"
+        )
+    replay.replay(Path(run).resolve(), step, to)
 
 
 @commands.command()
@@ -206,16 +221,3 @@ def shipped() -> dict[str, Path]:
     for file in sorted(RECIPES.rglob("*.yaml")):
         recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file
     return recipes
-
-
-def stage_of_kind(loaded: "Campaign", kind: str) -> str:
-    """The name of the one stage of a kind. Raises ConfigError where there are several, or none."""
-    from pipeline.config import require
-
-    # All runs of a sweep are one section of the recipe, which is run whole.
-    names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind.name == kind))
-    require(
-        len(names) == 1,
-        f"the recipe has {len(names)} stages of kind {kind}: {', '.join(names)}; --stage names one",
-    )
-    return names[0]

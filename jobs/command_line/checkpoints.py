@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from data.errors import UsageError
-from jobs.command_line.words import Debug, make_group, show
+from jobs.command_line.words import Debug, make_group
 
 SavedRun = Annotated[str, typer.Argument(help="Run directory, a stage's folder in it, or one step-* folder; or s3://…")]
 Step = Annotated[int | None, typer.Option(help="Of this step; else the newest, or all.")]
@@ -24,7 +24,7 @@ def list_all(run: SavedRun, _debug: Debug = False) -> None:
     """List the checkpoints of every stage, what is not committed too."""
     from jobs.commands import checkpoints
 
-    show(checkpoints.list_all(run))
+    checkpoints.list_all(run)
 
 
 @commands.command()
@@ -32,7 +32,7 @@ def verify(run: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Read every byte and compare it with the manifest."""
     from jobs.commands import checkpoints
 
-    show(checkpoints.verify_all(run, step))
+    checkpoints.verify_all(run, step)
 
 
 @commands.command()
@@ -40,7 +40,7 @@ def inspect(run: SavedRun, step: Step = None, _debug: Debug = False) -> None:
     """Print the manifest, and every parameter with its size and norms."""
     from jobs.commands import checkpoints
 
-    show(checkpoints.inspect(run, step))
+    checkpoints.inspect(run, step)
 
 
 @commands.command()
@@ -64,7 +64,7 @@ def diff(
     other_run = other_run or run
     if other_run == run and other_step == step:
         raise UsageError("diff needs something to compare with: --with RUN, or --with-step N of the same run")
-    show(checkpoints.compare(run, step, other_run, other_step))
+    checkpoints.compare(run, step, other_run, other_step)
 
 
 @commands.command()
@@ -72,7 +72,7 @@ def export(run: SavedRun, to: Target, step: Step = None, _debug: Debug = False) 
     """Write a checkpoint's weights as its stage would hand them on."""
     from jobs.commands import checkpoints
 
-    show(checkpoints.export_weights(run, step, Path(to)))
+    checkpoints.export_weights(run, step, Path(to))
 
 
 @commands.command()
@@ -80,4 +80,4 @@ def prune(run: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debu
     """Delete all but the newest checkpoints of every stage."""
     from jobs.commands import checkpoints
 
-    show(checkpoints.prune(run, keep, keep_every))
+    checkpoints.prune(run, keep, keep_every)

@@ -8,7 +8,8 @@ import typer
 from data.checks import check_name
 from data.errors import ExitCode, UsageError
 from jobs.command_line.campaigns import recipe_path
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group, say
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.terminal import echo
 
 Variables = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
@@ -86,10 +87,10 @@ def list_jobs(_debug: Debug = False) -> None:
         print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
     for job in jobs:
         # The start to the minute; below it how far the job is, or what it waits for.
-        note = "  its driver has not started" if job.status == "PENDING" else ""
-        say(f"{job.state:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
+        note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""
+        echo(f"{job.status:10} {job.started[:-3]}  {job.run}{note}  ({job.id})")
         if job.last_line:
-            say(f"{'':10} {job.last_line.removeprefix(WAITING)}")
+            echo(f"{'':10} {job.last_line.removeprefix(WAITING)}")
 
 
 def job_name(run: str) -> str:

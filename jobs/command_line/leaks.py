@@ -1,11 +1,21 @@
-"""`patchline leaks`: training images that are also in a test set."""
+"""`patchline leaks`: find training images that are also in a test set, and say which.
 
+patchline leaks shards/train --test shards/test --output leaks
+patchline subset shards/train --but leaks/leaks.json --output shards/train-clean
+"""
+
+import shlex
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jobs.command_line.words import Debug, make_group, show
+from jobs.cluster_config import cores
+from jobs.command_line.shards import cache_config, refuse_file
+from jobs.command_line.words import Debug, make_group, stoppable
+from jobs.progress import Progress
+from jobs.terminal import echo
 
 Train = Annotated[list[str], typer.Argument(help="Indexes, or their folders: what was or will be trained on.")]
 Test = Annotated[list[str], typer.Option(help="An index, or its folder, that is judged on; repeatable.")]
@@ -15,6 +25,9 @@ Weights = Annotated[str | None, typer.Option(help="Also compare features of thes
 Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: of two features, at least.")]
 CacheFolder = Annotated[str | None, typer.Option("--cache", help="URLs: folder that shards are fetched to.")]
 Workers = Annotated[int, typer.Option(min=0, help="Shards worked on side by side; 0: as many as there are cores.")]
+
+REPORT = "report.txt"
+PAGE = "leaks.html"
 
 commands = make_group()
 
@@ -32,6 +45,74 @@ def leaks(
     _debug: Debug = False,
 ) -> None:
     """Find training images that are also in a test set: copies, crops, mirror images, other encodings."""
-    from jobs.commands.leaks import search
+    from data.files import write_whole
+    from data.index.document import SUFFIX, load_index
+    from data.leaks.report import lines, write_page
+    from data.leaks.search import DOCUMENT, find_leaks
+    from pipeline.evaluation import embedding
 
-    show(search(train, test, Path(output), fits=fits, weights=weights, cosine=cosine, cache=cache, workers=workers))
+    folder = Path(output)
+    refuse_file(folder)
+    train_sets = [(path, load_index(path)) for path in train]
+    test_sets = [(path, load_index(path)) for path in test]
+    train_indexes = [index for _, index in train_sets]
+    test_indexes = [index for _, index in test_sets]
+    fetched_by = cache_config(cache)
+
+    # Features first: what they have found waits in a journal of its own for the document.
+    embeddings = None
+    if weights is not None:
+        import torch
+
+        from jobs.commands.weights import load, refuse_missing, verify
+
+        refuse_missing(weights)
+        verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with stoppable(), Progress("shards, by their features") as progress:
+            model = load(weights, {}).to(device)
+            # They are known by their content, whatever file they came from.
+            digest = sha256()
+            for name, value in sorted(model.state_dict().items()):
+                digest.update(name.encode())
+                digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+            embeddings = embedding.find_alike(
+                model,
+                (weights, digest.hexdigest()),
+                train_indexes,
+                test_indexes,
+                folder,
+                cosine=cosine,
+                device=device,
+                cache=fetched_by,
+                report=progress.of,
+            )
+
+    # Then the pictures themselves. The same call again goes on after a kill, here too.
+    with stoppable(), Progress("shards, those of the test sets first") as progress:
+        found_leaks = find_leaks(
+            train_sets,
+            test_sets,
+            folder,
+            fits=fits,
+            embeddings=embeddings,
+            workers=workers or cores(),
+            cache=fetched_by,
+            report=progress.of,
+            report_test=progress.of,
+        )
+    (folder / embedding.JOURNAL).unlink(missing_ok=True)
+
+    # The document is there; a report and a page tell people of it, and for each set what to type.
+    report = lines(found_leaks, train_indexes, test_indexes)
+    write_whole(folder / REPORT, "\n".join(report) + "\n")
+    write_page(folder / PAGE, found_leaks, train_indexes, test_indexes, fetched_by)
+
+    for line in report:
+        echo(line)
+    echo(f"written  {folder / DOCUMENT}  {REPORT}  {PAGE}")
+    for number in sorted({pair.train_set for pair in found_leaks.pairs}):
+        path = train[number]
+        clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
+        words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
+        echo(f"to train without them: python -m jobs {shlex.join(words)}")

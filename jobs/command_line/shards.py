@@ -1,12 +1,29 @@
-"""`patchline pack|index|subset` and `patchline data check|stats|repair`: sets made, found, looked at and mended."""
+"""`patchline pack|index|subset` and `patchline data check|stats|repair`: sets made, found, looked at and mended.
 
+patchline pack folder photos/train shards/photos/train --workers 4    resumes after a kill
+patchline index shards/theirs --workers 8
+patchline index s3://bucket/theirs --output indexes/theirs
+patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
+patchline data check shards/theirs --page report.html
+"""
+
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from data.errors import ExitCode, UsageError
-from jobs.command_line.words import Debug, make_group, show
+from data.checks import printable
+from data.errors import DataError, ExitCode, UsageError
+from jobs.command_line.words import Debug, make_group, stoppable
+from jobs.progress import Progress
+from jobs.terminal import echo
+
+if TYPE_CHECKING:
+    from data.index.index import Index
+    from data.index.names import Names
+    from data.remote.cache import CacheConfig
+    from data.shards.doctor import Report
 
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
@@ -103,8 +120,16 @@ def pack(
     _debug: Debug = False,
 ) -> None:
     """Pack images of many kinds into shards with their index."""
-    from jobs.commands.data import pack_images
+    from data.shards.packing import pack
+    from jobs.stages.sets import SetConfig, expected_samples, numbering_of, samples_of
+    from pipeline import config
 
+    renamed = {}
+    for word in rename or []:
+        before, equals, after = word.partition("=")
+        if not (before and equals and after):
+            raise UsageError(f"--rename {word}: expected the source's name and the new one\n  type: --rename kitty=cat")
+        renamed[before] = after
     # The same words as those of a set in a recipe; a dash stands for none.
     described = {
         "source": source,
@@ -115,32 +140,34 @@ def pack(
         "real": real,
         "names": names,
         "classes_of": classes_of,
-        "rename": pairs(rename or []),
+        "rename": renamed,
         "task": task,
         "partial": partial,
     }
-    summary = pack_images(
-        described,
-        Path(directory),
-        name=name,
-        shard_samples=shard_samples,
-        shard_bytes=shard_bytes,
-        classes=classes,
-        restarts=restarts,
-        workers=workers,
-    )
-    show(summary)
-
-
-def pairs(words: list[str]) -> dict[str, str]:
-    """Read `NAME=NAME` words; raises UsageError on one without an equals sign."""
-    names = {}
-    for word in words:
-        before, equals, after = word.partition("=")
-        if not (before and equals and after):
-            raise UsageError(f"--rename {word}: expected the source's name and the new one\n  type: --rename kitty=cat")
-        names[before] = after
-    return names
+    folder = Path(directory)
+    refuse_file(folder)
+    # Checked as a recipe's pack stage is, so that both refuse the same things with the same words.
+    if source == "subset":
+        raise UsageError(
+            "a subset packs nothing\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
+        )
+    cfg = config.build(SetConfig, described, "pack")
+    numbering = numbering_of(cfg, name or folder.name)
+    with stoppable(), Progress("samples", expected_samples(cfg)) as progress:
+        index = pack(
+            samples_of(cfg, numbering),
+            folder,
+            name=name or folder.name,
+            names=numbering.names,
+            shard_samples=shard_samples,
+            shard_bytes=shard_bytes,
+            classes=classes,
+            restarts=restarts,
+            workers=workers,
+            report=progress.packed,
+        )
+    for line in summary(index):
+        echo(line)
 
 
 @commands.command()
@@ -157,20 +184,59 @@ def index(
     _debug: Debug = False,
 ) -> None:
     """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
-    from jobs.commands.data import index_tars
+    from data.index.document import load_index
+    from data.index.names import check_unmistakable, read_class_list
+    from data.shards.indexing import build_index, decoded_samples
 
-    summary = index_tars(
-        tars,
-        output=output,
-        at=at,
-        name=name,
-        classes=classes,
-        names=names,
-        classes_of=classes_of,
-        workers=workers,
-        cache=cache,
-    )
-    show(summary)
+    if output is not None:
+        refuse_file(Path(output))
+    # The class names are those of a class list or of another set, whichever is given.
+    if names and classes_of:
+        raise UsageError("--names and --classes-of are two numberings of the classes\n  expected one of them")
+    listed: Names = ()
+    if names:
+        listed = read_class_list(names)
+        check_unmistakable(listed, names)
+    elif classes_of:
+        listed = load_index(classes_of).names
+        if not listed:
+            raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
+
+    # One word that is no tar stands for many: a folder, or a URL with a pattern.
+    is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
+    with stoppable(), Progress("shards") as progress:
+        index = build_index(
+            tars[0] if is_folder_or_pattern else tars,
+            output=output,
+            name=name,
+            classes=classes,
+            names=listed,
+            workers=workers,
+            at=at,
+            report=progress.of,
+            cache=cache_config(cache),
+        )
+    lines = summary(index)
+    if not index.names:
+        lines.append("class names: none, labels are taken on trust; where they are known, give --names FILE")
+
+    # A set of which nothing can be trained on or judged is refused, with what indexing has to say.
+    tried, failed = decoded_samples(index)
+    reason = ""
+    if index.samples == 0:
+        reason = "0 samples"
+    elif failed == tried:
+        reason = "no image among the samples that were decoded"
+    elif not index.classes:
+        reason = "no sample has a label that a run could use"
+    if reason:
+        raise DataError(
+            "\n".join([*lines, f"{index.tables}: nothing of it can be used: {reason}"])
+            + "\n  expected samples of an image (jpg, png, webp) and a label (cls, json)"
+            + "\n  labels that are names are read by a list of them: --names FILE"
+        )
+    for line in lines:
+        echo(line)
 
 
 @commands.command()
@@ -189,24 +255,20 @@ def subset(
     _debug: Debug = False,
 ) -> None:
     """Choose samples of a set, as an index over the same tars: nothing is packed again."""
-    from jobs.commands.data import choose_samples
+    from data.index.document import load_index
+    from data.shards import subset
 
+    folder = Path(output)
+    refuse_file(folder)
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
-    show(
-        choose_samples(
-            path,
-            Path(output),
-            keep=classes,
-            only=only,
-            but=but,
-            part=part,
-            shots=shots,
-            seed=seed,
-            name=name,
-            workers=workers,
-            cache=cache,
+    rule = subset.Rule(tuple(classes), only, but, part, shots, seed)
+    parent = load_index(path)
+    with stoppable(), Progress("shards", len(parent.shards)) as progress:
+        index = subset.make_subset(
+            parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
         )
-    )
+    for line in subset.summary(index, parent):
+        echo(line)
 
 
 @data_commands.command()
@@ -219,10 +281,20 @@ def check(
     _debug: Debug = False,
 ) -> int:
     """Read and decode every sample; exit 65 where a run would miss one."""
-    from jobs.commands.data import check_set
+    from data.shards.page import write_page
 
-    if check_set(path, page=page, world=world, workers=workers, cache=cache):
+    report = examine(path, decode=True, page=page, workers=workers, cache=cache)
+    for line in report.lines(world):
+        echo(line)
+    if page:
+        echo(f"page: {write_page(report, page, world)}")
+    if report.ok:
         return ExitCode.DONE
+    line = "not all of it can be read"
+    # Repairing keeps the good samples: without any there is no set to make.
+    if report.good:
+        line += f"; a set that can: python -m jobs data repair {path} NEW-FOLDER"
+    echo(line)
     return ExitCode.DATA
 
 
@@ -236,9 +308,22 @@ def stats(
     _debug: Debug = False,
 ) -> None:
     """Read headers and labels alone, and show how sizes are spread."""
-    from jobs.commands.data import measure_set
+    from data.shards.page import write_page
 
-    measure_set(path, page=page, world=world, workers=workers, cache=cache)
+    report = examine(path, decode=False, page=page, workers=workers, cache=cache)
+    for line in report.lines(world):
+        echo(line)
+    for name, spread in report.spreads.items():
+        # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
+        low = spread.quantile(0.01)
+        high = spread.quantile(0.99)
+        echo(f"{name}: 1 % {low:g}, median {spread.quantile(0.5):g}, 99 % {high:g}")
+    ranked = report.classes.most_common()
+    for end, rows in (("most", ranked[:5]), ("least", ranked[::-1][:5])):
+        classes = [f"{printable(report.index.class_name(label))} {count:,}" for label, count in rows]
+        echo(f"{end}: {', '.join(classes)}")
+    if page:
+        echo(f"page: {write_page(report, page, world)}")
 
 
 @data_commands.command()
@@ -252,6 +337,76 @@ def repair(
     _debug: Debug = False,
 ) -> None:
     """Pack every good sample into a new set."""
-    from jobs.commands.data import repair_set
+    from data.index.document import load_index
+    from data.shards.doctor import repair
 
-    show(repair_set(path, Path(directory), unique=unique, name=name, workers=workers, cache=cache))
+    folder = Path(directory)
+    refuse_file(folder)
+    index = load_index(path)
+    # The shards and their index may lie in two folders; neither may be written into.
+    if folder.resolve() in (Path(index.directory), index.tables):
+        raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
+    with stoppable(), Progress("samples", index.samples) as progress:
+        repaired = repair(
+            index,
+            folder,
+            unique=unique,
+            cache=cache_config(cache),
+            name=name or folder.name,
+            workers=workers,
+            report=progress.packed,
+        )
+    first, *refused = summary(repaired)
+    for line in (f"{first}; {index.samples - repaired.samples:,} samples left out", *refused):
+        echo(line)
+
+
+# ------------------------------------------------------------------------------------------------ of several commands
+
+
+def refuse_file(target: Path) -> None:
+    """Raise UsageError where the folder to write into is a file, or would lie below one."""
+    for path in (target, *target.parents):
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file\n  expected a folder for the set, which is made where there is none")
+
+
+def cache_config(folder: str | None) -> "CacheConfig":
+    """Return how remote shards are fetched, into a folder if one is given, as `data.cache` of a recipe says it."""
+    from data.remote.cache import CacheConfig
+
+    if folder is None:
+        return CacheConfig()
+    return CacheConfig(directory=str(Path(folder).expanduser().absolute()))
+
+
+def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: str | None) -> "Report":
+    """Look at every sample of a set."""
+    from data.index.document import load_index
+    from data.shards.doctor import check
+
+    index = load_index(path)
+    # A page that cannot be written is found out now, not after hours of looking.
+    if page:
+        Path(page).parent.mkdir(parents=True, exist_ok=True)
+    with Progress("shards", len(index.shards)) as progress:
+        return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
+
+
+def summary(index: "Index") -> list[str]:
+    """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
+    from data.index.names import some
+    from data.index.refusals import Refusals
+    from data.shards.indexing import decoded_samples
+
+    lines = [
+        f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
+        f"digest {index.digest[:12]}, in {index.tables}"
+    ]
+    if index.names:
+        lines.append(f"class names: {some(index.names)}")
+    lines += Refusals(Counter(index.refused), index.first_refused).lines()
+    tried, failed = decoded_samples(index)
+    if failed:
+        lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")
+    return lines

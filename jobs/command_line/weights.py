@@ -1,10 +1,27 @@
-"""`patchline import|export|analyze|evaluate`: weights in, out, looked at, and judged."""
+"""`patchline import|export|analyze|evaluate`: weights in, out, looked at, and judged.
 
-from typing import Annotated, Literal
+patchline evaluate runs/digits/finetune-1a2b3c4d shards/test --protocol top-1 --protocol per-class
+patchline evaluate vit_b16.npz shards/test train=shards/train --protocol knn --protocol fewshot knn.k=[20]
+
+How `evaluate` does without a recipe:
+1. The words become a campaign of one stage, `evaluate` (jobs/stages/evaluate.py), in a run directory of its own.
+2. It is run as `run` does: the same words again are answered from the document; a set or protocol more costs only that.
+3. The document is copied to the output folder, and its table is printed.
+"""
+
+import json
+import os
+from typing import Annotated, Any, Literal
 
 import typer
 
-from jobs.command_line.words import Debug, make_group, say, show
+from data.errors import UsageError
+from jobs.cluster_config import cores
+from jobs.command_line.words import Debug, make_group
+from jobs.terminal import echo
+
+STAGE = "evaluate"
+MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
 
 ForeignPath = Annotated[
     str, typer.Argument(help="An official .npz; a folder or .safetensors file of ours, timm or transformers.")
@@ -54,7 +71,7 @@ def import_foreign(
     """Write official, timm or transformers weights as ours."""
     from jobs.commands.weights import import_weights
 
-    import_weights(path, directory, say, overrides=overrides or [], class_list=names)
+    import_weights(path, directory, overrides=overrides or [], class_list=names)
 
 
 @commands.command()
@@ -64,7 +81,7 @@ def export(directory: OurFolder, path: Target, format: Format, _debug: Debug = F
     from jobs.commands.weights import export_weights
 
     stored_runs.refuse_as_weights(directory, "export")
-    export_weights(directory, path, format, say)
+    export_weights(directory, path, format)
 
 
 @commands.command()
@@ -73,7 +90,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     from jobs.commands import analyze, stored_runs
 
     stored_runs.refuse_as_weights(weights, "analyze")
-    show(analyze.analyze(weights, images, output, limit))
+    analyze.analyze(weights, images, output, limit)
 
 
 @commands.command()
@@ -85,6 +102,64 @@ def evaluate(
     _debug: Debug = False,
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
-    from jobs.commands import evaluate
+    import torch
 
-    evaluate.evaluate(weights, words, protocol or [], output)
+    from data.files import write_whole
+    from jobs.recipe import campaign
+    from jobs.run.session import run_campaign
+    from pipeline import config
+    from pipeline.evaluation.document import NAME
+
+    # Each set is called as its folder or index, numbered where two are alike.
+    sets: dict[str, dict[str, str]] = {}
+    overrides: list[str] = []
+    for word in words:
+        if "=" in word:
+            overrides.append(word)
+            continue
+        name = name_of(word)
+        number = 2
+        while name in sets:
+            name = f"{name_of(word)}-{number}"
+            number += 1
+        sets[name] = {"test": word}
+    if not sets:
+        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
+    folder = output or f"runs/evaluate-{name_of(weights)}"
+    section: dict[str, Any] = {"init": weights, "sets": sets}
+    if protocol:
+        section["protocols"] = protocol
+    # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
+    gpus = torch.cuda.device_count()
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
+    if gpus:
+        cluster["gpus_per_worker"] = 1
+    if "RAY_ADDRESS" not in os.environ:
+        cluster["backend"] = "processes"
+    values: dict[str, Any] = {"run": folder, "cluster": cluster, STAGE: section}
+    # Overrides are of `cluster` and `trackers`, of `train` (of all sets), else of the stage.
+    full: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "train":
+            full += [f"{STAGE}.sets.{name}.train={value}" for name in sets]
+        elif key.split(".")[0] in ("cluster", "trackers"):
+            full.append(override)
+        else:
+            full.append(f"{STAGE}.{override}")
+    values = config.with_home(config.with_overrides(values, full))
+    loaded = campaign.resolve(config.Recipe(values, "the command", folder))
+    run_campaign(loaded)
+    stage = loaded.stage(STAGE)
+    document = (loaded.directory(stage) / NAME).read_text()
+    write_whole(loaded.run / NAME, document)
+    echo(f"written  {loaded.run / NAME}: {len(json.loads(document)['results'])} results")
+
+
+def name_of(path: str) -> str:
+    """Return a name for what is at a path, of letters, digits, dashes and underscores."""
+    from data.index.document import SUFFIX
+
+    last = path.rstrip("/").rpartition("/")[2] or "weights"
+    stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)

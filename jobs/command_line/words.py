@@ -1,13 +1,17 @@
-"""The words that several commands take, and the groups that commands stand in."""
+"""The parts that several commands share: words, groups, a wait that is explained, and a stop by SIGTERM."""
 
+import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, Self
 
 import typer
 
 from data.checks import printable_lines
+from data.errors import Preempted
 
 WAIT_S = 1.0  # after which a wait says what it waits for
 
@@ -31,15 +35,18 @@ def make_group(help: str = "", *, epilog: str | None = None, completion: bool = 
     )
 
 
-def show(lines: Iterable[str]) -> None:
-    """Print each line as soon as it is there: some take minutes."""
-    for line in lines:
-        say(line)
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let SIGTERM end the block with Preempted, so that nothing half written stays; Ctrl-C does so by itself."""
 
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Preempted("stopped by SIGTERM; what is finished is kept, run the same command again to go on")
 
-def say(line: str) -> None:
-    """Print a line at once, without what a terminal would obey."""
-    print(printable_lines(line), flush=True)
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class Waiting:

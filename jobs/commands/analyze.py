@@ -29,6 +29,7 @@ from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
 from data.sources.tars import tars
 from jobs.commands.weights import load, refuse_missing, verify
+from jobs.terminal import echo
 from models import analysis
 from models.positions import ADDED
 from models.vit import ViTConfig
@@ -57,8 +58,8 @@ class Inside:
     explained_variance: Tensor | None  # (COMPONENTS,)
 
 
-def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str]:
-    """Load, look, draw, write; returns the report. Raises UsageError where nothing can be looked at."""
+def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
+    """Load, look, draw, write, and print the report. Raises UsageError where nothing can be looked at."""
     refuse_missing(weights)
     verification: list[str] = []
     verify(weights, verification.append)
@@ -90,12 +91,11 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> list[str
     write_whole(folder / "analysis.json", json.dumps(numbers))
 
     reach = attention.distance.mean(1)
-    return [
-        *verification,
-        f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers",
-        f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last",
-        f"written  {folder}/attention.png  inside.png  analysis.json",
-    ]
+    for line in verification:
+        echo(line)
+    echo(f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers")
+    echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
+    echo(f"written  {folder}/attention.png  inside.png  analysis.json")
 
 
 def device() -> torch.device:
@@ -158,11 +158,8 @@ def rounded(tensor: Tensor | None) -> object:
     """Return a tensor as nested lists of numbers with six digits; None stays None."""
     if tensor is None:
         return None
-    return np.vectorize(six_digits)(tensor.cpu().numpy()).tolist()
-
-
-def six_digits(value: float) -> float:
-    return float(f"{value:.6g}")
+    flat = [float(f"{value:.6g}") for value in tensor.cpu().numpy().ravel()]
+    return np.reshape(flat, tensor.shape).tolist()
 
 
 # -------------------------------------------------------------------------------------------------- drawing
@@ -201,27 +198,22 @@ def draw_inside(inside: Inside, distance: Tensor, path: Path) -> None:
     """Draw figures 7 and 11: filters, positions, and how far every head of every layer looks."""
     figure = Figure(figsize=(16, 5), layout="constrained")
     left, centre, right = figure.subplots(1, 3)
-    draw_filters(left, inside.components)
+
+    left.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
+    left.set_axis_off()
+    if inside.components is None:
+        left.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
+    else:
+        left.imshow(tiled(inside.components))
+
     draw_positions(figure, centre, inside.position_similarity)
-    draw_distances(right, distance)
-    figure.savefig(path, dpi=150)
 
-
-def draw_filters(axes: Axes, components: Tensor | None) -> None:
-    axes.set_title(f"RGB embedding filters\n(first {COMPONENTS} principal components)")
-    axes.set_axis_off()
-    if components is None:
-        axes.text(0.5, 0.5, "the patches come from a ResNet", ha="center")
-        return
-    axes.imshow(tiled(components))
-
-
-def draw_distances(axes: Axes, distance: Tensor) -> None:
     layers = np.arange(1, len(distance) + 1)
-    axes.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
-    axes.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
-    axes.set_ylim(0, 1.05 * distance.max().item())
-    axes.locator_params(axis="x", integer=True)
+    right.plot(layers, distance.numpy(), "o", color="tab:blue", alpha=0.6, markersize=5)
+    right.set(title="Attention distance of every head", xlabel="Layer", ylabel="Mean attention distance (pixels)")
+    right.set_ylim(0, 1.05 * distance.max().item())
+    right.locator_params(axis="x", integer=True)
+    figure.savefig(path, dpi=150)
 
 
 def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> None:
@@ -237,22 +229,15 @@ def draw_positions(figure: Figure, axes: Axes, similarity: Tensor | None) -> Non
     # (rows, columns, rows + 1, columns + 1) → one picture, less the NaN after the last row and column.
     picture = framed.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)[:-1, :-1]
     drawn = axes.imshow(picture.numpy(), vmin=-1, vmax=1, interpolation="nearest")
-    axes.set_xticks(*position_ticks(columns))
-    axes.set_yticks(*position_ticks(rows))
+    # A tick in the middle of a map, with the map's number from 1 on; as many as have room.
+    for count, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
+        # Rounded up. A map is `count` wide and has one line of NaN after it.
+        every = -(-count // POSITION_LABELS)
+        numbers = range(0, count, every)
+        places = [(count + 1) * number + (count - 1) / 2 for number in numbers]
+        set_ticks(places, [str(number + 1) for number in numbers])
     axes.set(xlabel="Input patch column", ylabel="Input patch row")
     figure.colorbar(drawn, ax=axes, label="Cosine similarity", shrink=0.8)
-
-
-def position_ticks(count: int) -> tuple[list[float], list[str]]:
-    """Return where the middles of a row's maps lie, and the maps' numbers from 1 on; as many as have room."""
-    # Rounded up. A map is `count` wide and has one line of NaN after it.
-    every = -(-count // POSITION_LABELS)
-    places = []
-    labels = []
-    for number in range(0, count, every):
-        places.append((count + 1) * number + (count - 1) / 2)
-        labels.append(str(number + 1))
-    return places, labels
 
 
 def tiled(components: Tensor, columns: int = 7) -> np.ndarray:

@@ -1,13 +1,12 @@
 """The work of `patchline checkpoints`: what a run has saved, looked at by a person.
 
 A run is named by its directory or URL, by a stage's folder in it, or by one checkpoint's folder. Nothing here opens
-anything but safetensors and JSON. Every function yields its lines as it finds them, for a checkpoint can take minutes
+anything but safetensors and JSON. Every command prints its lines as it finds them, for a checkpoint can take minutes
 to read.
 """
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,9 @@ import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.checkpoints.manifest import Manifest, attempt_of_stage, read_manifest, step_of
+from pipeline.checkpoints.manifest import attempt_of_stage, read_manifest, step_of
 from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
@@ -35,11 +35,6 @@ class Saved(NamedTuple):
 
     checkpoints: StageCheckpoints
     name: str
-
-    @property
-    def title(self) -> str:
-        """Return "pretrain-1/step-0000000050": two stages may have a checkpoint of the same step."""
-        return f"{self.checkpoints.stage}/{self.name}"
 
 
 def selected(run: OpenedRun, step: int | None) -> list[Saved]:
@@ -85,11 +80,11 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
 # ------------------------------------------------------------------------------------------------ the commands
 
 
-def list_all(path: str) -> Iterator[str]:
+def list_all(path: str) -> None:
     """List every checkpoint folder of every stage, also those that are not committed."""
     with opened(path) as run:
         for checkpoints in run.stages:
-            yield f"{checkpoints.stage}:"
+            echo(f"{checkpoints.stage}:")
             # A step is evaluated after its commit, so its scores are not in its manifest.
             records = read_metrics(run.storage.local / checkpoints.stage, "evaluate")
             evaluations = {record["step"]: record for record in records}
@@ -97,7 +92,7 @@ def list_all(path: str) -> Iterator[str]:
                 try:
                     manifest = checkpoints.manifest(name)
                 except (CheckpointError, OSError) as error:
-                    yield f"  {name}  BAD: {run.in_words(str(error))}"
+                    echo(f"  {name}  BAD: {run.in_words(str(error))}")
                     continue
                 attempt = attempt_of_stage(checkpoints.storage.local / checkpoints.stage, manifest.attempt)
                 line = (
@@ -108,35 +103,37 @@ def list_all(path: str) -> Iterator[str]:
                     is_score = isinstance(value, float) and score not in ("time", "seconds")
                     if is_score and not async_evaluation.OF_ONE_SEED.search(score):
                         line += f"  {score} {value:.4f}"
-                yield line
+                echo(line)
             for name in run.storage.unpublished(checkpoints.folder):
                 if name.startswith("bad-"):
-                    yield f"  {name}  refused by a start, kept for you to look at; delete it when you have"
+                    echo(f"  {name}  refused by a start, kept for you to look at; delete it when you have")
                 elif name.startswith(".tmp-old-"):
-                    yield f"  {name}  an old checkpoint on its way out; the next start sweeps what is left of it"
+                    echo(f"  {name}  an old checkpoint on its way out; the next start sweeps what is left of it")
                 else:
-                    yield f"  {name}  a save in flight, or one that died; the next start sweeps it"
+                    echo(f"  {name}  a save in flight, or one that died; the next start sweeps it")
 
 
-def verify_all(path: str, step: int | None) -> Iterator[str]:
+def verify_all(path: str, step: int | None) -> None:
     """Read every byte of every checkpoint meant. Raises CheckpointError in the end where one is bad."""
     # A bad one does not end the reading: a person wants to know which are whole.
     bad = 0
     with opened(path) as run:
         for saved in selected(run, step):
+            # Two stages may have a checkpoint of the same step.
+            title = f"{saved.checkpoints.stage}/{saved.name}"
             began = time.monotonic()
             try:
                 saved.checkpoints.verify(saved.name)
             except CheckpointError as error:
                 bad += 1
-                yield run.in_words(f"{saved.title}  BAD: {error}")
+                echo(run.in_words(f"{title}  BAD: {error}"))
             else:
-                yield f"{saved.title}  whole ({time.monotonic() - began:.1f}s)"
+                echo(f"{title}  whole ({time.monotonic() - began:.1f}s)")
     if bad:
         raise CheckpointError(f"bad checkpoints: {bad}\n  a start sets them aside and loads the newest whole one")
 
 
-def inspect(path: str, step: int | None) -> Iterator[str]:
+def inspect(path: str, step: int | None) -> None:
     """Show the manifest, and every parameter with its number of elements and the norms of its states."""
     with opened(path) as run:
         # Verified first: the norms of damaged tensors would mislead.
@@ -148,7 +145,7 @@ def inspect(path: str, step: int | None) -> Iterator[str]:
                 value = {name: {"bytes": file["bytes"], "sha256": file["sha256"]} for name, file in value.items()}
             if isinstance(value, dict):
                 value = json.dumps(value)
-            yield f"{field:13} {value}"
+            echo(f"{field:13} {value}")
 
         # The tensors lie in pieces, a file a rank; a reader puts them together whatever the number of ranks was.
         reader = Reader(folder, manifest.files)
@@ -162,7 +159,7 @@ def inspect(path: str, step: int | None) -> Iterator[str]:
                 state = whole_state(reader, name, kind)
                 norms.append(f"|{kind}| {state.norm():.4g}")
                 largest = max(largest, state.numel())
-            yield f"{name:40} {largest:>12,}  {'  '.join(norms)}"
+            echo(f"{name:40} {largest:>12,}  {'  '.join(norms)}")
 
 
 def whole_state(reader: Reader, name: str, kind: str) -> torch.Tensor:
@@ -173,7 +170,7 @@ def whole_state(reader: Reader, name: str, kind: str) -> torch.Tensor:
     return reader(name, kind, 0, elements)
 
 
-def compare(path: str, step: int | None, other_path: str, other_step: int | None) -> Iterator[str]:
+def compare(path: str, step: int | None, other_path: str, other_step: int | None) -> None:
     """Show what changes from the other checkpoint (the first) to ours (the second): manifests, then states."""
     with opened(path) as run, opened(other_path) as other_run:
         # Verified first: a damaged byte would look like a difference in training.
@@ -181,9 +178,14 @@ def compare(path: str, step: int | None, other_path: str, other_step: int | None
         first = newest_verified(other_run, other_step)
         first_manifest = read_manifest(first)
         second_manifest = read_manifest(second)
-        yield f"{other_run.in_words(str(first))} → {run.in_words(str(second))}"
-        for difference in differences(without_files(first_manifest), without_files(second_manifest)):
-            yield f"  {difference}"
+        echo(f"{other_run.in_words(str(first))} → {run.in_words(str(second))}")
+        first_fields = asdict(first_manifest)
+        second_fields = asdict(second_manifest)
+        # Files differ with the number of workers, whatever they hold.
+        del first_fields["files"]
+        del second_fields["files"]
+        for difference in differences(first_fields, second_fields):
+            echo(f"  {difference}")
 
         # Compare what is saved of each parameter, whatever number of workers wrote the one and the other.
         first_reader = Reader(first, first_manifest.files)
@@ -192,30 +194,23 @@ def compare(path: str, step: int | None, other_path: str, other_step: int | None
         equal = 0
         for name, kind in states:
             if (name, kind) not in first_reader.pieces:
-                yield f"  {name} {kind}: only in the second"
+                echo(f"  {name} {kind}: only in the second")
                 continue
             if (name, kind) not in second_reader.pieces:
-                yield f"  {name} {kind}: only in the first"
+                echo(f"  {name} {kind}: only in the first")
                 continue
             before = whole_state(first_reader, name, kind)
             after = whole_state(second_reader, name, kind)
             if before.shape != after.shape:
-                yield f"  {name} {kind}: another size"
+                echo(f"  {name} {kind}: another size")
             elif torch.equal(before, after):
                 equal += 1
             else:
-                yield f"  {name} {kind}: largest difference {(before - after).abs().max():.3g}"
-        yield f"  {equal} of {len(states)} states are bit-equal"
+                echo(f"  {name} {kind}: largest difference {(before - after).abs().max():.3g}")
+        echo(f"  {equal} of {len(states)} states are bit-equal")
 
 
-def without_files(manifest: Manifest) -> dict[str, object]:
-    """Return the manifest less its files, which differ with the number of workers."""
-    fields = asdict(manifest)
-    del fields["files"]
-    return fields
-
-
-def export_weights(path: str, step: int | None, target: Path) -> Iterator[str]:
+def export_weights(path: str, step: int | None, target: Path) -> None:
     """Write weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
     # Before the reading, which takes minutes.
     if target.exists() and not target.is_dir():
@@ -235,13 +230,14 @@ def export_weights(path: str, step: int | None, target: Path) -> Iterator[str]:
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))
             artifacts.record_weights(target, {"exported": exported, "code": code_version()})
-        yield f"step {step_of(folder)}: weights.safetensors and model.json in {target}"
+        echo(f"step {step_of(folder)}: weights.safetensors and model.json in {target}")
 
 
-def prune(path: str, keep: int, keep_every: int) -> Iterator[str]:
+def prune(path: str, keep: int, keep_every: int) -> None:
     """Delete all but the newest `keep` of every stage, the multiples of `keep_every`, and those that are to be judged.
 
-    Raises UsageError for fewer than 2, CheckpointError where one that is to stay is bad; nothing is deleted then.
+    Raises UsageError for fewer than 2, CheckpointError where a checkpoint that is to stay is bad; then nothing is
+    deleted.
     """
     if keep < LEAST_KEPT:
         raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more: one checkpoint alone can be bad")
@@ -253,4 +249,4 @@ def prune(path: str, keep: int, keep_every: int) -> Iterator[str]:
         for checkpoints in run.stages:
             needed = async_evaluation.due(run.storage.local / checkpoints.stage)
             for name in checkpoints.prune(keep, keep_every, needed):
-                yield f"{checkpoints.stage}: {name} deleted"
+                echo(f"{checkpoints.stage}: {name} deleted")

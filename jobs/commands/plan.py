@@ -8,9 +8,9 @@
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-1. Each stage gets its lines (`Plan.describe`); a trained one is a `TrainedStage`, which works out batch, data, compute,
-   memory and time.
-2. Their sums make the first three lines (`Plan.sum_up`).
+1. Each stage gets its lines (`Plan.add_stage`); a trained one is a `TrainedStage`, which works out batch, data,
+   compute, memory and time.
+2. Their sums make the first three lines (`Plan.sum_up`), and then all lines are printed.
 
 Time is that of trials on the cluster (`python -m jobs trial`), or an estimate, which is labelled as one. Nothing is
 started or written. What is not there yet (data, weights) is named, and the lines that need it are left out; then the
@@ -35,6 +35,7 @@ from jobs.recipe.render import choice_text
 from jobs.recipe.sweeps import resolve_sweep
 from jobs.resolved_recipe import Available, Campaign, Stage, index_if_made, reference
 from jobs.stages import sweep
+from jobs.terminal import echo
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
 from pipeline.engine.settings import reduction_line
@@ -83,40 +84,42 @@ class Assumptions:
                 raise ConfigError(f"{option} is {value:g}, expected more than 0")
 
 
-def plan(
-    campaign: Campaign, assumed: Assumptions = Assumptions(), log: Callable[[str], None] | None = None
-) -> list[str]:
-    """Return the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
+def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
+    """Print the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
     campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {cluster.most}"
-    made = Plan(campaign, assumed, log or (lambda _: None))
+    made = Plan(campaign, assumed, log)
     made.lines += [
         "",
         f"run directory  {campaign.storage.address()}",
         f"cluster        {workers} workers ({cluster.backend})",
     ]
     for stage in campaign.stages:
-        made.describe(stage)
-    made.sum_up()
-    return [*made.first_lines, *made.lines]
+        made.add_stage(stage)
+    fits, time, cost = made.sum_up()
+    for line in (f"fits    {fits}", f"time    {time}", f"cost    {cost}", *made.lines):
+        echo(line)
 
 
 @dataclass
 class Plan:
-    """Collects the lines of all stages, parents first, and then the first three lines, which are about all of them."""
+    """Collects the lines of all stages, parents first, and the sums of them."""
 
     campaign: Campaign
     assumed: Assumptions
     log: Callable[[str], None]  # hears of waits
-    first_lines: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     would_run: set[str] = field(default_factory=set)  # names of stages that have not finished
     to_train: "list[TrainedStage]" = field(default_factory=list)
 
-    def describe(self, stage: Stage) -> None:
+    def add(self, label: str, text: str) -> None:
+        """Add a line to the stage that is described."""
+        self.lines.append(f"  {label:7} {text}")
+
+    def add_stage(self, stage: Stage) -> None:
         """Add the lines of a stage; those that it reads have been described before."""
         campaign = self.campaign
         is_done = campaign.done(stage) is not None
@@ -145,58 +148,50 @@ class Plan:
         for part, value in stage.parents.items():
             # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
             if stage.kind is not sweep.KIND and part not in stage.chosen:
-                self.lines.append(f"  reads   {part} = {value}")
+                self.add("reads", f"{part} = {value}")
         if stage.model is not None:
             model = stage.model
             size = "×".join(str(side) for side in model.image_size)
-            self.lines.append(
-                f"  model   {model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} "
-                f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs an image"
+            self.add(
+                "model",
+                f"{model.family} {size} px, {model.classes} classes, {models.parameters_of(model):,} "
+                f"parameters, {models.macs_of(model) / 1e9:.3f} GMACs an image",
             )
         # What a finished stage was made from is needed no more.
         if not is_done:
             for message in stage.missing:
-                self.lines.append(f"  MISSING {message}")
+                self.add("MISSING", message)
 
         # 3. What sweeps have chosen for it, or, of the table of a sweep, what it will be made of.
         for part in stage.chosen:
-            self.lines.append(f"  chosen  {part}: {choice_text(campaign, stage, part)}")
+            self.add("chosen", f"{part}: {choice_text(campaign, stage, part)}")
         if len(stage.known) < len(stage.chosen):
-            self.lines.append("  chosen  until then the lines below have the first of these values")
+            self.add("chosen", "until then the lines below have the first of these values")
         if stage.kind is sweep.KIND:
             cfg: sweep.Config = stage.config
             rows = {run.row for run in cfg.runs.values()}
-            line = f"  table   {len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}"
-            if cfg.chooses:
-                line += f": chooses {sweep.TIES}"
-            self.lines.append(line)
+            chooses = f": chooses {sweep.TIES}" if cfg.chooses else ""
+            self.add("table", f"{len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}{chooses}")
 
         # 4. Which names its classes have, and whose labels are taken on trust.
         names, nameless = class_names.known_names(stage, Available(campaign))
         if names:
-            self.lines.append(f"  names   {some(names)}")
+            self.add("names", some(names))
         if nameless:
-            self.lines.append(f"  names   none in {', '.join(nameless)}: labels are taken on trust")
+            self.add("names", f"none in {', '.join(nameless)}: labels are taken on trust")
 
         # 5. What its training takes.
         if stage.kind.trains:
-            trained = TrainedStage(campaign, stage, self.assumed, self.log)
+            trained = TrainedStage(self, stage)
             trained.work_out()
-            for line in trained.lines:
-                self.lines.append(f"  {line}")
             if not is_done:
                 self.to_train.append(trained)
 
-    def sum_up(self) -> None:
-        """Write whether all that is still to be trained fits, how long it takes, and how much it costs."""
+    def sum_up(self) -> tuple[str, str, str]:
+        """Return whether all that is still to be trained fits, how long it takes, and how much it costs."""
         stages = self.to_train
         if not stages:
-            self.first_lines = [
-                "fits    nothing is left to train",
-                "time    no time of training",
-                "cost    no worker-hours of training",
-            ]
-            return
+            return "nothing is left to train", "no time of training", "no worker-hours of training"
         # 1. What the stages come to together.
         largest = stages[0]  # that needs the most
         too_large = []
@@ -238,12 +233,7 @@ class Plan:
 
         # 3. How long and how much: a range where one of them is estimated.
         if not timed:
-            self.first_lines = [
-                f"fits    {fits}",
-                f"time    not known: {stages[0].no_time}",
-                "cost    not known without the time",
-            ]
-            return
+            return fits, f"not known: {stages[0].no_time}", "not known without the time"
         time = f"{span(least_s, most_s)} for {counted(len(timed), 'trained stage')}"
         if least_s < most_s:
             time = f"ESTIMATE, not measured: {time}, without saves and failures"
@@ -251,8 +241,7 @@ class Plan:
             time += f" with {failures:.1f} failures"
         if untimed:
             time += f"; NOT known of {', '.join(untimed)}"
-        cost = bill(least_hours, most_hours, self.assumed.price)
-        self.first_lines = [f"fits    {fits}", f"time    {time}", f"cost    {cost}"]
+        return fits, time, bill(least_hours, most_hours, self.assumed.price)
 
 
 def span(least_s: float, most_s: float) -> str:
@@ -279,24 +268,12 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
 # ------------------------------------------------------------------------------------------------ a trained stage
 
 
-@dataclass(frozen=True)
-class TrainingSet:
-    """One of the sets that a stage trains on."""
-
-    name: str
-    index: Index | None  # None: not made yet
-    weight: float  # its share of every batch, before all are scaled to sum to one
-
-
 @dataclass
 class TrainedStage:
-    """Works out a trained stage: its lines, and the numbers that the campaign's first three lines need of it."""
+    """Works out a trained stage: its lines in the plan, and the numbers that the first three lines need of it."""
 
-    campaign: Campaign
+    plan: Plan
     stage: Stage
-    assumed: Assumptions
-    log: Callable[[str], None]  # hears of waits
-    lines: list[str] = field(default_factory=list)
     device_bytes: int = 0  # that a worker needs; 0: not known
     limit: int = 0  # bytes of the device; 0: not known
     limit_source: str = ""
@@ -307,6 +284,9 @@ class TrainedStage:
     no_time: str = "the data or the model is not there yet"  # why it is not known how long it takes
 
     def __post_init__(self) -> None:
+        self.campaign = self.plan.campaign
+        self.assumed = self.plan.assumed
+        self.add = self.plan.add
         self.name = self.stage.name
         self.cfg: TrainConfig = self.stage.config
         self.is_gpu = self.campaign.cluster.gpus_per_worker > 0
@@ -314,14 +294,11 @@ class TrainedStage:
         self.world = self.worlds[0]
         # What a worker needs is the most where the workers are the fewest.
         self.fewest = self.worlds[-1]
-        self.sets: list[TrainingSet] = []
-        for name, (path, weight) in self.cfg.data.sets().items():
-            self.sets.append(TrainingSet(name, index_if_made(self.campaign.resolve(path) or ""), weight))
-        self.indexes = []
-        for part in self.sets:
-            if part.index is not None:
-                self.indexes.append(part.index)
-        self.all_there = len(self.indexes) == len(self.sets)
+        self.index_of: dict[str, Index | None] = {}  # by the name of a set that it trains on; None: not made yet
+        for name, (path, _weight) in self.cfg.data.sets().items():
+            self.index_of[name] = index_if_made(self.campaign.resolve(path) or "")
+        self.indexes = [index for index in self.index_of.values() if index is not None]
+        self.all_there = len(self.indexes) == len(self.index_of)
 
     def work_out(self) -> None:
         """Fill lines and numbers, as far as data and model are there."""
@@ -333,26 +310,24 @@ class TrainedStage:
             shares = f"= {self.world} workers × micro_batch {cfg.micro_batch} × accumulation {micro_batches}"
         else:
             shares = f"over {self.world} workers unevenly, {micro_batches} micro-batches each"
-        self.lines.append(f"batch   {cfg.batch_size} {shares}")
+        self.add("batch", f"{cfg.batch_size} {shares}")
         if len(self.worlds) > 1:
             worlds = in_words(self.worlds)
-            self.lines.append(f"workers {worlds}, as there is room; lines about a worker are for {self.fewest}")
+            self.add("workers", f"{worlds}, as there is room; lines about a worker are for {self.fewest}")
 
         # 2. How many steps, counted where all sets are there, else as the recipe says.
         samples = cfg.data.samples
         if self.all_there:
             samples = sum(index.samples for index in self.indexes)
         if samples is None and cfg.steps is None:
-            self.lines.append(
-                f"steps   {cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)"
-            )
+            self.add("steps", f"{cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
             return
         self.steps = steps_of(cfg, samples or 0)
-        self.describe_data(samples)
+        self.add_data(samples)
 
         # 3. What the steps compute.
         if self.stage.model is None:
-            self.lines.append("model   not known: the weights that it starts from are missing")
+            self.add("model", "not known: the weights that it starts from are missing")
             return
         self.model = self.stage.model
         whole = models.training_flops(self.model, self.steps * cfg.batch_size)
@@ -361,13 +336,13 @@ class TrainedStage:
             in_order = phases(cfg.thinning, self.steps, self.model)
             self.flops = flops_of(in_order, self.model, range(self.steps), cfg.batch_size)
             share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
-            self.lines.append(f"compute {self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
+            self.add("compute", f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
             for phase in in_order:
-                self.lines.append(f"thinned {describe(phase)}")
+                self.add("thinned", describe(phase))
         else:
-            self.lines.append(f"compute {whole / 1e18:.4g} exaFLOPs (6 × MACs × images)")
+            self.add("compute", f"{whole / 1e18:.4g} exaFLOPs (6 × MACs × images)")
         if self.is_gpu:
-            self.describe_feed()
+            self.add_feed()
         schedule = cfg.optim.schedule
         text = (
             f"{cfg.optim.name} lr {cfg.optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
@@ -375,18 +350,18 @@ class TrainedStage:
         )
         if cfg.exact_parts:
             text += f", exact in {cfg.exact_parts} parts"
-        self.lines.append(f"optim   {text}")
+        self.add("optim", text)
 
         # 4. What a worker needs, how gradients are summed over all of them, and the time that takes.
-        self.describe_memory()
+        self.add_memory()
         # With the tuning of the user's own DeepSpeed file in it.
         tuned = engine_settings(cfg, micro_batches)["zero_optimization"]
         summed = reduction_line(tuned, models.parameters_of(self.model), self.world, cfg.exact_parts)
         if summed:
-            self.lines.append(f"sums    {summed}")
-        self.describe_time()
+            self.add("sums", summed)
+        self.add_time()
 
-    def describe_data(self, samples: int | None) -> None:
+    def add_data(self, samples: int | None) -> None:
         """Say how long a stage trains, when it is evaluated, and where its samples come from."""
         cfg = self.cfg
         images = self.steps * cfg.batch_size
@@ -395,33 +370,32 @@ class TrainedStage:
             passes = f"{images / samples:.2f} passes over {samples:,} samples"
             if not self.all_there:
                 passes += " (as the recipe says; the data is not there yet)"
-        self.lines.append(f"steps   {self.steps:,} ({amount(images)} images, {passes})")
+        self.add("steps", f"{self.steps:,} ({amount(images)} images, {passes})")
         if cfg.evaluate_every and cfg.evaluate_on == "spare":
-            self.lines.append(
-                f"judge   every {cfg.evaluate_every:,} steps, each committed first, on a worker beside training where "
-                "one is spare, else by the workers; the last by the workers"
+            self.add(
+                "judge",
+                f"every {cfg.evaluate_every:,} steps, each committed first, on a worker beside training where "
+                "one is spare, else by the workers; the last by the workers",
             )
         elif cfg.evaluate_every:
-            self.lines.append(
-                f"judge   every {cfg.evaluate_every:,} steps, by the workers, who stop for it (evaluate_on=spare: "
-                "beside them)"
+            self.add(
+                "judge",
+                f"every {cfg.evaluate_every:,} steps, by the workers, who stop for it (evaluate_on=spare: beside them)",
             )
         # How many samples of every batch each set gives, and how often that goes through the set.
         if cfg.data.mixture:
-            shares = shares_of(cfg.batch_size, [part.weight for part in self.sets])
-            for part, share in zip(self.sets, shares, strict=True):
-                line = f"mixture {part.name}: {share} of every batch"
-                if part.index is not None:
-                    line += (
-                        f", {self.steps * share / part.index.samples:.2f} passes over {part.index.samples:,} samples"
-                    )
-                self.lines.append(line)
+            shares = shares_of(cfg.batch_size, [weight for _path, weight in cfg.data.sets().values()])
+            for (name, index), share in zip(self.index_of.items(), shares, strict=True):
+                text = f"{name}: {share} of every batch"
+                if index is not None:
+                    text += f", {self.steps * share / index.samples:.2f} passes over {index.samples:,} samples"
+                self.add("mixture", text)
         if self.all_there and any(index.remote for index in self.indexes):
-            index, order = training_order(cfg, self.indexes)
+            joined, order = training_order(cfg, self.indexes)
             slots = batch_arithmetic(cfg, self.fewest).slots(0)
-            self.lines.append(f"cache   a worker needs {cache_line(index, order, slots, 0, cfg.data)}")
+            self.add("cache", f"a worker needs {cache_line(joined, order, slots, 0, cfg.data)}")
 
-    def describe_feed(self) -> None:
+    def add_feed(self) -> None:
         """Say whether a worker's decoding processes keep up with its GPU, and what to type where they do not."""
         cfg = self.cfg
         cores_per_worker = self.campaign.cluster.cpus_per_worker
@@ -435,26 +409,26 @@ class TrainedStage:
         source = "measured here on this set" if measured else "assumed; the set is not here to measure"
         needed = GPU_FLOPS / models.training_flops(self.model, 1)  # images a second that a GPU takes
         cores = math.ceil(needed / rate)
-        line = (
-            f"feed    a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
+        text = (
+            f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
             f"{needed:,.0f} images/s, a core decodes {rate:,.0f} ({source}): "
         )
         # More decoding processes than cores decode no faster.
         if cfg.data.decode == "gpu":
-            line += "data.decode=gpu, not judged"
+            text += "data.decode=gpu, not judged"
         elif min(cfg.data.processes, cores_per_worker) >= cores:
-            line += f"data.processes={cfg.data.processes} keeps up, {cores} would"
+            text += f"data.processes={cfg.data.processes} keeps up, {cores} would"
         else:
             overrides = f"{self.name}.data.processes={cores}"
             if cores >= cores_per_worker:
                 overrides += f" cluster.cpus_per_worker={cores + 1}"  # the worker needs a core beside those that decode
-            line += (
+            text += (
                 f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
                 f"type {overrides}, pack with --restarts, or {self.name}.data.decode=gpu"
             )
-        self.lines.append(line)
+        self.add("feed", text)
 
-    def describe_memory(self) -> None:
+    def add_memory(self) -> None:
         """Say what a worker needs of its device's memory and of its node's; the step is traced where that is new."""
         cfg = self.cfg
         has_gpu = self.is_gpu or self.assumed.gpu is not None
@@ -468,28 +442,28 @@ class TrainedStage:
         elif not self.is_gpu and self.campaign.cluster.backend == "processes":
             self.limit = memory_free() // self.fewest
             self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
-        self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
+        self.plan.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
         try:
             self.cfg = cfg = memory.with_blocks(cfg, self.model, is_gpu=has_gpu)
             need = memory.memory_need(cfg, self.model, self.fewest, is_gpu=has_gpu)
         except TraceFailed as error:
-            self.lines.append(f"memory  not known: {error}")
+            self.add("memory", f"not known: {error}")
             return
         except memory.BudgetTooSmall as error:
             # After all lines the command ends as `run` would, with what to type (jobs/stages/training.py).
-            self.lines.append(f"memory  does not fit {error}")
+            self.add("memory", f"does not fit {error}")
             self.fits = False
             return
-        line = f"{memory.in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
+        text = f"{memory.in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
         if not cfg.thinning.has_whole_images:
-            line += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
-        self.lines.append(f"memory  {line}")
+            text += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
+        self.add("memory", text)
         self.device_bytes = need.device_bytes
         self.fits = not self.limit or need.device_bytes <= self.limit
 
     # -------------------------------------------------------------------------------------------- time and money
 
-    def describe_time(self) -> None:
+    def add_time(self) -> None:
         """Say how long all steps take and what they cost: by trials, else by an estimate."""
         cluster = self.campaign.cluster
         trials = []
@@ -499,7 +473,7 @@ class TrainedStage:
             if (trial.gpus_per_worker, trial.cpus_per_worker) == (cluster.gpus_per_worker, cluster.cpus_per_worker):
                 trials.append(trial)
         if trials and self.assumed.gpu is None:
-            self.describe_measured_time(rate_on(self.world, trials))
+            self.add_measured_time(rate_on(self.world, trials))
             return
         gpu = GPUS[self.assumed.gpu or "h100"]
         if not self.is_gpu and self.assumed.gpu is None:
@@ -507,29 +481,23 @@ class TrainedStage:
         elif self.cfg.precision != "bf16":
             self.no_time = f"a GPU's peak is of bf16, and this stage computes in {self.cfg.precision}; type {TRY}"
         else:
-            self.describe_estimate(gpu)
+            self.add_estimate(gpu)
             return
-        self.lines.append(f"time    not known: {self.no_time}")
+        self.add("time", f"not known: {self.no_time}")
 
-    def describe_measured_time(self, rate: Rate) -> None:
+    def add_measured_time(self, rate: Rate) -> None:
         """Say what a step took in a trial, and what follows for all steps, with failures where they are assumed."""
         cfg = self.cfg
         trial = rate.trial
         step_s = cfg.batch_size / rate.images_per_s
-        parts = {
-            "compute": trial.compute_s,
-            "storage": trial.storage_s,
-            "decode": trial.decode_s,
-            "transfer": trial.transfer_s,
-        }
-        # Another world's step is divided as the trial's was.
-        shares = []
-        for name, part in parts.items():
-            shares.append(f"{name} {milliseconds(part / trial.step_s * step_s)}")
-        self.lines.append(
-            f"time    {milliseconds(step_s)} a step on {counted(self.world, 'worker')}: {', '.join(shares)}; "
+        scale = step_s / trial.step_s  # another world's step is divided as the trial's was
+        self.add(
+            "time",
+            f"{milliseconds(step_s)} a step on {counted(self.world, 'worker')}: compute "
+            f"{milliseconds(trial.compute_s * scale)}, storage {milliseconds(trial.storage_s * scale)}, decode "
+            f"{milliseconds(trial.decode_s * scale)}, transfer {milliseconds(trial.transfer_s * scale)}; "
             f"{amount(rate.images_per_s)} images/s ({rate.source}; {trial.hardware}, "
-            f"{trial.memory_gib:.1f} GiB at most)"
+            f"{trial.memory_gib:.1f} GiB at most)",
         )
         # An evaluation is a forward pass, a third of a training step's work for an image.
         evaluations_s = self.evaluated_images() / (3 * rate.images_per_s)
@@ -545,7 +513,7 @@ class TrainedStage:
         if mtbf_s is not None:
             text += f"; with {self.failures:.1f} failures {span(seconds, seconds)}"
         hours = seconds * self.world / HOUR_S
-        self.lines.append(f"finish  {text}; {bill(hours, hours, self.assumed.price)}")
+        self.add("finish", f"{text}; {bill(hours, hours, self.assumed.price)}")
         if mtbf_s is None:
             return
         best_s = best_save_seconds(trial, mtbf_s)
@@ -557,25 +525,27 @@ class TrainedStage:
             text += f"every {best_every:,} ends {sooner} (Young 1974): type {self.name}.save_every={best_every}"
         else:
             text += f"no other number ends {LEAST_GAIN:.0%} sooner (Young 1974)"
-        self.lines.append(
-            f"save    {text}; a save holds up {milliseconds(trial.save_stall_s)} and is kept after "
-            f"{milliseconds(trial.save_s)}, a start takes {milliseconds(trial.start_s)}"
+        self.add(
+            "save",
+            f"{text}; a save holds up {milliseconds(trial.save_stall_s)} and is kept after "
+            f"{milliseconds(trial.save_s)}, a start takes {milliseconds(trial.start_s)}",
         )
 
-    def describe_estimate(self, gpu: Gpu) -> None:
+    def add_estimate(self, gpu: Gpu) -> None:
         """Say what the steps' FLOPs take at the least and at the most of a GPU's peak that is to be expected."""
         flops_of_an_image = self.flops / (self.steps * self.cfg.batch_size)
         low, high = estimated_rates(flops_of_an_image, gpu, self.world)
         images = self.steps * self.cfg.batch_size + self.evaluated_images() / 3
         self.least_s = images / high
         self.most_s = images / low
-        self.lines.append(
-            f"time    ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak of "
-            f"{self.world} {gpu.name}; {TRY} measures it"
+        self.add(
+            "time",
+            f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak of "
+            f"{self.world} {gpu.name}; {TRY} measures it",
         )
         text = f"{span(self.least_s, self.most_s)} for {self.steps:,} steps, without saves and failures"
         money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
-        self.lines.append(f"finish  {text}; {money}")
+        self.add("finish", f"{text}; {money}")
 
     def evaluated_images(self) -> int:
         """Return the images that the workers evaluate in all, of the sets that are there."""

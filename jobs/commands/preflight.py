@@ -18,7 +18,7 @@ that of the first one.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import cast
 
@@ -32,6 +32,7 @@ from jobs.commands.preflight_checks import Requirements, StageRequirements, chec
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import temporary_run, warn_of_unused_gpus
+from jobs.terminal import echo
 from jobs.worlds import allowed_worlds
 from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -47,17 +48,20 @@ LARGEST_ALL_REDUCE = 2**28  # bytes
 SMALLEST_ALL_REDUCE = 2**20
 
 
-def preflight(campaign: Campaign, log: Callable[[str], None]) -> int:
-    """Log a line for every check; return the exit code."""
+def preflight(campaign: Campaign) -> int:
+    """Print a line for every check; return the exit code."""
     began = time.monotonic()
     cluster = campaign.cluster
     workers = counted(cluster.most, "worker")
     if cluster.least < cluster.most:
         workers = f"{cluster.least} to {workers}"
-    log(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
+    echo(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
+    # 1. The recipe, as `plan` and `run` check it. What they would refuse does not keep the cluster from being measured.
     results = validate_all(campaign, campaign.stages)
+
+    # 2. The cluster: a worker group that measures, and the nodes that have no worker of it.
     try:
-        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), log, do_nothing)
+        world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), echo, do_nothing)
         requirements = requirements_of(campaign, world)
         report, silent = measure_everywhere(campaign, requirements, world)
         results += check_report(report, requirements)
@@ -72,17 +76,18 @@ def preflight(campaign: Campaign, log: Callable[[str], None]) -> int:
             code = ExitCode.UNAVAILABLE
         results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
 
+    # 3. A line a check, and below it what to do.
     for result in results:
-        log(f"{result.level:4} {result.subject:11} {result.text}")
+        echo(f"{result.level:4} {result.subject:11} {result.text}")
         if result.remedy:
-            log(f"     → {' '.join(result.remedy.split())}")
+            echo(f"     → {' '.join(result.remedy.split())}")
     counts: Counter[str] = Counter()
     code = ExitCode.DONE  # of the first FAIL
     for result in results:
         counts[result.level] += 1
         if result.level == "FAIL" and code == ExitCode.DONE:
             code = result.exit_code
-    log(
+    echo(
         f"preflight: {counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL in "
         f"{time.monotonic() - began:.1f} s"
     )

@@ -18,7 +18,7 @@ from data.files import memory_text, size_text
 from jobs.resolved_recipe import CheckResult
 from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.preflight.folder import FolderReport
-from pipeline.preflight.network import Network, PairTime
+from pipeline.preflight.network import PairTime
 from pipeline.preflight.worker import PreflightReport
 from pipeline.process_group import DEVICE, SKEW_S, Identity, differences, named, other_code
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
@@ -90,9 +90,7 @@ class Checks:
             self.identities.append(place["identity"])
             if place["folder"] is not None:
                 self.folders.append((place["identity"], place["folder"]))
-        self.workers_on: Counter[str] = Counter()  # by node
-        for worker in self.workers:
-            self.workers_on[worker["identity"]["node"]] += 1
+        self.workers_on = Counter(worker["identity"]["node"] for worker in self.workers)
         self.results: list[CheckResult] = []
 
     def add(
@@ -103,9 +101,11 @@ class Checks:
         remedy: str = "",
         code: ExitCode = ExitCode.UNAVAILABLE,
     ) -> None:
-        """Keep a result; `code` is of a FAIL."""
+        """Keep a result; `remedy` is of all but an OK, `code` of a FAIL."""
         if level != "FAIL":
             code = ExitCode.DONE
+        if level == "OK":
+            remedy = ""
         self.results.append(CheckResult(level, subject, text, remedy, code))
 
     def check_group(self) -> None:
@@ -128,11 +128,8 @@ class Checks:
         if spares:
             text += f"; {counted(spares, 'spare node')} looked at too"
         other_devices = differences(identities, DEVICE)
-        if other_devices:
-            remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
-            self.add("WARN", "workers", f"{text}; {'; '.join(map(str, other_devices))}", remedy)
-        else:
-            self.add("OK", "workers", text)
+        remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
+        self.add("WARN" if other_devices else "OK", "workers", "; ".join([text, *map(str, other_devices)]), remedy)
 
         # The code is compared with this command's, the packages with those of rank 0.
         others = other_code(self.identities, self.requirements.code)
@@ -202,17 +199,10 @@ class Checks:
             text += f", {share:.0%} of the {milliseconds(stage.compute_s)} that plan assumes for computing it"
             remedy = "use the fast network for NCCL (docs/design/cluster.md); "
             remedy += "a larger batch_size or zero=1 sums less often"
-            if share > SLOW_REDUCTION:
-                self.add("WARN", "reduction", text, remedy)
-            else:
-                self.add("OK", "reduction", text)
-        self.check_pairs(network)
+            self.add("WARN" if share > SLOW_REDUCTION else "OK", "reduction", text, remedy)
 
-    def check_pairs(self, network: Network) -> None:
-        """Name the slowest pair of workers, and warn where its link is far slower than others of its kind."""
-        nodes = []  # by rank
-        for worker in self.workers:
-            nodes.append(worker["identity"]["node"])
+        # The slowest pair of workers; a warning where its link is far slower than others of its kind.
+        nodes = [worker["identity"]["node"] for worker in self.workers]  # by rank
         pairs = network["pairs"]
         which = f"all {counted(len(pairs), 'pair')} of workers"
         if not network["all_pairs"]:
@@ -262,28 +252,21 @@ class Checks:
             self.add("OK", "clocks", "not measured: that takes a folder which the driver and the nodes share")
             return
         # 1. Whether it is the same storage; only then do locks and links of a node tell something.
-        lacks = []
-        unseen = []
-        unanswered = []
-        for who, folder in self.folders:
-            if folder["lacks"]:
-                lacks.append((who, folder))
-            if not folder["sees_driver"]:
-                unseen.append(who)
-            if not folder["is_answered"]:
-                unanswered.append(who)
+        lacking = [(who, folder["lacks"]) for who, folder in self.folders if folder["lacks"]]
+        unseen = [who for who, folder in self.folders if not folder["sees_driver"]]
+        unanswered = [who for who, folder in self.folders if not folder["is_answered"]]
         if unseen:
             text = f"not shared: {named(unseen[0])} does not see what the driver has written"
             self.add("FAIL", "run folder", text, SHARED_RUN)
         elif unanswered:
             text = f"not shared: the driver does not see what {named(unanswered[0])} has written"
             self.add("FAIL", "run folder", text, SHARED_RUN)
-        elif lacks:
-            who, folder = lacks[0]
+        elif lacking:
+            who, lacks = lacking[0]
             remedy = (
                 "mount it with locks and hard links: NFS 4, Lustre with -o flock; or choose another: run=/elsewhere"
             )
-            self.add("FAIL", "run folder", f"{named(who)}: {'; '.join(folder['lacks'])}", remedy)
+            self.add("FAIL", "run folder", f"{named(who)}: {'; '.join(lacks)}", remedy)
         else:
             text = f"the same for the driver and {counted(len(self.folders), 'node')}; locks, links, rename, fsync work"
             self.add("OK", "run folder", text)
@@ -331,21 +314,16 @@ class Checks:
             needed += stage.disk_bytes
             largest = max(largest, stage.checkpoint_bytes)
         text = f"{size_text(int(free))} free, {size_text(needed)} needed for the checkpoints and weights to come"
-        if free < needed:
-            remedy = "make room there, lower keep, or give the run another disk: run=/elsewhere"
-            self.add("FAIL", "disk", text, remedy, ExitCode.IO)
-        else:
-            self.add("OK", "disk", text)
+        remedy = "make room there, lower keep, or give the run another disk: run=/elsewhere"
+        self.add("FAIL" if free < needed else "OK", "disk", text, remedy, ExitCode.IO)
 
         rate = written_bytes / written_s
         text = (
             f"{size_text(round(rate))}/s written by {counted(writers, 'node')} at once, fsync included: "
             f"a checkpoint of {size_text(largest)} takes about {largest / rate:.1f} s"
         )
-        if largest / rate > LONG_SAVE_S:
-            self.add("WARN", "disk speed", text, "saving goes on beside training; see that save_every is longer")
-        else:
-            self.add("OK", "disk speed", text)
+        remedy = "saving goes on beside training; see that save_every is longer"
+        self.add("WARN" if largest / rate > LONG_SAVE_S else "OK", "disk speed", text, remedy)
 
     def check_memory(self) -> None:
         """Check the memory that is free against the estimates of `plan`, on the node with the least for each worker."""
@@ -409,11 +387,8 @@ class Checks:
         limit = lowest["machine"]["open_files"]
         needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(self.workers)
         text = f"{limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
-        if limit < needed:
-            remedy = f"ulimit -n {4 * needed} before `ray start`, or LimitNOFILE= of its unit"
-            self.add("WARN", "open files", text, remedy)
-        else:
-            self.add("OK", "open files", text)
+        remedy = f"ulimit -n {4 * needed} before `ray start`, or LimitNOFILE= of its unit"
+        self.add("WARN" if limit < needed else "OK", "open files", text, remedy)
 
     def check_sets(self) -> None:
         """Check that every node can read every set, and how fast the slowest does."""
@@ -433,24 +408,19 @@ class Checks:
                     break
                 rates[place["identity"]["node"]] = reach["bytes"] / max(reach["seconds"], 1e-9)
             else:
-                self.check_rate(path, rates, rate_needed)
+                # The slowest node, against the bytes/s that its workers need of the set.
+                slowest = min(rates, key=rates.__getitem__)
+                text = f"{path}: {size_text(round(rates[slowest]))}/s read on {slowest}, the slowest of "
+                text += counted(len(rates), "node")
+                if rate_needed is None:
+                    self.add("OK", "data", text)
+                    continue
+                count = self.workers_on[slowest] or 1
+                wanted = rate_needed * count
+                text += f"; its {counted(count, 'worker')} take {size_text(round(wanted))}/s at the speed that plan "
+                text += "assumes of GPUs"
+                remedy = "this was one reader; where several are no faster: faster storage, or copy the shards to the "
+                remedy += "nodes"
+                self.add("WARN" if rates[slowest] < wanted else "OK", "data", text, remedy)
         for path in self.requirements.not_made:
             self.add("OK", "data", f"{path}: not there yet, a stage before will make it; not read")
-
-    def check_rate(self, path: str, rates: dict[str, float], rate_needed: float | None) -> None:
-        """Check how fast a set is read on the slowest node, against the bytes/s that a worker needs of it."""
-        slowest = min(rates, key=rates.__getitem__)
-        text = f"{path}: {size_text(round(rates[slowest]))}/s read on {slowest}, the slowest of "
-        text += counted(len(rates), "node")
-        count = self.workers_on[slowest] or 1
-        if rate_needed is None:
-            self.add("OK", "data", text)
-            return
-        wanted = rate_needed * count
-        text += f"; its {counted(count, 'worker')} take {size_text(round(wanted))}/s at the speed that plan assumes of "
-        text += "GPUs"
-        if rates[slowest] < wanted:
-            remedy = "this was one reader; where several are no faster: faster storage, or copy the shards to the nodes"
-            self.add("WARN", "data", text, remedy)
-        else:
-            self.add("OK", "data", text)

@@ -25,6 +25,7 @@ from data.index.index import Index
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Order
+from jobs.terminal import echo
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.telemetry import Record, read_metrics
@@ -50,8 +51,8 @@ class Job(TypedDict):
     model: dict[str, object]
 
 
-def replay(run: Path, step: str, target: str | None) -> list[str]:
-    """Describe the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
+def replay(run: Path, step: str, target: str | None) -> None:
+    """Print the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
 
     Raises UsageError where the words do not fit the run, DataError where a file of it was altered.
     """
@@ -88,27 +89,41 @@ def replay(run: Path, step: str, target: str | None) -> list[str]:
         with whole_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
+    # What the batch is, and what each attempt that took the step has recorded of it.
     shards = [index.shards[shard].name for shard in batch.ids[:, 1]]
     labels = Counter(batch.labels[batch.labels >= 0].tolist())
-    lines = [
-        f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}",
-        *recorded(folder, records, number),
-        f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}",
-        f"labels {dict(sorted(labels.items()))}",
-    ]
+    echo(f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}")
+    for spike in records:
+        if spike["kind"] != "spike":
+            continue
+        attempt = attempt_of_stage(folder, spike["attempt"])
+        # It holds the steps before it too, which tell how it came.
+        for recent in spike["recent"]:
+            if recent["step"] == number:
+                echo(
+                    f"attempt {attempt}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
+                    f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
+                )
+    # A report holds the losses of all steps since the one before it.
+    for report in reports_of(records, number):
+        first_step = report["step"] - len(report["losses"]) + 1
+        attempt = attempt_of_stage(folder, report["attempt"])
+        echo(f"attempt {attempt}: loss {report['losses'][number - first_step]:.6f}")
+    echo(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
+    echo(f"labels {dict(sorted(labels.items()))}")
     for sample in batch.bad:
-        lines.append(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
+        echo(f"replaced: {sample.shard} {sample.key}: {sample.reason}")
+
     # Blank and broken images are found at the ends: the darkest, the brightest and the flattest.
     means = batch.images.mean((1, 2, 3))
     spreads = batch.images.std((1, 2, 3))
     for name, slot in {"darkest": means.argmin(), "brightest": means.argmax(), "flattest": spreads.argmin()}.items():
-        lines.append(
+        echo(
             f"{name}: slot {slot}, sample {batch.ids[slot, 2]} of {shards[slot]}, "
             f"mean {means[slot]:.1f}, std {spreads[slot]:.1f}"
         )
     if target:
-        lines.append(f"written: {target}")
-    return lines
+        echo(f"written: {target}")
 
 
 def stage_of(run: Path) -> Path:
@@ -153,32 +168,10 @@ def reports_of(records: Sequence[Record], step: int) -> list[Record]:
     return reports
 
 
-def recorded(folder: Path, records: Sequence[Record], step: int) -> list[str]:
-    """Describe which loss each attempt reported for the step, and what the records of spikes know of it."""
-    lines = []
-    for spike in records:
-        if spike["kind"] != "spike":
-            continue
-        attempt = attempt_of_stage(folder, spike["attempt"])
-        # It holds the steps before it too, which tell how it came.
-        for recent in spike["recent"]:
-            if recent["step"] == step:
-                lines.append(
-                    f"attempt {attempt}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
-                    f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
-                )
-    # A report holds the losses of all steps since the one before it.
-    for report in reports_of(records, step):
-        first_step = report["step"] - len(report["losses"]) + 1
-        attempt = attempt_of_stage(folder, report["attempt"])
-        lines.append(f"attempt {attempt}: loss {report['losses'][step - first_step]:.6f}")
-    return lines
-
-
 def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
     """Make the batch of a step, counted from 0, with one loader that takes the slots of all workers."""
-    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so the pixels are the same
-    # whoever decodes them.
+    # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so every worker makes the
+    # same pixels of it.
     loader = TrainLoader(
         index,
         order,

@@ -5,11 +5,12 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import psutil
 
 from data.errors import CheckpointError, DataError, UsageError
+from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.evaluation import async_evaluation
@@ -25,12 +26,12 @@ class Outcome(TypedDict):
     diverged: NotRequired[str]  # of a run of a sweep: how it ended
 
 
-def status(run: Path) -> list[str]:
-    """One line a stage folder, in the order they were first started; of a stage's folder, that stage alone.
+def status(run: Path, url: str = "") -> None:
+    """Print one line a stage folder, in the order they were first started; of a stage's folder, that stage alone.
 
-    Raises UsageError where there is no run.
+    `url` stands for the run in what is printed, where `run` is a local copy. Raises UsageError where there is no run.
     """
-    # A stage's folder has a stage.json from its very start.
+    # 1. The stages. A stage's folder has a stage.json from its very start.
     folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
     if (run / "stage.json").exists():
         folders = [run]
@@ -38,21 +39,42 @@ def status(run: Path) -> list[str]:
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
         raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
-    end = ending(run)
-    lines = [f"run  {run}", f"end  {end.text}"]
+
+    # 2. How the last command ended, or which one is running.
+    path = run / "status.json"
+    has_ended = False
+    try:
+        last = json.loads(path.read_text())
+        if last["exit_code"] is not None:
+            has_ended = True
+            end = f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+        else:
+            end = f"started {last['time']}: {last['command']}"
+            # A command that was killed could not write its end: status.json says "running" for ever.
+            has_ended = owner_is_gone(run)
+            if has_ended:
+                end = f"killed, or lost with its machine: run the same command again; it was {end}"
+            else:
+                end = f"running, {end}"
+    except OSError:
+        end = "unknown: no command has ended yet"
+    except (ValueError, KeyError, TypeError):  # empty, torn or altered
+        end = f"unknown: {path} is torn or altered; the next command writes it anew"
+
+    # 3. A line a stage, with what a sweep has chosen for it.
+    lines = [f"run  {run}", f"end  {end}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
-        lines.append(f"{folder.name:{width}} {stage_line(folder, has_ended=end.has_ended)}{chosen_text(folder)}")
-    return lines
-
-
-def chosen_text(folder: Path) -> str:
-    """Return what a sweep has chosen for a stage, for the end of its line: "  (optim.lr=0.01)"."""
-    with suppress(DataError):  # named where the stage's line is made
-        chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
-        if chosen:
-            return f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
-    return ""
+        line = f"{folder.name:{width}} {stage_line(folder, has_ended=has_ended)}"
+        with suppress(DataError):  # named in the line already
+            chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
+            if chosen:
+                line += f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
+        lines.append(line)
+    for line in lines:
+        if url:
+            line = line.replace(str(run), url)
+        echo(line)
 
 
 def started_s(folder: Path) -> float:
@@ -64,32 +86,6 @@ def started_s(folder: Path) -> float:
         if started is not None:
             return started
     return record_path.stat().st_mtime
-
-
-class Ending(NamedTuple):
-    """How the last command on a run ended, or which one is running."""
-
-    text: str
-    has_ended: bool  # no command is running
-
-
-def ending(run: Path) -> Ending:
-    """Return how the last command on this run ended, or which one is running."""
-    path = run / "status.json"
-    try:
-        last = json.loads(path.read_text())
-        if last["exit_code"] is not None:
-            return Ending(f"{last['message']} (exit {last['exit_code']}, {last['time']})", has_ended=True)
-        started = f"started {last['time']}: {last['command']}"
-    except OSError:
-        return Ending("unknown: no command has ended yet", has_ended=False)
-    except (ValueError, KeyError, TypeError):  # empty, torn or altered
-        return Ending(f"unknown: {path} is torn or altered; the next command writes it anew", has_ended=False)
-    # A command that was killed could not write its end: status.json says "running" for ever.
-    if owner_is_gone(run):
-        killed = "killed, or lost with its machine: run the same command again"
-        return Ending(f"{killed}; it was {started}", has_ended=True)
-    return Ending(f"running, {started}", has_ended=False)
 
 
 def owner_is_gone(run: Path) -> bool:
@@ -104,12 +100,22 @@ def owner_is_gone(run: Path) -> bool:
 def stage_line(folder: Path, *, has_ended: bool) -> str:
     """Return what a stage came to, or how far it is; `has_ended` where no command is running any more."""
     try:
-        outcome = artifacts.read_done(folder)
+        outcome = cast(Outcome | None, artifacts.read_done(folder))
     except DataError as error:
         return f"CANNOT TELL: {str(error).splitlines()[0]}"
+    # 1. A finished stage: what it came to.
     if outcome is not None:
-        return done_line(cast(Outcome, outcome))
-    # Not finished: the newest report says how far it is.
+        took = duration(outcome["seconds"])
+        if "diverged" in outcome:
+            return f"DIVERGED after {took}: {outcome['diverged']}"
+        line = f"done in {took}"
+        if "summary" in outcome:
+            line += f"  {outcome['summary']}"
+        for name, value in async_evaluation.without_single_seeds(outcome.get("metrics", {})).items():
+            line += f"  {name} {value:.4f}"
+        return line
+
+    # 2. Otherwise the newest report says how far it is.
     last = last_metrics(folder)
     if last is None:
         return "ended before its first report" if has_ended else "started, no step yet"
@@ -121,30 +127,16 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     to_go = f"eta {duration(last['eta_s'])}"
     if has_ended:
         to_go = f"not running, {duration(last['eta_s'])} to go"
+    # A resume would start from the newest checkpoint, whose manifest alone is read.
+    saved = "no checkpoint yet"
+    checkpoints = manifest.committed(folder / "checkpoints")
+    if checkpoints:
+        try:
+            saved = f"last checkpoint step {manifest.read_manifest(checkpoints[0]).step}"
+        except CheckpointError as error:
+            saved = f"last checkpoint unreadable: {error}"
     return (
         f"step {last['step']}/{last['steps']}  loss {last['loss']:.4f}  img/s {amount(last['images_per_s'])}  "
-        f"{to_go}  {duration(age_s)} ago  {checkpoint_line(folder)}  "
+        f"{to_go}  {duration(age_s)} ago  {saved}  "
         f"{to_judge}{account(read_metrics(folder, None)).line()}"
     )
-
-
-def done_line(outcome: Outcome) -> str:
-    line = f"done in {duration(outcome['seconds'])}"
-    if "diverged" in outcome:
-        return f"DIVERGED after {duration(outcome['seconds'])}: {outcome['diverged']}"
-    if "summary" in outcome:
-        line += f"  {outcome['summary']}"
-    for name, value in async_evaluation.without_single_seeds(outcome.get("metrics", {})).items():
-        line += f"  {name} {value:.4f}"
-    return line
-
-
-def checkpoint_line(folder: Path) -> str:
-    """Say from which step a resume would start, by the newest manifest alone."""
-    checkpoints = manifest.committed(folder / "checkpoints")
-    if not checkpoints:
-        return "no checkpoint yet"
-    try:
-        return f"last checkpoint step {manifest.read_manifest(checkpoints[0]).step}"
-    except CheckpointError as error:
-        return f"last checkpoint unreadable: {error}"

@@ -42,8 +42,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
     """Give the block the run, stage or checkpoint of this path or URL. Raises UsageError where there is none."""
     if "://" in name:
         with local_copy(name) as (store, stage):
-            stages = [stage] if stage else stages_of(store)
-            yield OpenedRun(name, store, [StageCheckpoints(store, stage) for stage in stages])
+            yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
         return
 
     path = Path(name).resolve()
@@ -55,11 +54,11 @@ def opened(name: str) -> Iterator[OpenedRun]:
         yield OpenedRun(name, checkpoints.storage, [checkpoints])
     else:
         storage = Folder(path)
-        yield OpenedRun(name, storage, [StageCheckpoints(storage, stage) for stage in stages_of(storage)])
+        yield OpenedRun(name, storage, stages_of(storage))
 
 
-def stages_of(storage: Storage) -> list[str]:
-    """Return the names of the stages' folders that hold checkpoints. Raises UsageError where there are none."""
+def stages_of(storage: Storage) -> list[StageCheckpoints]:
+    """Return the checkpoints of every stage that has some, by the stages' names. Raises UsageError for none."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -70,7 +69,7 @@ def stages_of(storage: Storage) -> list[str]:
             f"{storage.address()} holds no checkpoints\n"
             "  name a run directory, a stage's folder in it, or a step-* folder"
         )
-    return sorted(stages)
+    return [StageCheckpoints(storage, stage) for stage in sorted(stages)]
 
 
 @contextmanager
@@ -100,8 +99,8 @@ def is_read(name: str) -> bool:
     return len(folders) < 2 and file in SMALL_FILES
 
 
-def status(url: str) -> list[str]:
-    """Show where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
+def status(url: str) -> None:
+    """Print where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
     with local_copy(url) as (store, stage):
         for folder in store.local.iterdir():
             # The newest manifest alone is asked from which step a resume would start.
@@ -110,22 +109,11 @@ def status(url: str) -> list[str]:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_whole(checkpoints.local / name / MANIFEST, content or b"")
-        lines = status_command.status(store.local / stage)
-        return [line.replace(str(store.local), store.url) for line in lines]
-
-
-def refuse(path: str, command: str) -> None:
-    """Raise UsageError where a command that reads folders is given the URL of a run."""
-    if "://" in path:
-        raise UsageError(
-            f"{command} takes a folder, found {path}\n"
-            "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
-            f"  with the store's own tools, for example: aws s3 sync {path} runs/NAME"
-        )
+        status_command.status(store.local / stage, store.url)
 
 
 def refuse_as_weights(path: str, command: str) -> None:
-    """Raise UsageError, which names the command that helps, where one that reads weights is given a run's URL."""
+    """Raise UsageError, which names the command that helps, where weights are to be read at a run's URL."""
     if "://" in path:
         raise UsageError(
             f"{command} takes weights on a disk, found {path}\n"

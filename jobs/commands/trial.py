@@ -13,7 +13,6 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import ConfigError, DataError
@@ -22,6 +21,7 @@ from jobs.recipe import class_names
 from jobs.recipe.sweeps import resolve_sweep, with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
 from jobs.run.session import temporary_run
+from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
 from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, write_trial
@@ -29,7 +29,7 @@ from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
 
-def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> None:
+def trial(campaign: Campaign, only: str | None) -> None:
     """Try each stage that trains, or the one that is named, and keep what was measured.
 
     Raises ConfigError where no stage takes steps, DataError where none can be tried; else as a run's stage does.
@@ -67,7 +67,7 @@ def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> N
             to_try.append(stage)
             continue
         problems.append(f"{stage.name}: {problem}")
-        say(f"{stage.name}   not tried: {problem}")
+        echo(f"{stage.name}   not tried: {problem}")
     if not to_try:
         raise DataError("no stage can be tried: " + "\n  ".join(problems))
 
@@ -76,7 +76,7 @@ def trial(campaign: Campaign, only: str | None, say: Callable[[str], None]) -> N
         connect(campaign.cluster)
     try:
         for stage in to_try:
-            try_stage(campaign, stage, say)
+            try_stage(campaign, stage)
     finally:
         disconnect()
 
@@ -89,7 +89,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     return key_of(stage.config, stage.model, sets)
 
 
-def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> None:
+def try_stage(campaign: Campaign, stage: Stage) -> None:
     """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
     # 1. The stage's own config, but for its length, its saves and its evaluations.
     cfg: TrainConfig = stage.config
@@ -116,7 +116,7 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
 
     # 2. The steps, as `run` would have the workers take them.
     workers = counted(campaign.cluster.most, "worker")
-    say(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
+    echo(f"{stage.name}   {STEPS} steps of {cfg.batch_size} images on {workers}, {WARM_UP} of them to warm up …")
     with temporary_run(campaign.run) as folder:
         remote = None
         if campaign.remote is not None:
@@ -126,8 +126,8 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
         context = Context(
             campaign=temporary,
             stage=stage,
-            log=say,
-            poll=steps_said(stage.name, say),
+            log=echo,
+            poll=StepsShown(stage.name).poll,
             stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
@@ -152,27 +152,29 @@ def try_stage(campaign: Campaign, stage: Stage, say: Callable[[str], None]) -> N
     )
     path = write_trial(campaign.run, result)
     campaign.storage.send(str(path.relative_to(campaign.run)))
-    say(
+    echo(
         f"{stage.name}   {milliseconds(result.step_s)} a step on {counted(result.world, 'worker')}: "
         f"compute {milliseconds(result.compute_s)}, waiting for storage {milliseconds(result.storage_s)}, "
         f"decoding {milliseconds(result.decode_s)}, transfer {milliseconds(result.transfer_s)}"
     )
-    say(
+    echo(
         f"{stage.name}   {amount(result.images_per_s)} images/s; at most {result.memory_gib:.1f} GiB a worker; a save "
         f"holds up {milliseconds(result.save_stall_s)} and is kept after {milliseconds(result.save_s)}; "
         f"a start takes {milliseconds(result.start_s)}"
     )
-    say(f"{stage.name}   kept in {path}; `python -m jobs plan RECIPE` goes by it")
+    echo(f"{stage.name}   kept in {path}; `python -m jobs plan RECIPE` goes by it")
 
 
-def steps_said(name: str, say: Callable[[str], None]) -> Callable[[Path, int], None]:
-    """Return what is called while the workers work: it says each report's step once."""
-    said = [0]
+class StepsShown:
+    """Prints each report's step once, while the workers work."""
 
-    def poll(attempt_folder: Path, _number: int) -> None:
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.last_step = 0
+
+    def poll(self, attempt_folder: Path, _number: int) -> None:
+        """Print the step of the newest report, where it is a new one."""
         reports = read_metrics(attempt_folder.parents[1])
-        if reports and reports[-1]["step"] > said[0]:
-            said[0] = reports[-1]["step"]
-            say(f"{name}   step {said[0]} of {STEPS}, {amount(reports[-1]['images_per_s'])} images/s")
-
-    return poll
+        if reports and reports[-1]["step"] > self.last_step:
+            self.last_step = reports[-1]["step"]
+            echo(f"{self.stage}   step {self.last_step} of {STEPS}, {amount(reports[-1]['images_per_s'])} images/s")

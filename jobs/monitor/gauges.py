@@ -5,7 +5,7 @@ has (jobs/cluster/ray_agents.py), and Ray tells of each node's processors, GPUs,
 way for a worker's numbers, `train.report`, holds up a step for 2 s a call (measured).
 
 A gauge that is not set again for about 25 s is gone from the port (measured with Ray 2.60): so a stage that has ended
-disappears, and one that trains is set with every look, also when it has reported nothing since.
+disappears, and the gauges of a stage that trains are set with every look, also when it has reported nothing since.
 """
 
 import math

@@ -6,8 +6,8 @@
     poller.leave_stage()
     poller.close()
 
-Every five seconds it reads the stage's folder, and nothing else, into a View, and gives that to all who show it (a
-gauge of Ray must be set again within 20 s). A failure costs that look, and one line.
+Every five seconds it reads the stage's folder, and nothing else, into a View, and gives that to every `show` (a gauge
+of Ray must be set again within 20 s). A failure costs that look, and one line.
 """
 
 import json
@@ -52,7 +52,7 @@ Show = Callable[[View], None]
 
 
 class StatusPoller:
-    """Looks at the stage that runs, and gives what it sees to everybody who shows it."""
+    """Reads how the running stage stands, from a thread of its own, and gives the view to every `show`."""
 
     def __init__(
         self, name: str, shows: Sequence[Show], log: Callable[[str], None], close_s: float | None = None
@@ -93,21 +93,19 @@ class StatusPoller:
             self.log(f"{self.name}: no answer within {self.close_s:g} s, and the end is not waited for")
 
     def work(self) -> None:
-        """Look until the end, and once more then."""
-        while not self.closing.wait(POLL_EVERY_S):
-            self.look()
-        self.look()
-
-    def look(self) -> None:
-        """Look once at what there is to look at, and have it shown."""
-        ended = self.ended
-        self.ended = None
-        if ended is not None:
-            self.show(ended, "ended")
-        running = self.running
-        if running is not None:
-            has_attempt = self.polled is not None and time.monotonic() - self.polled < SILENT_S
-            self.show(running, "working" if has_attempt else "waiting")
+        """Do the thread's part: look every POLL_EVERY_S until the end, and once more then."""
+        is_closing = False
+        while not is_closing:
+            is_closing = self.closing.wait(POLL_EVERY_S)
+            # A stage that has ended is shown once more, and before the stage that follows it.
+            ended = self.ended
+            self.ended = None
+            if ended is not None:
+                self.show(ended, "ended")
+            running = self.running
+            if running is not None:
+                has_attempt = self.polled is not None and time.monotonic() - self.polled < SILENT_S
+                self.show(running, "working" if has_attempt else "waiting")
 
     def show(self, status: "StageStatus", state: State) -> None:
         """Have a stage shown; log what fails, each complaint once."""
@@ -143,6 +141,11 @@ class StageStatus:
                 self.report = record
             if record.get("kind") == "checkpoint":
                 self.commit = record
+        incidents = self.directory / "incidents.txt"
+        size = size_of(incidents)
+        if size != self.incident_bytes:
+            self.incident_bytes = size
+            self.incidents = len(INCIDENT.findall(incidents.read_bytes()))
         # The folder is <stage>-<key>, and a stage's own name may hold dashes.
         stage, _, key = self.directory.name.rpartition("-")
         return View(
@@ -152,20 +155,11 @@ class StageStatus:
             key=key,
             state=state,
             attempts=len(list(self.directory.glob("attempts/attempt-*"))),
-            incidents=self.count_incidents(),
+            incidents=self.incidents,
             report=self.report,
             commit=self.commit,
             time=time.time(),
         )
-
-    def count_incidents(self) -> int:
-        """Return how many incidents are in the log of them."""
-        path = self.directory / "incidents.txt"
-        size = size_of(path)
-        if size != self.incident_bytes:
-            self.incident_bytes = size
-            self.incidents = len(INCIDENT.findall(path.read_bytes()))
-        return self.incidents
 
 
 def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:

@@ -13,11 +13,13 @@ its directory.
 """
 
 import asyncio
+import json
 import logging
 import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,20 +27,24 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
+
+from pathspec import PathSpec
 
 from data.errors import ClusterError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
 from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
 from jobs.cluster_config import complaint
-from jobs.submit.shipping import MIB, JobRequest, equivalent, measure
+from jobs.terminal import echo
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-Say = Callable[[str], None]
-
+MIB = 2**20
+UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
+IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
+STOP_WAIT_S = STOP_GRACE_S + 30  # the rest is for the status to follow
 POLL_S = 0.5
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
@@ -58,9 +64,11 @@ for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
 
 @dataclass(frozen=True)
 class Job:
+    """A campaign as the cluster's table of jobs has it."""
+
     id: str
     run: str
-    status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED
+    status: str  # PENDING RUNNING STOPPED SUCCEEDED FAILED; in `list_jobs` PENDING also while its driver waits
     started_s: float  # since 1970
     exit_code: int | None
     last_line: str = ""  # that its driver has printed; only `list_jobs` reads it, and only of a job that runs
@@ -73,11 +81,21 @@ class Job:
     def started(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
 
-    @property
-    def state(self) -> str:
-        """Ray's status, but PENDING while the driver waits for its workers' places."""
-        is_waiting = self.status == "RUNNING" and self.last_line.startswith(WAITING)
-        return "PENDING" if is_waiting else self.status
+
+class RuntimeEnv(TypedDict):
+    """What a job takes along: a folder, less what is excluded, and environment variables."""
+
+    working_dir: str
+    excludes: list[str]
+    env_vars: dict[str, str]
+
+
+class JobRequest(TypedDict):
+    """What the Jobs API is asked, besides the command."""
+
+    submission_id: str
+    metadata: dict[str, str]
+    runtime_env: RuntimeEnv
 
 
 # ------------------------------------------------------------------------ the four commands
@@ -89,7 +107,6 @@ def submit(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
     root: Path = ROOT,
-    say: Say = print,
 ) -> Job:
     """Ship the checkout and run `command` in it on the cluster, as the next try of `run`.
 
@@ -124,11 +141,11 @@ def submit(
         "metadata": {"job_name": Path(run).name, "run": run},
         "runtime_env": {"working_dir": str(root), "excludes": EXCLUDES, "env_vars": variables},
     }
-    say(f"shipping {root}: {size / MIB:.1f} MiB before compression")
-    say(f"the same by hand: {equivalent(client.get_address(), request, command)}")
+    echo(f"shipping {root}: {size / MIB:.1f} MiB before compression")
+    echo(f"the same by hand: {equivalent(client.get_address(), request, command)}")
     # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
-    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request), say)
-    say(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
+    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request))
+    echo(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
 
 
@@ -148,8 +165,16 @@ def list_jobs() -> list[Job]:
             ended.append(job)
             continue
         if job.status == "RUNNING":
-            job = replace(job, last_line=_last_line(client, job.id))
-        if job.state == "RUNNING":
+            # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
+            # There is none where the job's node is away.
+            with suppress(RuntimeError):
+                lines = RAY_LINE.sub("", client.get_job_logs(job.id)).split("\n")
+                # What stands behind the last line break is half a line.
+                if len(lines) > 1:
+                    # A driver that has started may still wait for its workers' places.
+                    is_waiting = lines[-2].startswith(WAITING)
+                    job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
+        if job.status == "RUNNING":
             running.append(job)
         else:
             waiting.append(job)
@@ -161,7 +186,7 @@ def status(run: str) -> Job:
     return _latest_job(_connect(), run)
 
 
-def logs(run: str, *, write: Say | None = None) -> Job:
+def logs(run: str, *, write: Callable[[str], None] | None = None) -> Job:
     """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
     client = _connect()
     job = _latest_job(client, run)
@@ -180,43 +205,101 @@ def logs(run: str, *, write: Say | None = None) -> Job:
     return status(run)
 
 
-def stop(run: str, *, wait_s: float = STOP_GRACE_S + 30, say: Say = print) -> Job:
+def stop(run: str) -> Job:
     """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
 
-    Raises ClusterError when the job is still alive after `wait_s`.
+    Raises ClusterError when the job is still alive after STOP_WAIT_S.
     """
     client = _connect()
     job = _latest_job(client, run)
     if not job.alive:
-        say(f"job {job.id} has already ended: {job.status}")
+        echo(f"job {job.id} has already ended: {job.status}")
         return job
-    say(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
+    echo(f"stopping job {job.id}: it finishes its step and commits, for up to {STOP_GRACE_S} s")
     client.stop_job(job.id)
     # Ray's stop does nothing to a job without a place: it stayed PENDING until Ray gave it up after 900 s (measured).
+    # A second job kills its supervisor: the Jobs API has no call for that, and may be all that we can reach.
     if job.status == "PENDING":
-        _kill_pending(client, job.id, say)
+        command = shlex.join(["python", "-c", KILL_PENDING.format(id=job.id)])
+        helper = _submit_when_possible(partial(client.submit_job, entrypoint=command))
+        while client.get_job_status(helper) in ("PENDING", "RUNNING"):
+            time.sleep(POLL_S)
+        # Otherwise the helper would stay in the cluster's list of jobs.
+        client.delete_job(helper)
 
-    # The driver has STOP_GRACE_S before Ray kills it; the rest of the wait is for the status to follow.
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + STOP_WAIT_S
     job = _latest_job(client, run)
     while job.alive and time.monotonic() < deadline:
         time.sleep(POLL_S)
         job = _latest_job(client, run)
     if job.alive:
         raise ClusterError(
-            f"job {job.id} is still {job.status} after {wait_s:.0f} s\n"
+            f"job {job.id} is still {job.status} after {STOP_WAIT_S} s\n"
             f"its node may be gone, or busy writing\n"
             f"type `python -m jobs stop {run}` again, or look at {client.get_address()}/#/jobs/{job.id}"
         )
-    say(f"job {job.id}: {job.status}")
+    echo(f"job {job.id}: {job.status}")
     return job
+
+
+# ------------------------------------------------------------------------ what a job takes along
+
+
+def measure(root: Path) -> dict[str, int]:
+    """Return the bytes of all that Ray would ship from `root`, before compression, by entry of its first two levels.
+
+    Raises UsageError, naming the largest, when that is more than the Jobs API takes.
+    """
+    sizes: Counter[str] = Counter()
+
+    def walk(folder: Path, excludes: list[tuple[Path, PathSpec]]) -> None:
+        for name in IGNORE_FILES:
+            if (folder / name).is_file():
+                patterns = PathSpec.from_lines("gitignore", (folder / name).read_text().splitlines())
+                excludes = [*excludes, (folder, patterns)]
+        for path in folder.iterdir():
+            # As Ray does: a pattern that ends with a slash matches what lies in a folder, and never the folder itself.
+            if any(patterns.match_file(path.relative_to(base)) for base, patterns in excludes):
+                continue
+            if path.is_dir():
+                walk(path, excludes)
+            elif path.is_file():
+                entry = "/".join(path.relative_to(root).parts[:2])
+                sizes[entry] += path.stat().st_size
+
+    walk(root, [(root, PathSpec.from_lines("gitignore", EXCLUDES))])
+    if sizes.total() > UPLOAD_LIMIT_BYTES:
+        largest = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in sizes.most_common(5))
+        raise UsageError(
+            f"the checkout is {sizes.total() / MIB:.0f} MiB, Ray takes {UPLOAD_LIMIT_BYTES / MIB:.0f}\n"
+            f"largest: {largest}\n"
+            f"move them out of {root}, or name them in .rayignore"
+        )
+    return dict(sizes)
+
+
+def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str:
+    """Return the `ray job submit` that does the same (its own quoting mangles braces in the command)."""
+    runtime_env: dict[str, object] = {**request["runtime_env"]}
+    del runtime_env["working_dir"]  # an option of its own
+    options = {
+        "--address": address,
+        "--submission-id": request["submission_id"],
+        "--working-dir": ".",
+        "--metadata-json": json.dumps(request["metadata"]),
+        "--runtime-env-json": json.dumps(runtime_env),
+    }
+    words = ["ray", "job", "submit"]
+    for option, value in options.items():
+        words += [option, value]
+    return shlex.join([*words, "--", *command])
 
 
 # ------------------------------------------------------------------------ the Jobs API
 
 
 def _connect() -> "JobSubmissionClient":
-    """Return a client of the cluster that the environment names, or of the one that runs on this machine."""
+    """Return a client of the cluster that the environment names, or of a cluster of this machine."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     # Ray reads the variable that this sets when it is imported.
     use_token_if_any()
@@ -243,7 +326,7 @@ def _connect() -> "JobSubmissionClient":
         ) from None
 
 
-def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
+def _submit_when_possible(submit_job: Callable[[], str]) -> str:
     """Submit a job and return its id; a head that has just started cannot take jobs yet, and is asked again.
 
     Raises ClusterError where it takes none for AGENT_WAIT_S.
@@ -258,7 +341,7 @@ def _submit_when_possible(submit_job: Callable[[], str], say: Say) -> str:
             if NO_AGENT not in str(error):
                 raise
             if not has_said:
-                say(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
+                echo(f"waiting for the agent of the cluster's head, which runs jobs; for up to {AGENT_WAIT_S:.0f} s")
                 has_said = True
         if time.monotonic() > deadline:
             raise ClusterError(
@@ -287,16 +370,6 @@ def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
     return sorted(jobs, key=attrgetter("started_s"))
 
 
-def _last_line(client: "JobSubmissionClient", job_id: str) -> str:
-    """Return the line that a job's driver has printed last; "" where it has printed none, or its node is away."""
-    # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
-    with suppress(RuntimeError):
-        lines = RAY_LINE.sub("", client.get_job_logs(job_id)).split("\n")
-        # What stands behind the last line break is half a line.
-        return lines[-2] if len(lines) > 1 else ""
-    return ""
-
-
 def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:
     """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
     return [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
@@ -312,16 +385,3 @@ def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
         f"runs with jobs there: {', '.join(runs) or 'none'}; a restart of the head forgets them\n"
         f"type `python -m jobs list`, or `python -m jobs status` with the run's directory"
     )
-
-
-def _kill_pending(client: "JobSubmissionClient", job_id: str, say: Say) -> None:
-    """End a job that waits for its place: a second job kills its supervisor.
-
-    The Jobs API has no call for that, and it may be all of the cluster that we can reach.
-    """
-    command = shlex.join(["python", "-c", KILL_PENDING.format(id=job_id)])
-    helper = _submit_when_possible(partial(client.submit_job, entrypoint=command), say)
-    while client.get_job_status(helper) in ("PENDING", "RUNNING"):
-        time.sleep(POLL_S)
-    # Otherwise the helper would stay in the cluster's list of jobs.
-    client.delete_job(helper)

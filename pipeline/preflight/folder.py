@@ -82,11 +82,33 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
             if report["uncertainty_s"] is None or uncertainty_s < report["uncertainty_s"]:
                 report["skew_s"] = skew_s
                 report["uncertainty_s"] = uncertainty_s
-        try_file_system(folder, name, report["lacks"])
+        # Locks and hard links, as a run uses them and with its functions. The driver has this lock: where we get it,
+        # two commands on two machines could own one run.
+        try:
+            with locked(folder / LOCK_FILE, wait=False) as is_ours:
+                if is_ours:
+                    report["lacks"].append("a lock (flock) that the driver holds is not seen")
+        except StorageError as error:
+            report["lacks"].append(str(error).splitlines()[0])
+        try:
+            first = create_exclusively(folder / f"claim-{name}", "1")
+            second = create_exclusively(folder / f"claim-{name}", "2")
+            if not first or second:
+                report["lacks"].append("a hard link does not fail where its name exists")
+        except (StorageError, OSError) as error:
+            report["lacks"].append(str(error).splitlines()[0])
     else:
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        report["written_s"] = write_a_file(folder, name)
+        # Written and committed as a checkpoint is.
+        temporary = folder / f".tmp-{name}"
+        temporary.mkdir()
+        began = time.monotonic()
+        write_durably(temporary / "file", os.urandom(WRITTEN_BYTES))
+        sync(temporary)
+        os.rename(temporary, folder / f"step-{name}")
+        sync(folder)
+        report["written_s"] = time.monotonic() - began
         report["written_bytes"] = WRITTEN_BYTES
         report["free_bytes"] = free_bytes(folder)
     except OSError as error:
@@ -143,36 +165,3 @@ def ask(folder: Path, question: str) -> tuple[float, float] | None:
                 return (asked + answered) / 2 - answer["time"], (answered - asked) / 2
         time.sleep(POLL_S)
     return None
-
-
-def try_file_system(folder: Path, name: str, lacks: list[str]) -> None:
-    """Try locks and hard links as a run uses them, with its functions; append the failures to `lacks`, in words."""
-    # The driver has this lock: where we get it, two commands on two machines could own one run.
-    try:
-        with locked(folder / LOCK_FILE, wait=False) as is_ours:
-            if is_ours:
-                lacks.append("a lock (flock) that the driver holds is not seen")
-    except StorageError as error:
-        lacks.append(str(error).splitlines()[0])
-    try:
-        first = create_exclusively(folder / f"claim-{name}", "1")
-        second = create_exclusively(folder / f"claim-{name}", "2")
-        if not first or second:
-            lacks.append("a hard link does not fail where its name exists")
-    except (StorageError, OSError) as error:
-        lacks.append(str(error).splitlines()[0])
-
-
-def write_a_file(folder: Path, name: str) -> float:
-    """Write and commit as a checkpoint is; return the seconds until it was on the disk.
-
-    Raises OSError where the disk refuses.
-    """
-    temporary = folder / f".tmp-{name}"
-    temporary.mkdir()
-    began = time.monotonic()
-    write_durably(temporary / "file", os.urandom(WRITTEN_BYTES))
-    sync(temporary)
-    os.rename(temporary, folder / f"step-{name}")
-    sync(folder)
-    return time.monotonic() - began

@@ -8,8 +8,11 @@ worker does the same by itself (`look_at_node`).
 """
 
 import os
+import resource
+import shutil
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -18,9 +21,21 @@ import torch.distributed as dist
 
 from data.remote.reach import Reach, read_some
 from pipeline.preflight.folder import FolderReport, report_on
-from pipeline.preflight.machine import Machine, machine
 from pipeline.preflight.network import Network, measure
-from pipeline.process_group import Identity, identity, join_group
+from pipeline.process_group import Identity, identity, join_group, memory_free
+
+SHARED_MEMORY = Path("/dev/shm")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also of GPUs that this user may not use
+
+
+class Machine(TypedDict):
+    """What one node has; JSON."""
+
+    memory_free: int  # bytes
+    shm_free: int | None  # bytes; None where there is no such folder
+    open_files: int  # that a worker may have
+    gpus_present: int
+    gpu_memory_free: int | None  # bytes, of the worker's own GPU; None without
 
 
 class WorkerReport(TypedDict):
@@ -43,13 +58,28 @@ class PreflightReport(TypedDict):
 
 def own_report(device: torch.device) -> WorkerReport:
     """Return the report without folder and sets."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    shm_free = None
+    with suppress(OSError):
+        shm_free = shutil.disk_usage(SHARED_MEMORY).free
+    gpus = 0
+    with suppress(OSError):
+        gpus = len(list(NVIDIA_GPUS.iterdir()))
+    gpu_memory_free = None
+    if device.type == "cuda":
+        gpu_memory_free, _ = torch.cuda.mem_get_info(device)
+    machine: Machine = {
+        "memory_free": memory_free(),
+        "shm_free": shm_free,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "gpus_present": max(gpus, torch.cuda.device_count()),
+        "gpu_memory_free": gpu_memory_free,
+    }
     return {
         "identity": identity(device),
-        "machine": machine(device),
+        "machine": machine,
         "folder": None,
         "sets": {},
-        "interface": interface,
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
     }
 
 

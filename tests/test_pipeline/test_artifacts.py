@@ -17,7 +17,6 @@ import pytest
 import models
 from data.errors import CheckpointError
 from jobs.__main__ import main
-from jobs.command_line import campaigns
 from jobs.recipe import campaign
 from models.weights import files
 from pipeline import artifacts, train
@@ -65,7 +64,7 @@ def command(arguments: list[str]) -> int:
     if arguments[0] not in STAGES:
         return main(arguments)
     kind, *words = arguments
-    return main(words, commands=campaigns.single_stage, program=f"python -m jobs.{kind}", kind=kind)
+    return main(words, kind=kind)
 
 
 def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> str:

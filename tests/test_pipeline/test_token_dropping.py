@@ -19,7 +19,7 @@ import models
 from data.errors import ConfigError, Preempted
 from data.index.document import load_index
 from data.loader import TrainLoader
-from jobs.commands.plan import plan
+from jobs.commands.plan import Assumptions, plan
 from jobs.commands.replay import replay
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
@@ -268,13 +268,15 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
     return losses
 
 
-def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(recipe, shards):
+def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(recipe, shards, capsys):
     folder = run_thinned(recipe, "cluster.workers=1")
     cfg = campaign.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
-    assert "16 samples of 16×16" in "\n".join(replay(folder, "step=10", None))
-    assert "16 samples of 24×24" in "\n".join(replay(folder, "step=11", None))
+    replay(folder, "step=10", None)
+    assert "16 samples of 16×16" in capsys.readouterr().out
+    replay(folder, "step=11", None)
+    assert "16 samples of 24×24" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -306,9 +308,10 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
     assert len(weights) == 1
 
 
-def test_plan_counts_what_is_left_out_and_names_the_phases(recipe):
+def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
     loaded = campaign.load(recipe, list(THINNED))
-    text = "\n".join(plan(loaded))
+    plan(loaded, Assumptions(), print)
+    text = capsys.readouterr().out
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
     flops = token_dropping.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)

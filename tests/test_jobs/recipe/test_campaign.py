@@ -231,8 +231,7 @@ def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped
     def refused(file: Path, problem: str) -> str:
         said = []
         recipe.write_text(packs + pretrain)
-        alone = {"commands": campaigns.single_stage, "program": "python -m jobs.pretrain", "kind": "pretrain"}
-        assert main([str(recipe)], **alone) == 65
+        assert main([str(recipe)], kind="pretrain") == 65
         assert main(["plan", str(recipe)]) == 65
         assert capsys.readouterr().err.count(f"{file}: {problem}") == 2
         recipe.write_text(packs)

@@ -18,7 +18,7 @@ from data.errors import ConfigError, DataError, Diverged
 from jobs.__main__ import main
 from jobs.cluster.recovery import StageFailed
 from jobs.commands import status
-from jobs.commands.plan import plan
+from jobs.commands.plan import Assumptions, plan
 from jobs.monitor.trackers import facts_of
 from jobs.recipe import campaign, records, render
 from jobs.recipe.render import portable
@@ -251,9 +251,10 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     return artifacts.read_record(folder / "sweep.json"), said
 
 
-def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol):
+def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol, capsys):
     before = campaign.load(protocol, [])
-    planned = "\n".join(plan(before))
+    plan(before, Assumptions(), print)
+    planned = capsys.readouterr().out
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
     assert "lr: the best of 0.01, 0.1 by accuracy, known after" in render.resolved(before)
@@ -272,7 +273,8 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol)
     assert asdict(resolve_sweep(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
-    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in "\n".join(plan(after))
+    plan(after, Assumptions(), print)
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in capsys.readouterr().out
     assert records.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
 
     # A choice that is made anew and otherwise does not pass over what was run with the old one.
@@ -394,7 +396,7 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     table: list[str] = []
     log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
-    line = status.done_line({"seconds": 1.0, "metrics": metrics})
+    line = status.stage_line(folder, has_ended=True)
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
     record = async_evaluation.evaluation_record(3, metrics, {})
     assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"

@@ -81,13 +81,12 @@ def test_a_list_without_jobs_says_so(dashboard, capsys) -> None:
 
 
 def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dashboard, checkout, capsys) -> None:
-    said: list[str] = []
     command = [sys.executable, "-c", TRAIN]
-    job = submission.submit("/runs/digits", command, root=checkout, say=said.append)
+    job = submission.submit("/runs/digits", command, root=checkout)
     assert job.alive and job.id.startswith("digits-001-") and job.run == "/runs/digits"
-    assert any(f"{dashboard}/#/jobs/{job.id}" in line for line in said)
+    assert f"{dashboard}/#/jobs/{job.id}" in capsys.readouterr().out
     with pytest.raises(RunOwned, match=f"owned by job {job.id}"):
-        submission.submit("/runs/digits", command, root=checkout, say=said.append)
+        submission.submit("/runs/digits", command, root=checkout)
 
     printed: list[str] = []
     follower = threading.Thread(target=submission.logs, args=("/runs/digits",), kwargs={"write": printed.append})
@@ -101,12 +100,12 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("RUNNING ") and first.endswith(f"  /runs/digits  ({job.id})")
     assert second.strip() == "step 1 {braces}"
-    assert submission.stop("/runs/digits", say=said.append).status == "STOPPED"
+    assert submission.stop("/runs/digits").status == "STOPPED"
     follower.join(30)
     assert "committed" in "".join(printed) and "INFO" not in "".join(printed)
     assert main(["logs", "/runs/digits"]) == 75
 
-    again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout, say=said.append)
+    again = submission.submit("/runs/digits", [sys.executable, "-c", "1/0"], root=checkout)
     assert again.id.startswith("digits-002-")
     assert [job.id for job in submission.list_jobs() if job.run == "/runs/digits"] == [again.id, job.id]
     ended = submission.logs("/runs/digits", write=printed.append)
@@ -116,9 +115,9 @@ def test_a_job_is_found_by_its_run_followed_and_stopped_with_time_to_commit(dash
 def test_a_job_that_waits_for_its_place_can_be_stopped(dashboard) -> None:
     # More CPUs than there are: the job has no place, as on a cluster whose head is full.
     place = {"entrypoint_num_cpus": 10_000, "metadata": {"run": "pending"}}
-    submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place), print)
+    submission._submit_when_possible(lambda: JobSubmissionClient().submit_job(entrypoint="true", **place))
     assert submission.status("pending").status == "PENDING"
-    assert not submission.stop("pending", say=lambda line: None).alive
+    assert not submission.stop("pending").alive
     assert {job.run for job in submission.list_jobs()} <= {"pending", "/runs/digits"}
 
 
@@ -177,7 +176,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
     assert lines[2].startswith("PENDING ") and f"  {high}" in lines[2]
     assert f"room for 0 of {workers} workers of 1 CPUs; held: {workers} CPUs by {low}" in lines[3]
     # Who holds the places commits and ends; who waits gets them.
-    assert submission.stop(str(low), say=print).status == "STOPPED"
+    assert submission.stop(str(low)).status == "STOPPED"
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
     assert len(list(high.glob("*/done.json"))) == 4
     provenance = json.loads(next(high.glob("finetune-*/provenance.json")).read_text())
@@ -236,7 +235,7 @@ def test_the_list_shows_who_runs_then_the_queue_in_its_order_then_who_has_ended(
     ]
 
 
-def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeypatch) -> None:
+def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeypatch, capsys) -> None:
     answer = "Request failed with status code 500: No available agent to submit job, please try again later.."
     asked = []
 
@@ -246,13 +245,13 @@ def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeyp
             raise RuntimeError(answer)
         return "digits-001"
 
-    said: list[str] = []
-    assert submission._submit_when_possible(submit_job, said.append) == "digits-001" and len(asked) == 3
-    assert said == ["waiting for the agent of the cluster's head, which runs jobs; for up to 300 s"]
+    assert submission._submit_when_possible(submit_job) == "digits-001" and len(asked) == 3
+    said = capsys.readouterr().out
+    assert said == "waiting for the agent of the cluster's head, which runs jobs; for up to 300 s\n"
     asked.clear()
     monkeypatch.setattr(submission, "AGENT_WAIT_S", 0.0)
     with pytest.raises(ClusterError, match="the cluster's head takes no jobs: its agent has not started within 0 s"):
-        submission._submit_when_possible(submit_job, said.append)
+        submission._submit_when_possible(submit_job)
 
 
 def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checkout) -> None:

@@ -249,11 +249,12 @@ def test_tensorboard_opens_on_the_loss(tmp_path: Path):
     assert curves[0] == "1 train/1 loss" and "2 evaluate/accuracy" in curves and "checkpoint/took_s" in curves
 
 
-def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path):
+def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
     for name in ("pretrain-1", "finetune-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stage.json").write_text("{}")
-    assert status(tmp_path / "finetune-2") == [
+    status(tmp_path / "finetune-2")
+    assert capsys.readouterr().out.splitlines() == [
         f"run  {tmp_path}",
         "end  unknown: no command has ended yet",
         f"{'finetune-2':24} started, no step yet",
@@ -278,20 +279,27 @@ def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
         status(tmp_path / "digit")
 
 
-def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path):
+def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
+    def shown() -> tuple[str, str]:
+        status(tmp_path)
+        _run, end, stage = capsys.readouterr().out.splitlines()
+        return end, stage
+
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
     write_status(tmp_path, None, "running", "python -m jobs run x.yaml")
     owner = {"host": socket.gethostname(), "pid": os.getpid()}
     (tmp_path / "owner.json").write_text(json.dumps(owner))
-    assert "running, started" in status(tmp_path)[1] and "started, no step yet" in status(tmp_path)[2]
+    end, stage = shown()
+    assert "running, started" in end and "started, no step yet" in stage
     (tmp_path / "owner.json").write_text(json.dumps(owner | {"pid": 2**22 + 1}))  # above Linux's largest pid
-    assert "killed, or lost with its machine" in status(tmp_path)[1]
-    assert "ended before its first report" in status(tmp_path)[2]
+    end, stage = shown()
+    assert "killed, or lost with its machine" in end and "ended before its first report" in stage
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
-    assert "not running, " in status(tmp_path)[2] and "eta" not in status(tmp_path)[2]
+    _end, stage = shown()
+    assert "not running, " in stage and "eta" not in stage
     write_status(tmp_path, 65, "too many bad samples", "python -m jobs run x.yaml")
-    assert "not running, " in status(tmp_path)[2]
+    assert "not running, " in shown()[1]
 
 
 def test_no_error_ends_a_command_with_success():
