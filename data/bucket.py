@@ -33,6 +33,7 @@ from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole
 from data.remote.urls import CLIENTS, Retry, client, forget_credentials, redacted
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 ATTEMPTS = 10  # to have one request answered: about a minute of a store that refuses at once
 DISCARD_ATTEMPTS = 3  # of a request: the save has failed already, perhaps because the store is gone
@@ -305,7 +306,7 @@ class Bucket:
             self.delete(f"{folder}/{name}/{file}" for file in files if file not in (MANIFEST, SWEPT))
 
 
-def each(values: Iterable[Any], act: Callable[[Any], None]) -> None:
+def each(values: Iterable[Value], act: Callable[[Value], None]) -> None:
     """Call a function with each of the values, several at once; raises the first error when all have ended."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for future in [threads.submit(act, value) for value in values]:

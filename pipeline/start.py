@@ -39,7 +39,7 @@ from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.settings import deepspeed_config
+from pipeline.engine.settings import Settings, deepspeed_config
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
@@ -326,7 +326,7 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
     return model
 
 
-def engine_settings(cfg: TrainConfig, accumulation: int) -> dict[str, Any]:
+def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
     """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
 
     Raises ConfigError where the user's DeepSpeed file holds more than tuning.

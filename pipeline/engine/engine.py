@@ -22,7 +22,7 @@ element 5 on. DeepSpeed's own checkpoints are not used: they cannot cross stages
 import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from pipeline.engine.deepspeed import STATES, Part, import_deepspeed, one_optimizer_class
 from pipeline.engine.flat_blocks import FlatBlocks
-from pipeline.engine.settings import bucket_size
+from pipeline.engine.settings import Settings, bucket_size
 from pipeline.optimization import STATE, OptimConfig, build_optimizer
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
@@ -59,7 +59,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: dict[str, Any], polyak: float = 0.0
+        self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: Settings, polyak: float = 0.0
     ) -> None:
         """Collective. `decayed` names the parameters with weight decay, `settings` are `deepspeed_config`'s.
 

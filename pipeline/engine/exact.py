@@ -18,13 +18,13 @@ import statistics
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.engine.engine import Engine, clipping
+from pipeline.engine.settings import Settings
 from pipeline.optimization import OptimConfig
 
 
@@ -83,7 +83,7 @@ class ExactEngine(Engine):
         model: nn.Module,
         decayed: Set[str],
         optim: OptimConfig,
-        settings: dict[str, Any],
+        settings: Settings,
         polyak: float = 0.0,
         *,
         parts: int,
