@@ -35,7 +35,7 @@ from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
-from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
+from pipeline.evaluate import evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
@@ -161,9 +161,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
             # What is due is committed first, because an evaluation may fail.
             if saver.in_flight:
                 saver.finish(step)
-            if evaluate_between(worker, progress):
-                end_in_loop(worker, step)
-            else:
+            if not evaluate_between(worker, progress):
                 # Asked to stop meanwhile: the step is saved, where it is not committed.
                 stopping = True
                 if saver.last_committed != step:
