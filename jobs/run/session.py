@@ -125,32 +125,36 @@ class Session:
             elif self.stopper.is_asked():
                 raise Preempted(f"stopped before {name}; run the same command again to go on")
             else:
-                # The stage is shown from here to its end; what it raises ends the command, and with it the pollers.
-                directory = self.campaign.directory(stage)
-                log.stage_file = directory / "log.txt"
-                if self.campaign.trackers.used():
-                    self.facts[directory] = facts_of(self.campaign, stage)
-                for poller in self.pollers:
-                    if stage.kind.needs_workers:
-                        poller.show_stage(directory)
-                context = Context(
-                    campaign=self.campaign,
-                    stage=stage,
-                    log=log,
-                    poll=self.poll,
-                    stop_requested=self.stopper.is_asked,
-                    check_owned=self.put_files,  # it looks first whether the run is still ours
-                )
-                outcome = run_stage(context, fresh=self.fresh)
-                log.stage_file = None
-                for poller in self.pollers:
-                    poller.leave_stage()
-                self.put_files()
+                outcome = self.run_stage(stage)
             self.stopper.works_here = False
             rows.append({"stage": name, "skipped": is_skipped, **outcome})
         log_table(rows, log)
         log(f"run: {self.campaign.storage.address()}")
         return rows
+
+    def run_stage(self, stage: Stage) -> dict[str, Any]:
+        """Run a stage, and show it from here to its end; what it raises ends the command, and with it the pollers."""
+        directory = self.campaign.directory(stage)
+        self.log.stage_file = directory / "log.txt"
+        if self.campaign.trackers.used():
+            self.facts[directory] = facts_of(self.campaign, stage)
+        for poller in self.pollers:
+            if stage.kind.needs_workers:
+                poller.show_stage(directory)
+        context = Context(
+            campaign=self.campaign,
+            stage=stage,
+            log=self.log,
+            poll=self.poll,
+            stop_requested=self.stopper.is_asked,
+            check_owned=self.put_files,  # it looks first whether the run is still ours
+        )
+        outcome = run_stage(context, fresh=self.fresh)
+        self.log.stage_file = None
+        for poller in self.pollers:
+            poller.leave_stage()
+        self.put_files()
+        return outcome
 
     def start_workers(self) -> None:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
