@@ -112,11 +112,6 @@ class Health:
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
 
-    @property
-    def has_given_up(self) -> bool:
-        """Return whether so many steps in a row were not finite that the run goes back, or ends."""
-        return self.skipped_in_a_row >= self.cfg.max_skipped
-
     def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
 

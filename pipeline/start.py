@@ -46,12 +46,13 @@ from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import check_start, device_name, join_group, network_line, processor
 from pipeline.training_config import (
+    BYTES_BF16,
+    BYTES_FP32,
     Arithmetic,
     TrainConfig,
     batch_arithmetic,
     cache_line,
     check_model,
-    exact_gradient_bytes,
     steps_of,
     training_order,
 )
@@ -422,17 +423,22 @@ def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, st
     if dist.get_rank() != 0:
         return
     world = dist.get_world_size()
-    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
+    # Of every parameter a worker holds at most a micro-batch's gradient in the precision of computing and, in fp32, its
+    # part's sum, one sum for each level of the worker's subtree, and the optimizer's share.
+    levels = (cfg.exact_parts // world).bit_length() - 1
+    of_a_parameter = BYTES_FP32 * (1 + levels + 1 / world)
+    of_a_parameter += BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
+    mb = sum(engine.sizes.values()) * of_a_parameter / 1e6
     line = (
         f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
         f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
     )
     # What the last bits of a gradient depend on beside the config: with 2 threads instead of 1, 20,218,211 of the
     # 21,669,514 gradient elements of S/16 differed (docs/exact.md).
-    processor = torch.backends.cpu.get_cpu_capability()
+    computes_on = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
-        processor = torch.cuda.get_device_name()
-    now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}
+        computes_on = torch.cuda.get_device_name()
+    now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": computes_on}
     # Read before this attempt's own record is written.
     earlier = read_metrics(telemetry.directory, "exact")
     telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)

@@ -86,11 +86,6 @@ class Phase:
     patches: int  # of an image; 0 for a model without
     kept: int | None  # patches of an image; None: all
 
-    def flops(self, model: ModelConfig, images: int) -> int:
-        """Return the operations to train on `images` images in this phase."""
-        smaller = replace(model, image_size=(self.image_size, self.image_size))
-        return models.training_flops(smaller, images, self.kept)
-
 
 def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig) -> list[Phase]:
     """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
@@ -130,7 +125,8 @@ def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_
     for phase in in_order:
         common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
         if common:
-            total += phase.flops(model, len(common) * batch_size)
+            smaller = replace(model, image_size=(phase.image_size, phase.image_size))
+            total += models.training_flops(smaller, len(common) * batch_size, phase.kept)
     return total
 
 

@@ -208,14 +208,15 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     if are_too_many_bad and saver.in_flight and worker.rank == 0:
         # Where that save fails, its error takes the place of the one below, and the bad samples would stay unsaid.
         worker.telemetry.log(f"step {progress.step}: {bad_share}")
-    if health.has_given_up or are_too_many_bad:
+    has_given_up = health.skipped_in_a_row >= worker.cfg.max_skipped
+    if has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be excluded with them.
         # After bad samples: the run ends, and a save without a worker that waits for it would stay behind half written.
         if saver.in_flight:
             saver.finish(progress.step)
         saver.end(progress.step)
-    if health.has_given_up:
+    if has_given_up:
         health.go_back_or_end(progress.step)
     if are_too_many_bad:
         raise DataError(

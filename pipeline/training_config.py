@@ -417,18 +417,3 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
         return cfg.steps
     assert cfg.passes is not None
     return max(1, round(cfg.passes * samples / cfg.batch_size))
-
-
-def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
-    """Return the bytes of gradients that `exact_parts` holds at most for each parameter.
-
-    They are a micro-batch's gradient in the precision of computing and, in fp32, its part's sum, one sum for each level
-    of the worker's subtree, and the optimizer's share.
-    """
-    levels = (cfg.exact_parts // world).bit_length() - 1
-    sums = BYTES_FP32 * (1 + levels)
-    optimizer_share = BYTES_FP32 / world
-    micro_batch = BYTES_FP32
-    if cfg.precision == "bf16":
-        micro_batch = BYTES_BF16
-    return micro_batch + sums + optimizer_share
