@@ -18,6 +18,7 @@ Every request is made again when it fails (`data.remote.urls.Retry`); what never
 the address. Credentials come from the environment, as those for remote shards do.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -169,9 +170,9 @@ class Bucket:
         if (self.local / name).exists():
             self.put_file(name, self.local / name)
 
-    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
+    def bring(self, name: str, size: int, sha256: str) -> None:
         path = self.local / name
-        if is_good(path):
+        if has_bytes(path, size, sha256):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         # Under a temporary name, because the driver sends whatever changes in the run's folder, over the good one too.
@@ -180,7 +181,7 @@ class Bucket:
             # Where the transfer was at fault, a second one is right.
             for _ in range(2):
                 self.fetch(name, temporary, size)
-                if is_good(temporary):
+                if has_bytes(temporary, size, sha256):
                     os.replace(temporary, path)
                     return
         finally:
@@ -311,6 +312,14 @@ def each(values: Iterable[Value], act: Callable[[Value], None]) -> None:
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for future in [threads.submit(act, value) for value in values]:
             future.result()
+
+
+def has_bytes(path: Path, size: int, sha256: str) -> bool:
+    """Return whether there is a file of this size and digest."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with naming(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def check_store_url(url: str) -> str:

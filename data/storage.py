@@ -123,8 +123,11 @@ class Folder:
     def send(self, name: str) -> None:
         """Make a file that was written under `local` one of the run's: here it is that already."""
 
-    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
-        """Make sure that this node has a file of `size` bytes under `local`: its writer has written it here."""
+    def bring(self, name: str, size: int, sha256: str) -> None:
+        """Make sure that this node has a file of `size` bytes and this digest under `local`; all nodes see it here.
+
+        Raises CheckpointError where the storage has other bytes, StorageError, OSError.
+        """
 
     def staged(self, folder: str, name: str, attempt: int) -> str:
         """Return the name of the folder in which the files of a set are written before it is published."""
