@@ -18,8 +18,8 @@ import pytest
 from jobs.__main__ import main
 from jobs.cluster import fork_server, placement
 from jobs.cluster.placement import ThisMachine
-from tests.conftest import RECIPE
 from tests.drives import launch_by_fork
+from tests.recipes import TINY
 from tests.stacks import Call, numbered, recorded, recording_call, recording_worker
 
 pytestmark = pytest.mark.quick
@@ -35,7 +35,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """Folder of what was recorded while one worker pretrained for two steps."""
     folder = tmp_path_factory.mktemp("stacks")
     recipe = folder / "tiny.yaml"
-    pretraining_alone = RECIPE.partition("resize:")[0]
+    pretraining_alone = TINY.partition("resize:")[0]
     recipe.write_text(pretraining_alone.format(run=folder / "run", shards=shards))
     with pytest.MonkeyPatch.context() as patch:
         # A fork server of its own, that no test before has warmed. It is a fork of this process, so that the patches

@@ -20,6 +20,7 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
+from jobs.commands.demo import step_losses
 from jobs.stages.async_evaluation import AsyncEvaluation, NoPlace
 from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
@@ -29,7 +30,7 @@ from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import TrainConfig
 from tests import worker_functions
-from tests.test_checkpoint_runs import assert_same, finish, said, stage, start, step_losses
+from tests.drives import assert_same, finish, said, stage, start
 
 EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
 SPARE = "pretrain.evaluate_on=spare"

@@ -52,20 +52,20 @@ from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring import watchdog
 from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
-from tests import drives, hosts
+from tests import drives, hosts, savers
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 
 @pytest.fixture(autouse=True)
 def real_collectives(monkeypatch) -> None:
-    monkeypatch.setattr(saver, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
+    monkeypatch.setattr(saver, "dist", torch.distributed)  # savers.WorkerGroup puts its own in its place
 
 
 @pytest.fixture
-def group(tmp_path) -> drives.WorkerGroup:
+def group(tmp_path) -> savers.WorkerGroup:
     """A run with committed steps 10 and 20."""
-    made = drives.WorkerGroup(tmp_path / "run")
+    made = savers.WorkerGroup(tmp_path / "run")
     assert made.save(10) and made.save(20)
     return made
 
@@ -73,7 +73,7 @@ def group(tmp_path) -> drives.WorkerGroup:
 def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
     """The step that a start would load, and what it says on the way."""
     said: list[str] = []
-    found = drives.start_from(folder, attempt, said.append)
+    found = savers.start_from(folder, attempt, said.append)
     assert found is not None
     return found.manifest.step, said
 
@@ -124,7 +124,7 @@ def test_what_one_topology_saved_every_other_loads_bit_for_bit(topologies, tmp_p
             name=f"{act.__name__}-{world}",
             directory=tmp_path,
         )
-        for act in (drives.save_known, drives.load_known)
+        for act in (savers.save_known, savers.load_known)
         for world, zeros in topologies.items()
     ][len(topologies) :]
     count = sum(map(len, topologies.values()))
@@ -141,7 +141,7 @@ def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
     (newest / "rank-00001.safetensors").unlink()
     name = "rank-00000.safetensors"
     reader = Reader(newest, {name: read_manifest(newest).files[name]})
-    assert torch.equal(reader("w", "master", 3, 40), drives.known("w", "master", 3, 40) + 20)
+    assert torch.equal(reader("w", "master", 3, 40), savers.known("w", "master", 3, 40) + 20)
     with pytest.raises(CheckpointError, match="48 of 96 elements of w"):
         reader("w", "master", 0, 96)
 
@@ -329,9 +329,9 @@ def test_a_bad_checkpoint_that_cannot_be_renamed_is_an_error_that_all_workers_he
 
     told: list[object] = []
     monkeypatch.setattr(folder_storage.os, "rename", refuse)
-    monkeypatch.setattr(drives.ALONE, "broadcast_object_list", lambda values, src: told.extend(values))
+    monkeypatch.setattr(savers.ALONE, "broadcast_object_list", lambda values, src: told.extend(values))
     with pytest.raises(CheckpointError) as raised:
-        drives.start_from(group.folder, 2, print)
+        savers.start_from(group.folder, 2, print)
     assert told[-1] is raised.value, "what rank 0 raises has gone to the others first"
     assert re.search(r"rank-00001.safetensors: bytes 0 to .*Read-only file system: .*step-0+20'\n", str(raised.value))
     assert len(committed(group.folder)) == 2
@@ -387,7 +387,7 @@ MORE_CASES = [(3, "rank-00001.safetensors"), (3, "rank-00000.safetensors"), (1, 
 def test_what_one_worker_alone_finds_damaged_makes_all_load_the_one_before(cases, tmp_path) -> None:
     """Two real workers, each of which reads its own part of the state at ZeRO 1 and 2; at 0 they share the reading."""
     everybody = run_worker_group(
-        drives.load_damaged,
+        savers.load_damaged,
         {"run": str(tmp_path), "cases": cases},
         cluster=ClusterConfig(workers=2, backend="processes"),
         name="group",
@@ -418,14 +418,14 @@ def test_when_all_are_damaged_in_what_is_read_a_person_decides(group) -> None:
         content[-1] ^= 1
         file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"none of 2 checkpoints .* is whole; they are kept as bad-"):
-        drives.start_from(group.folder, 2, print)
+        savers.start_from(group.folder, 2, print)
     assert len(list(group.folder.glob("bad-*"))) == 2
 
 
 def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(manifests, "LEAST_CHUNK", 256)
     monkeypatch.setattr(manifests, "MOST_CHUNKS", 2)
-    made = drives.WorkerGroup(tmp_path / "run")
+    made = savers.WorkerGroup(tmp_path / "run")
     assert made.save(10)
     (step,) = committed(made.folder)
     for name, record in read_manifest(step).files.items():
@@ -441,10 +441,10 @@ def test_the_digests_of_a_save_are_those_of_its_files(tmp_path, monkeypatch) -> 
 
 
 def test_order_is_by_step_and_attempt_whatever_the_clock_says(tmp_path) -> None:
-    group = drives.WorkerGroup(tmp_path / "run", attempt=1)
+    group = savers.WorkerGroup(tmp_path / "run", attempt=1)
     for step in (10, 20, 30):
         group.save(step)
-    later = drives.WorkerGroup(tmp_path / "run", attempt=2)
+    later = savers.WorkerGroup(tmp_path / "run", attempt=2)
     assert later.save(30)  # replayed: the former attempt's copy stays, the later attempt's comes first
     expected = [p.name for p in committed(group.folder)]
     assert expected == [f"step-00000000{n}" for n in ("30-000002", "30", "20", "10")]
@@ -469,7 +469,7 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
     """20 owners freeze between writing their file and committing, while another attempt takes over."""
     run = tmp_path / "run"
     for round in range(20):
-        former = drives.WorkerGroup(run, claim_attempt(Folder(run)))
+        former = savers.WorkerGroup(run, claim_attempt(Folder(run)))
         former.begin(100 + round)
         claim_attempt(Folder(run))  # meanwhile somebody else starts
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
@@ -509,9 +509,9 @@ def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_a
 
 def test_a_file_that_is_seen_late_is_waited_for_and_the_wait_is_said(tmp_path) -> None:
     said: list[str] = []
-    telemetry = drives.Quiet()
+    telemetry = savers.Quiet()
     telemetry.log = said.append  # type: ignore[method-assign]
-    group = drives.WorkerGroup(tmp_path / "run", telemetry=telemetry)
+    group = savers.WorkerGroup(tmp_path / "run", telemetry=telemetry)
     group.begin(30)
     path = group.temporary(30) / "rank-00001.safetensors"
     hidden = tmp_path / "hidden"
@@ -528,7 +528,7 @@ def test_a_worker_with_a_disk_of_its_own_seals_nothing(apart, tmp_path) -> None:
     """Two real workers, one of which finds another disk at the run's path, as a node without the shared mount does."""
     (tmp_path / "run").mkdir()
     failure = run_worker_group(
-        drives.save_apart,
+        savers.save_apart,
         {"run": str(tmp_path / "run"), "apart": apart},
         cluster=ClusterConfig(workers=2, backend="processes"),
         name="group",
@@ -591,7 +591,7 @@ def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(st
 
 
 def test_pruning_keeps_the_newest_and_the_milestones(tmp_path) -> None:
-    group = drives.WorkerGroup(tmp_path / "run")
+    group = savers.WorkerGroup(tmp_path / "run")
     for step in range(10, 80, 10):
         group.save(step)
     group.checkpoints.prune(2, 40)
@@ -619,9 +619,9 @@ OLD = ".tmp-old-step-0000000010"
 
 
 @pytest.fixture
-def deleting(slow_disk, tmp_path) -> drives.WorkerGroup:
+def deleting(slow_disk, tmp_path) -> savers.WorkerGroup:
     """A run of keep=2 that has committed step 30, and whose rank 0 deletes step 10 as long as the disk is slow."""
-    group = drives.WorkerGroup(tmp_path / "run", keep=2)
+    group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)
     group.begin(30)
@@ -630,18 +630,18 @@ def deleting(slow_disk, tmp_path) -> drives.WorkerGroup:
     return group
 
 
-def begin_alone(group: drives.WorkerGroup, step: int) -> saver.Saver:
+def begin_alone(group: savers.WorkerGroup, step: int) -> saver.Saver:
     """Rank 0's saver, which has begun to save the step, and is not waited for."""
     first = group.savers[0]
-    first.begin(drives.FakeEngine(0, 2, step).fragments(), drives.manifest(step, 1, 2))
+    first.begin(savers.FakeEngine(0, 2, step).fragments(), savers.manifest(step, 1, 2))
     return first
 
 
-def heard(group: drives.WorkerGroup) -> list[str]:
+def heard(group: savers.WorkerGroup) -> list[str]:
     """What rank 0 says from now on."""
     lines: list[str] = []
 
-    class Speaking(drives.Quiet):
+    class Speaking(savers.Quiet):
         def log(self, text: str) -> None:
             lines.append(text)
 
@@ -696,7 +696,7 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     slow_disk, tmp_path, monkeypatch
 ) -> None:
     """Other workers than rank 0 do not look for room: they would find the disk full."""
-    group = drives.WorkerGroup(tmp_path / "run", keep=2)
+    group = savers.WorkerGroup(tmp_path / "run", keep=2)
     for step in (10, 20):
         group.save(step)
     group.begin(30)
@@ -765,7 +765,7 @@ def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tm
     phases = watchdog.Phases.__new__(watchdog.Phases)
     monkeypatch.setattr(phases, "enter", lambda phase, step: events.append(phase))
     monkeypatch.setattr(saver.dist, "barrier", lambda: events.append("barrier"))
-    made = drives.saver_of(checkpoints_in(tmp_path))
+    made = savers.saver_of(checkpoints_in(tmp_path))
     made.phases = phases
     monkeypatch.setattr(made, "wait_for_deleting", lambda: events.append("deleting"))
     for rank in (0, 1):
@@ -776,9 +776,9 @@ def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tm
 
 def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) -> None:
     events: list[str] = []
-    group = drives.WorkerGroup(tmp_path / "run")
+    group = savers.WorkerGroup(tmp_path / "run")
 
-    class Watching(drives.Quiet):
+    class Watching(savers.Quiet):
         def sync(self) -> None:
             events.append(f"fsync, {len(committed(group.folder))} committed, in flight: {group.savers[0].in_flight}")
 
@@ -792,7 +792,7 @@ def test_the_metrics_of_a_save_are_on_the_disk_before_it_is_committed(tmp_path) 
 
 def test_a_manifest_says_everything_and_only_the_truth(group) -> None:
     manifest = read_manifest(committed(group.folder)[0])
-    assert asdict(manifest) == {**asdict(drives.manifest(20, 1, 2)), "files": manifest.files}
+    assert asdict(manifest) == {**asdict(savers.manifest(20, 1, 2)), "files": manifest.files}
     assert sorted(manifest.files) == ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
@@ -815,11 +815,11 @@ def test_room_is_asked_for_one_checkpoint_more_than_are_kept_and_for_the_weights
 
 
 def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -> None:
-    group = drives.WorkerGroup(tmp_path / "run")
+    group = savers.WorkerGroup(tmp_path / "run")
     group.temporary(10).mkdir(parents=True)
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
     monkeypatch.setattr(saver, "free_bytes", lambda folder: 40_000)
-    manifest = drives.manifest(10, 1, 2)
+    manifest = savers.manifest(10, 1, 2)
     saver.check_room(group.checkpoints, manifest, 100_000)
     with pytest.raises(CheckpointError, match=r"\(100.1 kB needed, 40.0 kB free\)"):
         saver.check_room(group.checkpoints, manifest, 100_100)
