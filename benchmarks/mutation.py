@@ -36,7 +36,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCOPE = (
     "data/order.py",
-    "data/mixture.py",
     "data/draws.py",
     "data/index/*.py",
     "data/remote/*.py",

@@ -28,8 +28,7 @@ import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.index.index import Index
-from data.mixture import Mixture
-from data.order import Ledger, Order
+from data.order import Ledger, Mixture, Order
 from data.storage import Storage, open_storage
 from models import ModelConfig
 from pipeline import artifacts, config
