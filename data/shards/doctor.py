@@ -35,8 +35,7 @@ from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
 from data.index.names import Names
-from data.index.refusals import Refusals
-from data.index.tar import mapped, walk
+from data.index.tar import Refusals, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
 from data.shards.parallel import in_parallel

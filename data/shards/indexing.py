@@ -39,9 +39,8 @@ from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
-from data.index.refusals import Refusals
 from data.index.shard import table_path, write_table
-from data.index.tar import check_nothing_excluded, mapped, walk
+from data.index.tar import Refusals, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import IndexJournal, Record

@@ -396,7 +396,7 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
 def summary(index: "Index") -> list[str]:
     """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
     from data.index.names import some
-    from data.index.refusals import Refusals
+    from data.index.tar import Refusals
     from data.shards.indexing import decoded_samples
 
     lines = [

@@ -8,8 +8,7 @@ import pytest
 
 from data.errors import DataError
 from data.index.names import parse_labels
-from data.index.refusals import Refusals
-from data.index.tar import members, walk
+from data.index.tar import Refusals, members, walk
 
 pytestmark = pytest.mark.quick
 

@@ -14,7 +14,7 @@ import webdataset
 
 from data.errors import DataError
 from data.index.document import load_index
-from data.index.refusals import MOST_TYPES
+from data.index.tar import MOST_TYPES
 from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
