@@ -9,7 +9,6 @@ from typing import Any
 import cv2
 import numpy as np
 
-
 Members = Iterable[tuple[str, bytes]] | Mapping[str, bytes]
 
 
