@@ -276,11 +276,12 @@ class TrainLoader:
 def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
     """Return the micro-batches of a step; a given number of them is equal to within one sample."""
     if accumulation is None:
-        return [slots[first : first + micro_batch] for first in range(0, len(slots), micro_batch)]
-    if accumulation * micro_batch < len(slots):
+        edges = [*range(0, len(slots), micro_batch), len(slots)]
+    elif accumulation * micro_batch < len(slots):
         raise ValueError(f"{accumulation} micro-batches of {micro_batch} do not hold {len(slots)} slots")
-    # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
-    edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
+    else:
+        # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
+        edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
     return [slots[first:stop] for first, stop in pairwise(edges)]
 
 
