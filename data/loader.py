@@ -113,7 +113,7 @@ class TrainLoader:
 
         self.parts = cut(slots, micro_batch, accumulation)
         # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
-        largest = max(len(part) for part in self.parts)
+        largest = max(map(len, self.parts))
         self.layout = Layout(largest, image_size, max_labels)
         reader = ShardReader(index, cache=self.cache, by_range=True)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")

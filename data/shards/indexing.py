@@ -299,7 +299,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
 
     # Resolved, or a `..` or a link would hide which folder they have in common.
-    paths = [path.resolve() for path in paths]
+    paths = list(map(Path.resolve, paths))
     tars = TarList(os.path.commonpath({path.parent for path in paths}), {})
     for path in paths:
         tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size
