@@ -40,7 +40,7 @@ from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
-from pipeline.preflight.worker import PreflightReport, examine, look_at_node
+from pipeline.preflight.worker import PreflightReport, examine, examine_node
 from pipeline.training_config import TrainConfig, batch_arithmetic
 from pipeline.versions import code_version
 
@@ -242,5 +242,5 @@ def measure_everywhere(
                 used = set()
                 for worker in measured["workers"]:
                     used.add(worker["identity"]["node"])
-                measured["spares"], silent = run_on_spare_nodes(look_at_node, task, used, cluster.start_timeout_s)
+                measured["spares"], silent = run_on_spare_nodes(examine_node, task, used, cluster.start_timeout_s)
     return measured, silent

@@ -120,7 +120,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.log)
             packed[name] = record_of(index)
             continue
-        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.log, every_s=10.0)
+        progress = Progress(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
 
         # A default binds the progress of this set now; the name means another one in the next round.
         def report(shards: int, samples: int, progress: Progress = progress) -> None:
@@ -154,7 +154,7 @@ def make_subset_of(cfg: SetConfig, folder: Path, name: str, workers: int, say: C
     """Write the index of some of another set's samples; nothing is packed."""
     assert cfg.path is not None, "SetConfig refuses a subset without a path"
     parent = load_index(cfg.path)
-    progress = Progress(f"shards looked at for {name}", len(parent.shards), say=say, every_s=10.0)
+    progress = Progress(f"shards looked at for {name}", len(parent.shards), log=say, every_s=10.0)
     index = make_subset(parent, folder, subset_rule(cfg), name=name, workers=workers, report=progress.of)
     for line in summary(index, parent):
         say(f"{name}: {line}")
