@@ -1,6 +1,6 @@
 """How far a long count has come: a live bar on a terminal, a line every few seconds anywhere else.
 
-with Progress("samples", total=60_000) as progress:
+with ProgressMeter("samples", total=60_000) as progress:
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
 """
 
@@ -48,7 +48,7 @@ class LiveBar:
         self.rich.stop()
 
 
-class Progress:
+class ProgressMeter:
     """Shows how much of a count is done; with `log`, always as lines, at most one every `every_s` seconds."""
 
     def __init__(

@@ -14,7 +14,7 @@ import typer
 from jobs.cluster_config import cores
 from jobs.command_line.shards import cache_config, refuse_file
 from jobs.command_line.words import Debug, make_group, stoppable
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 from jobs.terminal import echo
 
 Train = Annotated[list[str], typer.Argument(help="Indexes, or their folders: what was or will be trained on.")]
@@ -69,7 +69,7 @@ def leaks(
         refuse_missing(weights)
         verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with stoppable(), Progress("shards, by their features") as progress:
+        with stoppable(), ProgressMeter("shards, by their features") as progress:
             model = load(weights, {}).to(device)
             # They are known by their content, whatever file they came from.
             digest = sha256()
@@ -89,7 +89,7 @@ def leaks(
             )
 
     # Then the pictures themselves. The same call again goes on after a kill, here too.
-    with stoppable(), Progress("shards, those of the test sets first") as progress:
+    with stoppable(), ProgressMeter("shards, those of the test sets first") as progress:
         found_leaks = find_leaks(
             train_sets,
             test_sets,

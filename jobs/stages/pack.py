@@ -14,7 +14,7 @@ from data.index.shard import table_name
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, problem_of
 from data.shards.subset import make_subset, summary
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.artifacts import DONE
@@ -120,12 +120,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.log)
             packed[name] = record_of(index)
             continue
-        progress = Progress(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
-
-        # A default binds the progress of this set now; the name means another one in the next round.
-        def report(shards: int, samples: int, progress: Progress = progress) -> None:
-            progress(samples, f"{shards} shards")
-
+        progress = ProgressMeter(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
         # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
         index = pack(
             samples_of(set_config, numberings[name]),
@@ -137,7 +132,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             classes=set_config.classes,
             restarts=cfg.restarts,
             workers=cfg.workers,
-            report=report,
+            report=progress.packed,
         )
         packed[name] = record_of(index)
         samples_seen += index.samples
@@ -154,7 +149,7 @@ def make_subset_of(cfg: SetConfig, folder: Path, name: str, workers: int, say: C
     """Write the index of some of another set's samples; nothing is packed."""
     assert cfg.path is not None, "SetConfig refuses a subset without a path"
     parent = load_index(cfg.path)
-    progress = Progress(f"shards looked at for {name}", len(parent.shards), log=say, every_s=10.0)
+    progress = ProgressMeter(f"shards looked at for {name}", len(parent.shards), log=say, every_s=10.0)
     index = make_subset(parent, folder, subset_rule(cfg), name=name, workers=workers, report=progress.of)
     for line in summary(index, parent):
         say(f"{name}: {line}")
