@@ -27,7 +27,7 @@ from data.errors import ExitCode, PatchlineError
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
-from jobs.commands.plan import GPU_FLOPS
+from jobs.commands.plan_training import GPU_FLOPS
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
