@@ -5,7 +5,7 @@
       memory  23.1 GiB a worker …
       time    800 ms a step on 8 workers: compute 752 ms, …; 5.1k images/s (measured 2026-11-23; …)
 
-Whatever is not known leaves its line out, or says why: data and weights may not be there yet. Times are those of trials
+A line that is not known is left out, or says why: data and weights may not be there yet. Times are those of trials
 (`python -m jobs trial`), or an estimate that is labelled as one.
 """
 
