@@ -413,12 +413,12 @@ def fill_places(index: Index, places: np.ndarray, connection: Connection) -> Non
 
     from data.images.augment import draw
     from data.images.decode import decode_region, read_header, reduced_box, reduction
-    from data.index.tar import sample_digest
+    from data.index.shard import sample_digest
 
     cv2.setNumThreads(1)
     samples = []
     for number, shard in enumerate(index.shards):
-        with open(index.place_of(shard), "rb") as file:
+        with open(index.location(shard), "rb") as file:
             tar = mmap(file.fileno(), 0, access=ACCESS_READ)
         for row in index.table(number):
             image = slice(int(row["image"]), int(row["image"] + row["image_size"]))

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.decoder import Decoder, Layout, Task
 from data.images.augment import AugmentConfig
 from data.index.index import Index
-from data.index.tar import sample_digest
+from data.index.shard import sample_digest
 from data.order import Order
 from data.shards.packing import pack
 from data.shards.reader import ShardReader

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu                   on a machine with GPUs: writes benchmarks/gpu-<date>.md
     python -m benchmarks.gpu --device cpu      rehearsed with tiny models: writes runs/gpu-rehearsal-<date>.md
 
-1. The tests marked `gpu` (test_on_gpu.py, test_gpu.py); in a rehearsal, their twins on the CPU.
+1. The tests marked `gpu` (test_on_gpu.py, images/test_gpu.py); in a rehearsal, their twins on the CPU.
 2. A training step of ours, timm and transformers, compiled and not, in turn, against the ceiling of a run: the speed of
    a matrix product of the model's own shape (benchmarks/train_step.py).
 3. A training step of our engine and of stock DeepSpeed at ZeRO 1, 2 and 3 on all GPUs, in turn; which share of the
@@ -296,7 +296,7 @@ def in_a_process(plan: Plan, part: str) -> Outcome:
 
 def run_tests(plan: Plan) -> list[dict[str, Any]]:
     """Run the tests; returns name, outcome, seconds and reason of each."""
-    files = ["tests/test_pipeline/test_on_gpu.py", "tests/test_gpu.py"]
+    files = ["tests/test_pipeline/test_on_gpu.py", "tests/test_data/images/test_gpu.py"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", plan.test_marker, "--timeout=1800", f"--junitxml={report}"]

@@ -40,10 +40,9 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
 from data.index.index import Index
-from data.index.labels import read_labels
 from data.mixture import Mixture
 from data.order import Order
-from data.shards.reader import ShardReader
+from data.shards.reader import ShardReader, read_labels
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 

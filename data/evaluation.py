@@ -25,9 +25,8 @@ from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
-from data.index.labels import read_labels
 from data.remote.cache import CacheConfig
-from data.shards.reader import ShardReader
+from data.shards.reader import ShardReader, read_labels
 
 # b samples of a batch, L labels of a sample at most, h w sides of a preprocessed image
 

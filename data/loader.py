@@ -44,7 +44,8 @@ from data.images.gpu import decode_rows, torchcodec
 from data.index.index import Index
 from data.mixture import Mixture
 from data.order import Order
-from data.remote.cache import Ahead, CacheConfig, waited_for
+from data.remote.cache import Ahead, Cache, CacheConfig, shards_of
+from data.remote.urls import redacted
 from data.shards.reader import ShardReader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
@@ -171,8 +172,22 @@ class TrainLoader:
             self.ahead.stop()
 
     def waits_for(self) -> str:
-        """Return what the first batch waits for."""
-        return waited_for(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
+        """Return what the first batch needs, and how much of it is here: of remote shards, those that the cache has."""
+        index = self.decoder.index
+        cache = Cache(self.cache)
+        shards = shards_of(self.decoder.order, self.slots, self.start_step)
+        missing = []
+        for shard in shards:
+            if "://" in index.location(shard) and not cache.has(index.shards[shard]):
+                missing.append(shard)
+        line = f"{len(self.slots)} samples of {len(shards)} shards"
+        if not missing:
+            return f"{line}, all of which are here"
+        size = sum(index.shards[shard].bytes for shard in missing)
+        return (
+            f"{line}; {len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not: "
+            f"{redacted(index.location(missing[0]))} …"
+        )
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""

@@ -16,8 +16,7 @@ import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import ConfigError, DataError
 from data.images.augment import AugmentConfig
-from data.index.index import Index
-from data.index.joined import exclude, join
+from data.index.index import Index, exclude, join
 from data.mixture import Mixture
 from data.mixture import shares as check_shares  # raises ValueError where a set would get none
 from data.order import Order

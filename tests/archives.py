@@ -12,6 +12,11 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
+from data.index.document import load_index
+from data.shards.reader import ShardReader
+from data.sources.known import known_archive
+from jobs.__main__ import main
+
 
 def picture(value: int, kind: str = ".jpg") -> bytes:
     """An image of one grey."""
@@ -49,6 +54,26 @@ def write_folder(path: Path, files: dict[str, bytes]) -> Path:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(body)
     return path
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
+    """Image and label of every sample of a packed set, by its key."""
+    index = load_index(folder)
+    reader = ShardReader(index)
+    samples = {}
+    for shard, count in enumerate(index.shard_samples):
+        for sample in range(count):
+            key, image, label = reader.read(shard, sample)
+            samples[key] = (image, label)
+    return samples
+
+
+def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, tuple[bytes, bytes]]:
+    """What `jobs pack` makes of a miniature, which is a part on purpose; the n-th set lies in `set{n}`."""
+    output = tmp_path / f"set{len(list(tmp_path.glob('set*')))}"
+    partial = ["--partial"] if known_archive(source) else []
+    assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
+    return contents(output)
 
 
 def gif(value: int) -> bytes:
@@ -157,30 +182,33 @@ def cifar_images(batches: tuple[str, ...], classes: int, per_batch: int = 3) -> 
     return CifarImages(pixels, labels, coarse)
 
 
-CIFAR10_BATCHES = ("data_batch_4", "test_batch", "data_batch_1", "data_batch_2", "data_batch_3", "data_batch_5")
-CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CIFAR100_BATCHES = ("test", "train")
-CIFAR100_NAMES = tuple(f"fine{label}" for label in range(100))
+class Cifar(NamedTuple):
+    """What the binary version of a CIFAR holds."""
+
+    batches: tuple[str, ...]  # in the order of the archive
+    names: tuple[str, ...]
+    names_file: str
 
 
-def cifar10(folder: Path, images: CifarImages) -> Path:
-    """The binary version of CIFAR-10's archive."""
-    files = {"batches.meta.txt": "\n".join([*CIFAR10_NAMES, "", ""]).encode()}
-    for name in CIFAR10_BATCHES:
-        labels = np.array(images.labels[name], np.uint8)
-        files[f"{name}.bin"] = np.column_stack([labels, images.pixels[name]]).tobytes()
-    root = "cifar-10-batches-bin"
-    return write_tar_gz(folder / "cifar-10-binary.tar.gz", {f"{root}/{key}": body for key, body in files.items()})
+CIFAR = {
+    "cifar-10": Cifar(
+        ("data_batch_4", "test_batch", "data_batch_1", "data_batch_2", "data_batch_3", "data_batch_5"),
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        "batches.meta.txt",
+    ),
+    "cifar-100": Cifar(("test", "train"), tuple(f"fine{label}" for label in range(100)), "fine_label_names.txt"),
+}
 
 
-def cifar100(folder: Path, images: CifarImages) -> Path:
-    """The binary version of CIFAR-100's archive."""
-    files = {"fine_label_names.txt": "\n".join([*CIFAR100_NAMES, ""]).encode()}
-    for name in CIFAR100_BATCHES:
-        columns = [np.array(images.coarse[name], np.uint8), np.array(images.labels[name], np.uint8)]
-        files[f"{name}.bin"] = np.column_stack([*columns, images.pixels[name]]).tobytes()
-    root = "cifar-100-binary"
-    return write_tar_gz(folder / "cifar-100-binary.tar.gz", {f"{root}/{key}": body for key, body in files.items()})
+def cifar(folder: Path, name: str, images: CifarImages) -> Path:
+    """The binary version of an archive; a record of CIFAR-100 begins with the coarse label."""
+    files = {CIFAR[name].names_file: "\n".join([*CIFAR[name].names, "", ""]).encode()}
+    for batch in CIFAR[name].batches:
+        columns = [np.array(images.labels[batch], np.uint8), images.pixels[batch]]
+        if name == "cifar-100":
+            columns.insert(0, np.array(images.coarse[batch], np.uint8))
+        files[f"{batch}.bin"] = np.column_stack(columns).tobytes()
+    return write_tar_gz(folder / f"{name}-binary.tar.gz", {f"{name}-bin/{key}": body for key, body in files.items()})
 
 
 # ----------------------------------------------------------------------------------------------- ObjectNet

@@ -5,30 +5,38 @@
                               "shards": [["train-000000.tar", 1250, 6543360, "d41d…", "77ab…"]], …, "seal": "e5f0…"}
 
 The names are those of the classes, in the order of their ids; the origin says what a subset was made of. The JSON of a
-small set is wholly in memory; of a large set the columns are mapped instead (`data.index.columns`).
+small set is wholly in memory. Of a large set,
+1. the first process of a node that loads it checks its JSON, and writes what it says as columns (`data.index.shard`)
+   into the node's state folder, under the sha256 of that JSON, which another JSON does not have;
+2. every process maps these instead of reading the JSON; a file that is torn or altered is made anew;
+3. the process that makes a file deletes those that have not been opened for a month.
+The JSON remains the set's document: the columns follow from it, and can be deleted at any time.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
-from data.files import write_whole
-from data.index.columns import mapped_shards
+from data.errors import DataError, StorageError
+from data.files import locked, refusal, state_folder, write_whole
 from data.index.index import Index, Origin, digest_of
 from data.index.names import Names
-from data.index.refusals import Refusals
-from data.index.shard import Shard, shard_row
+from data.index.shard import MappedShards, Shard, open_columns, write_columns
 
 SCHEMA = 1
 SUFFIX = ".index.json"
 LARGE = 1 << 20  # bytes of a JSON, about 5,000 shards, from which on it is mapped as columns
+UNUSED_S = 30 * 24 * 3600  # without being opened, after which a file of columns may go
+HELD_PER_BYTE = 3.6  # bytes of Python objects for each byte of a JSON: 139 MiB of 38 MB
 
 
 def load_index(path: str | os.PathLike[str]) -> Index:
@@ -53,7 +61,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         is_large = path.stat().st_size >= LARGE
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
-    content, shards = mapped_shards(path, read_json) if is_large else read_json(path, path.read_bytes())
+    content, shards = read_large(path) if is_large else read_json(path, path.read_bytes())
     directory = content["directory"]
     # A path is kept relative to the index, so that both can be moved together.
     if "://" not in directory:
@@ -69,7 +77,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         first_refused=content["first_refused"],
         names=tuple(content["names"]),
         name=path.name.removesuffix(SUFFIX),
-        origin=origin_of(content),
+        origin=None if content["origin"] is None else Origin(**content["origin"]),
     )
 
 
@@ -91,7 +99,7 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
             raise TypeError(f"directory {directory!r}")
         names = tuple(content["names"])
         seal = content["seal"]
-        origin = origin_of(content)
+        origin = None if content["origin"] is None else Origin(**content["origin"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: not a Patchline index ({repr(error)[:100]}); run `python -m jobs index` again, "
@@ -106,11 +114,6 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
     return content, shards
 
 
-def origin_of(content: Mapping[str, Any]) -> Origin | None:
-    """Return what a subset's JSON says that it was made of; None of any other."""
-    return None if content["origin"] is None else Origin(**content["origin"])
-
-
 def seal_of(content: Mapping[str, object]) -> str:
     """Return the sha256 of an index's JSON but for its seal, however it is laid out."""
     sealed = {name: value for name, value in content.items() if name != "seal"}
@@ -123,7 +126,8 @@ def write_index(
     shards: Sequence[Shard],
     class_counts: Sequence[int],
     names: Names = (),
-    refused: Refusals | None = None,
+    refused: Mapping[str, int] | None = None,
+    first_refused: Mapping[str, str] | None = None,
     origin: Origin | None = None,
 ) -> Index:
     """Write an index's JSON, of shards that lie in `directory`, whose tables lie beside it already; read it back."""
@@ -131,19 +135,78 @@ def write_index(
     place = str(directory)
     if "://" not in place:
         place = os.path.relpath(place, path.parent)
-    refused = refused or Refusals()
     content: dict[str, object] = {
         "schema": SCHEMA,
         "directory": place,
         "samples": sum(shard.samples for shard in shards),
         "digest": digest_of(shards, class_counts, names, origin),
-        "refused": dict(refused.counts),
-        "first_refused": refused.first,
+        "refused": dict(refused or {}),
+        "first_refused": dict(first_refused or {}),
         "class_counts": list(class_counts),
         "names": list(names),
         "origin": None if origin is None else asdict(origin),
-        "shards": list(map(shard_row, shards)),
+        "shards": [list(vars(shard).values()) for shard in shards],
     }
     content["seal"] = seal_of(content)
     write_whole(path, json.dumps(content, indent=1))
     return load_index(path)
+
+
+# -------------------------------------------------------------------------------------------- large sets
+
+
+def read_large(path: Path) -> tuple[Mapping[str, Any], Sequence[Shard]]:
+    """Return what `read_json` does, but the shards mapped; the first process of a node that asks makes the columns.
+
+    Where they cannot be kept, every process holds the shards itself, which is logged. Raises DataError.
+    """
+    with open(path, "rb") as file:
+        columns = state_folder() / "indexes" / f"{file_digest(file, 'sha256').hexdigest()}.columns"
+    try:
+        shards = open_columns(columns) or make_columns(path, columns)
+    except (OSError, StorageError) as error:
+        reason = refusal(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+        held_mb = HELD_PER_BYTE * path.stat().st_size / 1e6
+        logging.getLogger(__name__).warning(
+            f"{path}: its columns cannot be kept in {columns.parent} ({reason}): every process holds all of it, "
+            f"about {held_mb:.0f} MB; give PATCHLINE_CACHE a folder that can be written"
+        )
+        return read_json(path, path.read_bytes())
+    # The time of last use, as of a shard in the cache; the file may be another user's.
+    with suppress(OSError):
+        os.utime(shards.path)
+    return json.loads(shards.columns["index"].tobytes()), shards
+
+
+def make_columns(path: Path, columns: Path) -> MappedShards:
+    """Write the columns of an index, while the other processes of the node wait for them.
+
+    Raises DataError, and OSError and StorageError where the folder takes nothing.
+    """
+    columns.parent.mkdir(parents=True, exist_ok=True)
+    with locked(columns.with_suffix(".lock")):
+        # Another process may have made them while we waited.
+        shards = open_columns(columns)
+        if shards is not None:
+            return shards
+        if columns.exists():
+            logging.getLogger(__name__).warning(f"{columns}: torn or altered; it is made anew from {path}")
+        text = path.read_bytes()
+        content, held = read_json(path, text)
+        # The JSON may have been replaced since its digest was taken: the columns go by what was read.
+        columns = columns.with_name(f"{sha256(text).hexdigest()}.columns")
+        write_columns(columns, content, held)
+        # What has not been opened for a month goes; who has it mapped keeps it.
+        for other in columns.parent.glob("*.columns"):
+            # Another process may delete it meanwhile; it may be another user's.
+            with suppress(OSError):
+                status = other.stat()
+                # A process that does not own the file cannot set its time of last use; reading it has renewed the
+                # other time.
+                if time.time() - max(status.st_mtime, status.st_atime) > UNUSED_S:
+                    other.unlink()
+                    other.with_suffix(".lock").unlink()
+    shards = open_columns(columns)
+    if shards is None:
+        raise StorageError(f"{columns}: is not what was written a moment ago")
+    return shards

@@ -11,6 +11,14 @@ The digest stands for the samples and the class names alone: see `digest_of`.
 
 An index of some of another one's samples (`data.shards.subset`) names the same tars and has tables of its own, of fewer
 rows. It says in its origin what it was made of, and its digest also stands for which rows were chosen.
+
+A run takes several sets as one, and does without the shards that it excludes (`data.drop`):
+
+    join([flowers, pets], [0.3, 0.7])           an index whose shard 12 may be shard 2 of pets
+    exclude([flowers], ["train-000007.tar"])    the same set, whose shard 7 is empty
+
+A shard is named by the end of its path, `train-000007.tar` or `other/train/train-000007.tar`: as much of it as no other
+shard's path ends with. It is emptied, not removed, because the order depends on the numbers of all shards.
 """
 
 from __future__ import annotations
@@ -18,7 +26,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -28,9 +37,8 @@ from typing import Any
 import numpy as np
 
 from data.errors import DataError
-from data.index.columns import MappedShards
-from data.index.names import Names, ids_of
-from data.index.shard import Shard, WrongTable, open_table, table_name
+from data.index.names import Names, agreed, ids_of
+from data.index.shard import FIELDS, MappedShards, Shard, table_path
 
 DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
 
@@ -49,7 +57,7 @@ class Origin:
 class Index:
     """A set of shards. `class_counts[c]` samples are labelled c; `digest` stands for all of it."""
 
-    shards: Sequence[Shard]  # a tuple, or the columns of a large set
+    shards: Sequence[Shard]  # a tuple; the columns of a large set; those of several sets
     classes: int
     class_counts: tuple[int, ...]
     digest: str
@@ -88,7 +96,7 @@ class Index:
         tars = [self.directory]
         # A folder stands for the tars that lie in it, and not for those in folders of their own below it.
         if any("/" in shard.name for shard in self.shards) and not self.remote:
-            tars = [self.location(number) for number in range(len(self.shards))]
+            tars = [self.location(shard) for shard in self.shards]
         # The names need not be given: they are taken over from the index that is made again.
         place = ["--output", str(self.tables), "--name", self.name]
         return shlex.join(["python", "-m", "jobs", "index", *tars, *place, "--classes", str(self.classes)])
@@ -99,35 +107,31 @@ class Index:
         return int(self.shard_samples.sum())
 
     @property
+    def shard_samples(self) -> np.ndarray:
+        """(shards,) int64, the samples of each shard: what an `Order` is built from."""
+        if isinstance(self.shards, MappedShards | JoinedShards):
+            return self.shards.samples
+        return np.array([shard.samples for shard in self.shards], np.int64)
+
+    @property
     def bytes(self) -> int:
         """Bytes of all shards."""
         if isinstance(self.shards, MappedShards):
             return int(self.shards.bytes.sum())
         return sum(shard.bytes for shard in self.shards)
 
-    @property
-    def shard_samples(self) -> np.ndarray:
-        """(shards,) int64, the samples of each shard: what an `Order` is built from."""
-        if isinstance(self.shards, MappedShards):
-            return self.shards.samples
-        return np.array([shard.samples for shard in self.shards], np.int64)
-
-    @property
+    @cached_property
     def remote(self) -> bool:
         """Whether shards are fetched before they are read."""
         if "://" in self.directory:
             return True
         if isinstance(self.shards, MappedShards):
-            return self.shards.any_is_url
+            return bool((np.char.find(self.shards.columns["name"], b"://") >= 0).any())
         return any("://" in shard.name for shard in self.shards)
 
-    def location(self, shard: int) -> str:
-        """Return the path or URL of a shard."""
-        return self.place_of(self.shards[shard])
-
-    def place_of(self, shard: Shard) -> str:
-        """Return the path or URL of a shard of this set."""
-        name = shard.name
+    def location(self, shard: int | Shard) -> str:
+        """Return the path or URL of a shard of this set, which is given itself or by its number."""
+        name = self.shards[shard].name if isinstance(shard, int) else shard.name
         is_complete = "://" in name or name.startswith("/")
         if is_complete:
             return name
@@ -142,18 +146,34 @@ class Index:
         return np.char.decode(self.table(shard)["key"], "utf-8", "replace")
 
     def table(self, shard: int) -> np.ndarray:
-        """Return a shard's table of offsets and sizes (`data.index.tar.FIELDS` and `key`), mapped from disk.
+        """Return a shard's table: (samples,) of `data.index.shard.FIELDS` and `key`, mapped from disk.
 
         Raises DataError where the table is missing, was altered, or belongs to another shard.
         """
+        if isinstance(self.shards, JoinedShards):
+            index, number = self.shards.place(shard)
+            return index.table(number)
         entry = self.shards[shard]
-        path = self.tables / table_name(entry.name)
+        path = table_path(self.tables, entry.name)
+        problem = ""
         try:
-            return open_table(path, entry)
-        except WrongTable as error:
+            digest = sha256(path.read_bytes()).hexdigest()
+            if digest != entry.table:
+                raise ValueError(
+                    f"its sha256 is {digest[:12]}…, the index says {entry.table[:12]}…: altered or replaced"
+                )
+            table = np.load(path, mmap_mode="r", allow_pickle=False)
+            columns = table.dtype.names or ()
+            has_all_columns = {"key", *dict(FIELDS)} <= set(columns)
+            if not has_all_columns or len(table) != entry.samples:
+                problem = f"{len(table)} rows of {table.dtype.names}, the index says {entry.samples}"
+        except Exception as error:  # over what is no table, numpy raises many kinds: ValueError, EOFError, TokenError
+            problem = f"no table of {entry.name}: {error}"
+        if problem:
             raise DataError(
-                f"{path}: {error}\n  expected the table that was made with this index\n  type: {self.command}"
-            ) from None
+                f"{path}: {problem}\n  expected the table that was made with this index\n  type: {self.command}"
+            )
+        return table
 
 
 def digest_of(
@@ -180,3 +200,107 @@ def digest_of(
         separator = ", "
     digest.update(f"], {json.dumps(rest)[1:]}".encode())
     return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------- several sets as one
+
+
+class JoinedShards(Sequence[Shard]):
+    """The shards of several sets, one set after the other, each named by where it is; made when they are asked for."""
+
+    def __init__(self, sets: Sequence[Index]):
+        self.sets = sets
+        self.samples = np.concatenate([index.shard_samples for index in sets])  # (shards,) int64
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return tuple(self[at] for at in range(*number.indices(len(self))))
+        index, number_in_set = self.place(range(len(self))[number])
+        return replace(index.shards[number_in_set], name=index.location(number_in_set))
+
+    def __iter__(self) -> Iterator[Shard]:
+        for index in self.sets:
+            for shard in index.shards:
+                yield replace(shard, name=index.location(shard))
+
+    def place(self, number: int) -> tuple[Index, int]:
+        """Return (the set that a shard comes from, its number in there)."""
+        for index in self.sets:
+            if number < len(index.shards):
+                return index, number
+            number -= len(index.shards)
+        raise IndexError(number)
+
+
+def join(sets: Sequence[Index], weights: Sequence[float]) -> Index:
+    """Join sets that are trained on together; the digest is of theirs and of the weights, wherever they lie."""
+    samples_of_class: Counter[int] = Counter()
+    digests = []
+    named_sets = []
+    classes = 0
+    for index in sets:
+        for label, samples in enumerate(index.class_counts):
+            samples_of_class[label] += samples
+        digests.append(index.digest)
+        classes = max(classes, index.classes)
+        named_sets.append((str(index.tables), index.names))
+    class_counts = tuple(samples_of_class[label] for label in range(classes))
+    digest = sha256(json.dumps([digests, list(weights)]).encode()).hexdigest()
+    # Neither the tars nor the tables lie in one folder: each shard is named whole, each table found by its own set.
+    names = agreed(named_sets, "data.mixture")
+    return Index(JoinedShards(tuple(sets)), classes, class_counts, digest, "", Path(), names=names)
+
+
+# ------------------------------------------------------------------------------------- shards that are excluded
+
+
+def exclude(sets: Sequence[Index], names: Sequence[str]) -> list[Index]:
+    """Return the sets with the shards of these names emptied, so that the others keep their numbers.
+
+    A name may have folders in front, as far as it takes to tell shards apart. A shard that several sets have, subsets
+    of one set, is emptied in each. Raises DataError unless each name is of one shard.
+    """
+    # As nearly always: there is nothing to look through, nor a digest to compute anew.
+    if not names:
+        return list(sets)
+    dropped: list[set[int]] = [set() for _ in sets]  # numbers of shards, for each set
+    for name in names:
+        named = called(name, sets)
+        if len(named) != 1:
+            which = ", ".join(list(named)[:3]) or f"as {sets[0].location(0)} is called"
+            raise DataError(
+                f"data.drop: {len(named)} shards are called {name}, expected one: {which}; type more of its path"
+            )
+        (numbers,) = named.values()
+        for set_number, shard_number in numbers:
+            dropped[set_number].add(shard_number)
+
+    # Emptied instead of removed: the order depends on the numbers of all shards, which must stay as they were.
+    remaining = []
+    for index, dropped_numbers in zip(sets, dropped, strict=True):
+        shards = index.shards
+        if isinstance(shards, MappedShards):
+            shards = MappedShards(shards.path, shards.memory, shards.columns, shards.excluded.union(dropped_numbers))
+        else:
+            kept = list(shards)
+            for number in dropped_numbers:
+                kept[number] = replace(kept[number], samples=0, bytes=0)
+            shards = tuple(kept)
+        digest = digest_of(shards, index.class_counts, index.names, index.origin)
+        remaining.append(replace(index, shards=shards, digest=digest))
+    return remaining
+
+
+def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]:
+    """Find the shards whose path ends with a name: path → (number of the set, number in it) in each set with it."""
+    shards: dict[str, list[tuple[int, int]]] = {}
+    for set_number, index in enumerate(sets):
+        for number, shard in enumerate(index.shards):
+            # With a slash before both, so that `1.tar` does not name `train-1.tar`.
+            place = index.location(shard)
+            if f"/{place}".endswith(f"/{name}"):
+                shards.setdefault(place, []).append((set_number, number))
+    return shards

@@ -1,12 +1,15 @@
-"""Class names: which class an id stands for, the same in every set that is used together.
+"""Class names, and the labels that hold them: which class an id stands for, the same in every set used together.
 
 1. A source knows its names (`data.sources`), or a class list gives them (`read_class_list`), in the order of
    their ids.
 2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
    becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
 3. The index keeps the names; `agreed` compares those of several sets, or of a set and of weights.
+4. A label holds ids, or a name instead where the set has names (`parse_labels`).
 
     number(("bird", "kitty"), ("airplane", "bird", "cat"), rename={"kitty": "cat"}).ids    {0: 1, 1: 2}
+    b"7", b"3 17", b"[3, 17]", b'{"label": 3}'     labels of class ids
+    b"tench", b'{"label": "tench"}'                labels of a name
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from data.errors import DataError
 
 Names = tuple[str, ...]
 LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names in JSON that holds other things too
+NO_NAMES: Mapping[str, int] = {}
 MOST_SHOWN = 5  # names that an error shows of many
+MOST_DIGITS = 4300  # of a number that int() takes
+MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 
 
 # ------------------------------------------------------------------------------------------- class lists
@@ -226,7 +232,7 @@ def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
         different = []
         for label, (name, other_name) in enumerate(zip(longest, names, strict=False)):
             if name != other_name:
-                different.append(f"class {label} is {shown(name)} and {shown(other_name)}")
+                different.append(f"class {label} is {some([name])} and {some([other_name])}")
         if different:
             problem = "; ".join(different[:3])
             if len(different) > 3:
@@ -245,13 +251,61 @@ def agreed(named: Iterable[tuple[str, Sequence[str]]], stage: str) -> Names:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return a few names, and how many there are."""
-    text = ", ".join(map(shown, names[:MOST_SHOWN]))
+    """Return a few names in quotes, without anything that a terminal would act on, and how many there are."""
+    text = ", ".join(f"'{printable(name[:80])}'" for name in names[:MOST_SHOWN])
     if len(names) > MOST_SHOWN:
         text += f", … ({len(names):,} in all)"
     return text
 
 
-def shown(name: str) -> str:
-    """Return a name in quotes, without anything that a terminal would act on."""
-    return f"'{printable(name[:80])}'"
+# ------------------------------------------------------------------------------------------- labels
+
+
+class NoLabel(ValueError):
+    """A label holds no class ids. `texts` are the class names that it may be meant to hold; `reason` groups well."""
+
+    def __init__(self, message: str, texts: list[str]):
+        super().__init__(message)
+        self.texts = texts
+        self.reason = "label is a text that no class list has" if texts else "no label"
+
+
+def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ...]:
+    """Return class ids of a `.cls` (`7`, `3 17`, `3,17`, `[3, 17]`) or `.json` (`{"labels": [3]}`, `{"label": 3}`).
+
+    `ids` are those of class names: with them a `.cls` may also hold one name (`tench`), and a `.json` any (`["cat"]`).
+    Raises NoLabel where there is none, or where one is no whole number ≥ 0 and no such name.
+    """
+    text = raw.decode("utf-8", "replace").strip()
+    is_json = text[:1] in ("[", "{")
+    if is_json:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise NoLabel(str(error), []) from None
+        # A few thousand brackets are enough for Python's parser to give up with this, which is no ValueError.
+        except RecursionError:
+            raise NoLabel("nested too deeply", []) from None
+        if isinstance(values, dict):
+            values = values.get("labels", values.get("label", values.get("cls", [])))
+        if not isinstance(values, list):
+            values = [values]
+    else:
+        # A name may have spaces and commas in it, as ImageNet's have, so that a text is one name.
+        values = [text] if text in ids else text.replace(",", " ").split()
+
+    labels = []
+    for value in values:
+        # int() would take `1_000` and `+3`, and digits of other scripts; isinstance would take true for a number.
+        is_digits = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS
+        if is_digits or (type(value) is int and value >= 0):
+            labels.append(int(value))
+        elif isinstance(value, str) and value in ids:
+            labels.append(ids[value])
+    if not labels or len(labels) < len(values):
+        texts = []
+        for value in values if is_json else [text]:
+            if isinstance(value, str) and any(map(str.isalpha, value)):
+                texts.append(value)
+        raise NoLabel(f"{text[:40]!r} holds no class ids", texts)
+    return tuple(labels)

@@ -7,9 +7,7 @@ refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from data.checks import printable
 
@@ -27,8 +25,10 @@ class Refusals:
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, reason: str, name: str, count: int = 1) -> None:
+    def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
         """Count something that was passed over; its name is kept where it is the first of its reason."""
+        if isinstance(name, bytes):
+            name = name.decode("utf-8", "replace")
         # Each shard of a set may have types of its own: the set as a whole has no more lines than one shard.
         is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
         if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
@@ -36,7 +36,7 @@ class Refusals:
         self.counts[reason] += count
         self.first.setdefault(reason, name[:MOST_NAME])
 
-    def add_type(self, extension: str, name: str) -> None:
+    def add_type(self, extension: str, name: str | bytes) -> None:
         """Count a member whose extension is none of those that are read."""
         self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
 
@@ -55,17 +55,3 @@ class Refusals:
                 line += f", first {self.first[reason]}"
             lines.append(printable(line))
         return lines
-
-    def as_json(self) -> dict[str, list[int | str]]:
-        """Return the same as plain data: {reason: [count, first]}."""
-        return {reason: [count, self.first.get(reason, "")] for reason, count in self.counts.items()}
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Refusals:
-        """Read what `as_json` gave."""
-        refusals = Refusals()
-        for reason, (count, first) in content.items():
-            refusals.counts[reason] = int(count)
-            if first:
-                refusals.first[reason] = first
-        return refusals

@@ -5,9 +5,9 @@ How a tar becomes a table, in order:
 2. `split_name` cuts a name at the first dot of its last part: before it stands the sample's key, after it the
    extension;
 3. consecutive members with the same key are one sample; `Walk.add` keeps the offsets of its image and its label;
-4. an image and a label of one key that lie apart in the tar are put together (`joined`);
-5. `Walk.table` turns these rows into one array, with a digest of each sample's bytes (`sample_digest`), which
-   `data.index.shard` saves beside the shard.
+4. an image and a label of one key that lie apart in the tar are put together;
+5. `Walk.table` turns these rows into one array, with a digest of each sample's bytes, which `data.index.shard` saves
+   beside the shard.
 
     train-000000.tar                      rows (key, image, image_size, label, label_size)
       a/cat.jpg   4711 bytes at 512
@@ -23,22 +23,19 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
 from data.index.names import some
 from data.index.refusals import Refusals
+from data.index.shard import COMPRESSED, FIELDS, sample_digest
 
-# What tars are called when they have been compressed; they are read from the middle, which no compression allows.
-COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
@@ -48,13 +45,8 @@ MAX_KEY = 512  # bytes; the tables hold keys at the width of the longest
 MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
-PIECE = 16 << 20  # bytes that are hashed at once
 LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for tapes alone
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
-
-# One row of a shard's table: where the bytes are, and their digest. A size of 0 says that the sample has no such
-# member.
-FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4"), ("digest", "<u8")]
 
 
 class Row(NamedTuple):
@@ -81,14 +73,14 @@ class Walk:
         label, label_size = first_of(LABELS, parts)
         # The sample stays without a label, so that it is counted as bad and not lost in silence.
         if label_size > MAX_LABEL:
-            self.refused.add("label too large", name_text(key))
+            self.refused.add("label too large", key)
             label, label_size = ABSENT
         if image_size >= MAX_IMAGE:
-            self.refused.add("image too large", name_text(key))
+            self.refused.add("image too large", key)
         elif image_size > 0 or label_size > 0:
             self.rows.append(Row(key, image, image_size, label, label_size))
         elif any(extension in parts for extension in IMAGES + LABELS):
-            self.refused.add("empty sample", name_text(key))
+            self.refused.add("empty sample", key)
 
     def table(self, tar: memoryview | bytes) -> np.ndarray:
         """Return the rows as a structured array with fields `image image_size label label_size digest key`.
@@ -105,24 +97,6 @@ class Walk:
             label = tar[row.label : row.label + row.label_size]
             table["digest"][number] = sample_digest(image, label)
         return table
-
-
-def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
-    """Return the 64 bits that every read of a sample is compared with; of its encoded image and its label file.
-
-    xxh3, because it is the cheapest of those that were measured (benchmarks/README.md). It finds what rots and what
-    is overwritten; whoever forges a shard is found by the shard's sha256.
-    """
-    # The label is the seed, so that bytes cannot move from one member to the other unseen.
-    return xxh3_64_intdigest(image, seed=xxh3_64_intdigest(label))
-
-
-def digest_of_tar(tar: memoryview) -> str:
-    """Return the sha256 of a whole tar, in pieces: Python hears a signal between two of them, and not within one."""
-    digest = sha256()
-    for start in range(0, len(tar), PIECE):
-        digest.update(tar[start : start + PIECE])
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -149,49 +123,37 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
     Raises DataError where the tar is cut short or is no tar; if `lenient`, returns what stands before that.
     """
     result = Walk()
-    try:
-        collect(tar, name, result)
-    except DataError as error:
-        if not lenient:
-            raise
-        result.broken = str(error)
-    result.rows = joined(result.rows)
-    return result
-
-
-def collect(tar: memoryview | bytes, name: str, result: Walk) -> None:
-    """Add the samples of a tar to `result`; raises DataError where the tar breaks off, with those before it added."""
-    key: bytes | None = None
+    key = b""
     parts: dict[str, tuple[int, int]] = {}  # extension → (offset, size) of the sample that is being read
     try:
         for member, offset, size in members(tar, name, result.refused):
             member_key, extension = split_name(member)
             if len(member_key) > MAX_KEY:
-                result.refused.add("name too long", name_text(member))
+                result.refused.add("name too long", member)
                 continue
             # Another key begins another sample: the one before is complete.
             if member_key != key:
-                if key is not None:
-                    result.add(key, parts)
+                result.add(key, parts)
                 key = member_key
                 parts = {}
             if extension not in IMAGES + LABELS + IGNORED:
-                result.refused.add_type(extension, name_text(member))
+                result.refused.add_type(extension, member)
             elif extension in parts:
-                result.refused.add("repeated member", name_text(member))
+                result.refused.add("repeated member", member)
             else:
                 parts[extension] = (offset, size)
-    finally:
-        # The last sample has no successor that would complete it; neither has the one before a cut.
-        if key is not None:
-            result.add(key, parts)
+    except DataError as error:
+        if not lenient:
+            raise
+        result.broken = str(error)
+    # The last sample has no successor that would complete it; neither has the one before a cut.
+    result.add(key, parts)
 
-
-def joined(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, with an image and a label of one key that lie apart put together, where the image stands."""
-    # As nearly always, there is nothing to join: a tar in which each sample lies together costs one look.
+    # An image and a label of one key that lie apart are put together, where the image stands. As nearly always, there
+    # is nothing to join: a tar in which each sample lies together costs one look.
+    rows = result.rows
     if all(row.image_size and row.label_size for row in rows):
-        return list(rows)
+        return result
     labels: dict[bytes, list[int]] = {}  # key → numbers of its rows that are a label alone
     for number, row in enumerate(rows):
         if not row.image_size:
@@ -204,12 +166,8 @@ def joined(rows: Sequence[Row]) -> list[Row]:
             label = labels[row.key].pop(0)
             whole[number] = row._replace(label=rows[label].label, label_size=rows[label].label_size)
             taken.add(label)
-    return [row for number, row in enumerate(whole) if number not in taken]
-
-
-def name_text(name: bytes) -> str:
-    """Return the name of a member or a sample as text."""
-    return name.decode("utf-8", "replace")
+    result.rows = [row for number, row in enumerate(whole) if number not in taken]
+    return result
 
 
 def first_of(extensions: tuple[str, ...], parts: dict[str, tuple[int, int]]) -> tuple[int, int]:
@@ -247,13 +205,15 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
         if header == bytes(BLOCK):
             check_end(tar, name, position)
             return
-        size = long_size
-        if size is None:
-            size = read_number(header[124:136], name, position)
-        # The checksum counts its own 8 bytes as spaces.
-        checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-        if checksum != read_number(header[148:156], name, position):
-            raise no_header(name, position)
+        try:
+            size = read_number(header[124:136]) if long_size is None else long_size
+            # The checksum counts its own 8 bytes as spaces.
+            checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+            is_header = checksum == read_number(header[148:156])
+        except ValueError:
+            is_header = False
+        if not is_header:
+            raise DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
         start = position + BLOCK
         # A slice past the end would be short without a word, and an image cut in half.
         if start + size > len(tar):
@@ -262,11 +222,18 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             )
         position = start + (size + BLOCK - 1) // BLOCK * BLOCK  # whole blocks
 
+        # ustar keeps the first folders of a long name in a field of their own, where GNU tar keeps other things.
+        member = header[:100].rstrip(b"\0")
+        prefix = header[345:500].rstrip(b"\0")
+        is_ustar = header[257:263] == b"ustar\0"
+        if prefix and is_ustar:
+            member = prefix + b"/" + member
+
         # An extension header says more about the next member: its full name, or a size beyond 8 GiB.
         kind = header[156:157]
         if kind in (b"L", b"x", b"g"):
             if size > MAX_EXTENSION:
-                refused.add("oversize extension header", name_text(member_name(header)))
+                refused.add("oversize extension header", member)
             elif kind == b"L":
                 long_name = bytes(tar[start : start + size]).rstrip(b"\0")
             elif kind == b"x":
@@ -274,10 +241,10 @@ def members(tar: memoryview | bytes, name: str, refused: Refusals) -> Iterator[t
             continue
 
         if kind in (b"0", b"\0"):
-            yield long_name or member_name(header), start, size
+            yield long_name or member, start, size
         # Folders are nothing to look at, and nothing to report.
         elif kind != b"5":
-            refused.add("link, device or sparse member", name_text(long_name or member_name(header)))
+            refused.add("link, device or sparse member", long_name or member)
         # What an extension header told was about this one member.
         long_name = None
         long_size = None
@@ -309,36 +276,16 @@ def check_end(tar: memoryview | bytes, name: str, position: int) -> None:
     )
 
 
-def read_number(digits: bytes, name: str, position: int) -> int:
-    """Return a number of a header: octal digits, or base 256 where the first byte says so; raises DataError."""
+def read_number(digits: bytes) -> int:
+    """Return a number of a header: octal digits, or base 256 where the first byte says so; raises ValueError."""
     # Eleven octal digits end below 8 GiB; larger sizes are in base 256.
     if digits[0] == 0x80:
         return int.from_bytes(digits[1:], "big")
     stripped = digits.strip(b"\0 ") or b"0"
     # int() would take a sign or an underscore, and a negative size would lead back to the same header for ever.
     if not stripped.isdigit():
-        raise no_header(name, position)
-    try:
-        return int(stripped, 8)
-    # isdigit lets an 8 and a 9 through, which are no octal digits.
-    except ValueError:
-        raise no_header(name, position) from None
-
-
-def no_header(name: str, position: int) -> DataError:
-    """Return the error about bytes that cannot be a tar header."""
-    return DataError(f"{name}: no valid tar header at byte {position}; a shard must be an uncompressed tar")
-
-
-def member_name(header: bytes) -> bytes:
-    """Return the name in a header; ustar keeps the first folders of a long one in a field of their own."""
-    base = header[:100].rstrip(b"\0")
-    prefix = header[345:500].rstrip(b"\0")
-    # GNU tar keeps other things where ustar keeps the prefix.
-    is_ustar = header[257:263] == b"ustar\0"
-    if prefix and is_ustar:
-        return prefix + b"/" + base
-    return base
+        raise ValueError(f"{stripped!r} is no number")
+    return int(stripped, 8)
 
 
 def read_pax(body: bytes, long_name: bytes | None) -> tuple[bytes | None, int | None]:

@@ -26,10 +26,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest
-from io import BufferedReader
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
 
 import numpy as np
 
@@ -181,7 +180,7 @@ class Cache:
         raise DataError(f"{redacted(url)}: its sha256 is not the one in the index; index it again")
 
     @contextmanager
-    def lent(self, url: str, size: int) -> Iterator[IO[bytes]]:
+    def lent(self, url: str, size: int) -> Iterator[BufferedRandom]:
         """Give the block a local file with a remote shard that is in no index yet; the file goes when it ends."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.make_room(size)
@@ -265,24 +264,6 @@ def wanted(index: Index, order: Order | Mixture, slots: range, step: int, cfg: C
             remote_shards += 1
             remote_bytes += index.shards[shard].bytes
     return remote_shards, remote_bytes
-
-
-def waited_for(index: Index, order: Order | Mixture, slots: range, step: int, cfg: CacheConfig) -> str:
-    """Return what some slots of a step need, and how much of it is here: of remote shards, those that the cache has."""
-    shards = shards_of(order, slots, step)
-    cache = Cache(cfg)
-    missing = []
-    for shard in shards:
-        if "://" in index.location(shard) and not cache.has(index.shards[shard]):
-            missing.append(shard)
-    line = f"{len(slots)} samples of {len(shards)} shards"
-    if not missing:
-        return f"{line}, all of which are here"
-    size = sum(index.shards[shard].bytes for shard in missing)
-    return (
-        f"{line}; {len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not: "
-        f"{redacted(index.location(missing[0]))} …"
-    )
 
 
 def shards_of(order: Order | Mixture, slots: range, step: int) -> list[int]:

@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 
 from data.errors import DataError, StorageError
 from data.index.names import some
-from data.index.tar import COMPRESSED
+from data.index.shard import COMPRESSED
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -34,13 +34,13 @@ from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
-from data.index.labels import read_labels
 from data.index.names import Names
 from data.index.refusals import Refusals
 from data.index.tar import mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
 from data.shards.parallel import in_parallel
+from data.shards.reader import read_labels
 from data.shards.report import GridImage, Report, ShardReport
 from data.sources.samples import Sample, kind_of
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,11 +38,10 @@ from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
-from data.index.labels import MAX_CLASSES, parse_labels, text_labels, why_no_label
-from data.index.names import Names, ids_of, shown, some
+from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
 from data.index.refusals import Refusals
-from data.index.shard import Shard, table_name, write_table
-from data.index.tar import check_nothing_excluded, digest_of_tar, mapped, walk
+from data.index.shard import table_path, write_table
+from data.index.tar import check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import IndexJournal, Record
@@ -148,8 +147,7 @@ def build_index(
                 if len(errors) > MOST_ERRORS:
                     lines.append(f"… {len(errors)} shards in all")
                 raise DataError("\n".join(lines))
-        journal.keep(tars.sizes)
-        return journal.finish(at or tars.directory, names)
+        return journal.finish(at or tars.directory, names, tars.sizes)
 
 
 # ------------------------------------------------------------------------------------------------ one tar
@@ -186,8 +184,9 @@ def index_shard(job: IndexJob) -> Record | str:
                     decode_whole(encoded)
                 except BadImage as error:
                     result.refused.add(f"{NOT_DECODED}{error}", row["key"].decode("utf-8", "replace"))
-            table_digest = write_table(job.output, job.name, table)
-            shard = Shard(job.name, len(table), len(tar), digest_of_tar(tar), table_digest)
+            file.seek(0)  # a tar that was fetched has just been written
+            digest = file_digest(file, "sha256").hexdigest()
+            shard = write_table(job.output, table, job.name, len(tar), digest)
             return Record(shard, class_counts, result.refused)
     # Returned instead of raised, so that the other shards are indexed too.
     except (DataError, OSError) as error:
@@ -209,16 +208,15 @@ def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Re
         raw = bytes(tar[row["label"] : row["label"] + row["label_size"]])
         try:
             labels = parse_labels(raw, ids)
-        except ValueError:
-            texts = text_labels(raw)
+        except NoLabel as error:
             # Without a class list nobody can tell whether a text is a name.
-            if job.names and texts:
+            if job.names and error.texts:
                 raise DataError(
-                    f"{job.name}: sample {printable(key)} is labelled {shown(texts[0])}, which is none of the "
+                    f"{job.name}: sample {printable(key)} is labelled {some(error.texts[:1])}, which is none of the "
                     f"{len(job.names)} class names: {some(job.names)}"
                 ) from None
             # It stays a sample: training replaces it, and counts it as bad.
-            refused.add(why_no_label(raw), key)
+            refused.add(error.reason, key)
             continue
         if max(labels) >= limit:
             raise DataError(
@@ -247,10 +245,10 @@ def decoded_samples(index: Index) -> tuple[int, int]:
 def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
     """Raise DataError where two shards would share a table, or one would replace that of other tars."""
     # Tables have flat names, so two tars of different folders could come to the same one.
-    tables = Counter(map(table_name, shards))
+    tables = Counter(table_path(path.parent, shard) for shard in shards)
     for table, count in tables.items():
         if count > 1:
-            raise DataError(f"two shards would share the table {table}; rename one, or index their folders apart")
+            raise DataError(f"two shards would share the table {table.name}; rename one, or index their folders apart")
     for other_path in path.parent.glob(f"*{SUFFIX}"):
         # The index that this one replaces.
         if other_path == path:
@@ -260,7 +258,7 @@ def check_tables(path: Path, directory: str, shards: Iterable[str]) -> None:
         if other.directory == directory:
             continue
         for shard in other.shards:
-            if table_name(shard.name) in tables:
+            if table_path(path.parent, shard.name) in tables:
                 raise DataError(
                     f"{other_path} has a {shard.name} of {other.directory}: its table would go; give another --output"
                 )

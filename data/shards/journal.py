@@ -5,7 +5,7 @@
 2. `has` says which shards need no more work;
 3. `add` records each shard as it is finished: its row in the index, its samples a class, and what was passed over
    (`refusals`), by its name;
-4. `finish` writes the index from all of them and deletes the journal.
+4. `finish` writes the index from those that the set has, and deletes the journal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from data.index.document import SUFFIX, write_index
 from data.index.index import Index
 from data.index.names import Names
 from data.index.refusals import Refusals
-from data.index.shard import Shard, shard_row
+from data.index.shard import Shard
 from data.seal import Journal
 
 
@@ -59,7 +59,12 @@ class IndexJournal:
         self.journal.__enter__()
         for name, (row, class_counts, refused) in self.journal.records.items():
             counts = {int(label): samples for label, samples in class_counts.items()}  # JSON's keys are text
-            self.records[name] = Record(Shard(*row), counts, Refusals.from_json(refused))
+            refusals = Refusals()
+            for reason, (count, first) in refused.items():
+                refusals.counts[reason] = count
+                if first:
+                    refusals.first[reason] = first
+            self.records[name] = Record(Shard(*row), counts, refusals)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,28 +77,27 @@ class IndexJournal:
     def add(self, shard: Shard, class_counts: Mapping[int, int], refused: Refusals) -> None:
         """Record a finished shard."""
         self.records[shard.name] = Record(shard, class_counts, refused)
-        self.journal.add(shard.name, [shard_row(shard), dict(class_counts), refused.as_json()])
+        reasons = {reason: [count, refused.first.get(reason, "")] for reason, count in refused.counts.items()}
+        self.journal.add(shard.name, [list(vars(shard).values()), dict(class_counts), reasons])
 
-    def keep(self, shards: Iterable[str]) -> None:
-        """Forget shards that an earlier try wrote but this one does not have."""
-        self.records = {name: self.records[name] for name in shards}
+    def finish(self, directory: Path | str, names: Names, finished: Iterable[str]) -> Index:
+        """Write the index of the finished shards of the set, which lie in `directory`, and delete the journal.
 
-    def finish(self, directory: Path | str, names: Names = ()) -> Index:
-        """Write the index of all recorded shards, which lie in `directory`, and delete the journal.
-
-        `names` are those of the classes, in the order of their ids, where they are known.
+        An earlier try may have recorded shards that the set does not have. `names` are those of the classes, in the
+        order of their ids, where they are known.
         """
         shards = []
         samples_of_class: Counter[int] = Counter()
         refused = Refusals()
         # By name, whatever order they were finished in: the numbers of the shards decide the order of samples.
-        for _, record in sorted(self.records.items()):
+        for name in sorted(finished):
+            record = self.records[name]
             shards.append(record.shard)
             samples_of_class.update(record.class_counts)
-            refused.add_all(record.refused, record.shard.name)
+            refused.add_all(record.refused, name)
 
         classes = self.classes or max(samples_of_class, default=-1) + 1
         class_counts = [samples_of_class[label] for label in range(classes)]
-        index = write_index(self.path, directory, shards, class_counts, names, refused)
+        index = write_index(self.path, directory, shards, class_counts, names, refused.counts, refused.first)
         self.journal.path.unlink()
         return index

@@ -20,8 +20,7 @@ import numpy as np
 
 from data.checks import printable
 from data.errors import DataError
-from data.index.index import Index
-from data.index.joined import called
+from data.index.index import Index, called
 from data.shards.leaks import SIDES, in_pairs, numbers_of, read_leaks
 
 Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say

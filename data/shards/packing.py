@@ -21,7 +21,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +32,9 @@ from data.files import whole_file
 from data.images.decode import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
-from data.index.labels import MAX_CLASSES
-from data.index.names import Names
-from data.index.shard import Shard, table_name, write_table
-from data.index.tar import digest_of_tar, mapped, walk
+from data.index.names import MAX_CLASSES, Names
+from data.index.shard import table_path, write_table
+from data.index.tar import mapped, walk
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import setting_at_error
 from data.sources.samples import Sample
@@ -100,17 +99,15 @@ def pack(
             journal.add(*running.popleft().result())
         if not shard_names:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
-        # An earlier try with other samples may have recorded shards that this one does not have.
-        journal.keep(shard_names)
 
         # The shards that only the set of before had go last: after a kill in between, some tars are too many, and none
         # that an index names is missing.
         replaced = load_index(journal.path).shards if journal.path.exists() else ()
-        index = journal.finish(directory, names)
+        index = journal.finish(directory, names, shard_names)
         for shard in replaced:
             if shard.name not in shard_names:
                 (directory / shard.name).unlink(missing_ok=True)
-                (directory / table_name(shard.name)).unlink(missing_ok=True)
+                table_path(directory, shard.name).unlink(missing_ok=True)
         return index
 
 
@@ -138,11 +135,11 @@ def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts
     """Return whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
     if not path.exists() or not journal.has(path.name, path.stat().st_size):
         return False
-    table_path = path.parent / table_name(path.name)
+    table_file = table_path(path.parent, path.name)
     expected = journal.records[path.name].shard.table
-    if not table_path.exists() or sha256(table_path.read_bytes()).hexdigest() != expected:
+    if not table_file.exists() or sha256(table_file.read_bytes()).hexdigest() != expected:
         return False
-    table = np.load(table_path, mmap_mode="r", allow_pickle=False)
+    table = np.load(table_file, mmap_mode="r", allow_pickle=False)
     if len(table) != len(group):
         return False
     written_at = path.stat().st_mtime
@@ -169,12 +166,30 @@ def write_shard(
 ) -> Record:
     """Write one tar and its table; owner, times and modes are fixed.
 
-    Raises DataError as `check_samples` does, Preempted where it is stopped before the tar is whole.
+    Raises DataError on keys and labels that cannot be used, Preempted where it is stopped before the tar is whole.
     """
     # Importing it takes a second, and only writing needs it.
     from webdataset import TarWriter
 
-    class_counts = check_samples(path.name, group, classes)
+    # All samples are looked at before the first is written.
+    limit = classes or MAX_CLASSES
+    keys: set[str] = set()
+    class_counts: Counter[int] = Counter()
+    for sample in group:
+        if sample.key in keys:
+            raise DataError(f"{path.name}: two samples have the key {sample.key!r}; give each image a name of its own")
+        if not sample.key or "." in sample.key.rpartition("/")[2]:
+            raise DataError(f"{path.name}: key {sample.key!r} is empty or has a dot, where the extension would begin")
+        # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
+        is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
+        if not is_usable:
+            raise DataError(
+                f"{path.name}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
+                f"expected one or more of 0 … {limit - 1}"
+            )
+        keys.add(sample.key)
+        class_counts.update(set(sample.labels))  # a label that is repeated counts once
+
     with (
         whole_file(path) as temporary,
         open(temporary, "wb") as new_tar,
@@ -192,33 +207,11 @@ def write_shard(
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
-        table_digest = write_table(path.parent, path.name, result.table(tar))
-        shard = Shard(path.name, len(result.rows), len(tar), digest_of_tar(tar), table_digest)
+        digest = file_digest(file, "sha256").hexdigest()
+        shard = write_table(path.parent, result.table(tar), path.name, len(tar), digest)
     return Record(shard, class_counts, result.refused)
 
 
 def label_of(sample: Sample) -> bytes:
     """Return the content of a sample's .cls."""
     return " ".join(map(str, sample.labels)).encode()
-
-
-def check_samples(shard: str, group: Sequence[Sample], classes: int | None) -> Counter[int]:
-    """Return samples per class; raises DataError on keys and labels that cannot be used."""
-    limit = classes or MAX_CLASSES
-    keys: set[str] = set()
-    class_counts: Counter[int] = Counter()
-    for sample in group:
-        if sample.key in keys:
-            raise DataError(f"{shard}: two samples have the key {sample.key!r}; give each image a name of its own")
-        if not sample.key or "." in sample.key.rpartition("/")[2]:
-            raise DataError(f"{shard}: key {sample.key!r} is empty or has a dot, where the extension would begin")
-        # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
-        is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
-        if not is_usable:
-            raise DataError(
-                f"{shard}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
-                f"expected one or more of 0 … {limit - 1}"
-            )
-        keys.add(sample.key)
-        class_counts.update(set(sample.labels))  # a label that is repeated counts once
-    return class_counts

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +32,8 @@ from data.draws import few_shot_rows
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
-from data.index.labels import parse_labels
-from data.index.names import kept_ids
-from data.index.shard import Shard, table_name, write_table
+from data.index.names import kept_ids, parse_labels
+from data.index.shard import Shard, table_path, write_table
 from data.remote.cache import CacheConfig
 from data.shards.listed import listed_rows
 from data.shards.parallel import in_parallel
@@ -150,7 +149,7 @@ def make_subset(
 
 def check_replaceable(path: Path, parent: Index) -> None:
     """Raise DataError where the subset would take the place of a set, or of the tables of one."""
-    tables = {table_name(shard.name) for shard in parent.shards}
+    tables = {table_path(path.parent, shard.name) for shard in parent.shards}
     for other_path in sorted(path.parent.glob(f"*{SUFFIX}")):
         try:
             other = load_index(other_path)
@@ -162,7 +161,7 @@ def check_replaceable(path: Path, parent: Index) -> None:
         is_this_subset = other_path == path and other.origin is not None
         if is_this_subset:
             continue
-        shares_table = any(table_name(shard.name) in tables for shard in other.shards)
+        shares_table = any(table_path(path.parent, shard.name) in tables for shard in other.shards)
         if other_path == path or shares_table:
             raise DataError(
                 f"{other_path} would lose its tables to the subset\n"
@@ -302,12 +301,12 @@ def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, 
         table = parent.table(number)[rows]
         for column in ("image", "label"):
             places.update(np.ascontiguousarray(table[column]).astype("<u8").tobytes())
-        shards.append(replace(shard, samples=len(rows), table=write_table(path.parent, shard.name, table)))
+        shards.append(write_table(path.parent, table, shard.name, shard.bytes, shard.sha256))
 
     kept_names = {shard.name for shard in shards}
     for shard in replaced:
         if shard.name not in kept_names:
-            (path.parent / table_name(shard.name)).unlink(missing_ok=True)
+            table_path(path.parent, shard.name).unlink(missing_ok=True)
     parent_path = parent.tables / f"{parent.name}{SUFFIX}"
     origin = Origin(os.path.relpath(parent_path, path.parent), parent.digest, rule.described(), places.hexdigest())
     class_counts = count_classes(labels, chosen, parent.classes)

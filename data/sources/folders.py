@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 from data.checks import printable
 from data.errors import DataError
-from data.index.labels import NO_NAMES, parse_labels, text_labels
-from data.index.names import Names, agreed, ids_of, shown
+from data.index.names import NO_NAMES, Names, NoLabel, agreed, ids_of, parse_labels, some
 from data.index.tar import IMAGES
 from data.sources.samples import Sample, kind_of
 
@@ -163,17 +162,17 @@ def classes_in(path: Path, labels: Iterable[object]) -> Names:
         text = label_text(label)
         try:
             parse_labels(text)
-        except ValueError:
+        except NoLabel as error:
             # A cell that is a number and yet no id, as −1 or NaN, is not a name.
             if isinstance(label, str | list):
-                names.update(text_labels(text))
+                names.update(error.texts)
         else:
             if first_id is None:
                 first_id = label
     # Numbered by their names, ids and names would meet in one class; and a single name is more likely a slip.
     if names and first_id is not None:
         raise DataError(
-            f"{path}: some labels are class ids ({first_id}), others are names ({shown(min(names))})\n"
+            f"{path}: some labels are class ids ({first_id}), others are names ({some([min(names)])})\n"
             "  expected ids in every row, or names in every row: write the one or the other"
         )
     return tuple(sorted(names))

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
-from data.index.labels import NO_NAMES, parse_labels, why_no_label
-from data.index.names import Names
+from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
 from data.index.refusals import Refusals
-from data.index.tar import COMPRESSED, IMAGES, LABELS, check_nothing_excluded, compressed_in, mapped, split_name, walk
+from data.index.shard import COMPRESSED
+from data.index.tar import IMAGES, LABELS, check_nothing_excluded, compressed_in, mapped, split_name, walk
 from data.sources.folders import files_of
 from data.sources.members import Member, is_compressed, members
 from data.sources.samples import Sample, kind_of
@@ -65,8 +65,8 @@ def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] 
         for key, encoded, raw in compressed_samples(path) if is_compressed(path) else plain_samples(path):
             try:
                 labels = parse_labels(raw, ids)
-            except ValueError:
-                excluded.add(why_no_label(raw), f"{key} of {path.name}")
+            except NoLabel as error:
+                excluded.add(error.reason, f"{key} of {path.name}")
                 continue
             if not encoded:
                 excluded.add("no image", f"{key} of {path.name}")

@@ -10,9 +10,9 @@ from data.checks import at_least, check_name
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
-from data.index.shard import table_name
+from data.index.shard import table_path
 from data.shards.packing import pack
-from data.shards.reader import MOST_LINES, problem_of
+from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import make_subset, summary
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
@@ -91,15 +91,15 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     if index.digest != digest:
         return {index_path: "of another set than was packed"}
     problems: dict[Path, str] = {}
-    for number, shard in enumerate(index.shards):
-        place = index.location(number)
+    unusable = unusable_shards(index)
+    for shard in index.shards:
+        place = index.location(shard)
         # A dropped shard is named by the end of its path.
         if f"/{place}".endswith(tuple(f"/{name}" for name in dropped)):
             continue
-        problem = problem_of(place, shard)
-        if problem:
-            problems[Path(place)] = problem
-        table = index.tables / table_name(shard.name)
+        if place in unusable:
+            problems[Path(place)] = unusable[place]
+        table = table_path(index.tables, shard.name)
         if not table.is_file():
             problems[table] = "missing"
     return problems

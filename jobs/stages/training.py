@@ -16,8 +16,7 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from data.index.document import load_index
-from data.index.index import Index
-from data.index.joined import exclude
+from data.index.index import Index, exclude
 from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import Companion, alone, supervise
 from jobs.cluster.worker import Task

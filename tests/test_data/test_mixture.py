@@ -12,7 +12,7 @@ from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
 from data.index.document import load_index
-from data.index.joined import exclude, join
+from data.index.index import exclude, join
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Ledger

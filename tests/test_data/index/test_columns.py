@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -17,12 +18,11 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.index import columns, document
-from data.index.columns import MappedShards
+from data.index import document
+from data.index import shard as shard_module
 from data.index.document import load_index
-from data.index.index import Index
-from data.index.joined import exclude, join
-from data.index.shard import Shard
+from data.index.index import Index, exclude, join
+from data.index.shard import MappedShards, Shard, write_columns
 from data.loader import TrainLoader
 from data.mixture import Mixture
 from data.order import Order
@@ -66,6 +66,11 @@ def held(path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     return read
 
 
+def same(index: Index, other: Index) -> bool:
+    """Whether two indexes say the same, however they hold their shards."""
+    return replace(index, shards=tuple(index.shards)) == replace(other, shards=tuple(other.shards))
+
+
 def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkeypatch):
     mapped = load_index(path)
     assert isinstance(mapped.shards, MappedShards)
@@ -74,7 +79,7 @@ def test_a_large_index_is_mapped_and_says_what_its_json_says(path, state, monkey
     assert mapped.shard_samples.tolist() == [row[1] for row in ROWS]
     assert (mapped.samples, mapped.bytes) == (sum(row[1] for row in ROWS), sum(row[2] for row in ROWS))
     assert mapped.location(3) == f"{path.parent}/tars/größe/train-000003.tar" and not mapped.remote
-    assert mapped == held(path, monkeypatch) and load_index(path) == mapped
+    assert same(mapped, held(path, monkeypatch)) and same(load_index(path), mapped)
     with pytest.raises(IndexError):
         mapped.shards[6000]
     # Half of the file's bytes are digests: what is asked of all shards is not a copy.
@@ -129,8 +134,8 @@ def test_another_process_is_sent_where_the_columns_are(path, state):
     (file,) = state.glob("*.columns")
     file.unlink()
     sent = pickle.dumps(mapped)
-    assert pickle.loads(sent) == mapped
-    columns.write_columns(file, {}, ROWS_HELD[:10])
+    assert same(pickle.loads(sent), mapped)
+    write_columns(file, {}, ROWS_HELD[:10])
     with pytest.raises(DataError, match="gone, or not what the worker has read"):
         pickle.loads(sent)
 
@@ -140,7 +145,7 @@ def test_many_processes_at_once_read_the_json_once(path, monkeypatch):
     monkeypatch.setattr(document, "read_json", lambda *args: calls.append(args) or read(*args))
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(load_index, [path] * 8))
-    assert len(calls) == 1 and all(other == loaded[0] for other in loaded)
+    assert len(calls) == 1 and all(same(other, loaded[0]) for other in loaded)
 
 
 def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path, state):
@@ -154,16 +159,17 @@ def test_columns_that_nobody_has_opened_for_a_month_go_when_others_are_made(path
     os.utime(kept, (month_ago, month_ago))
     os.utime(recent, (days_ago, days_ago))
     # To load an index is to use its columns; nothing is made, so nothing goes.
-    assert load_index(path) == mapped and unused.exists()
+    assert same(load_index(path), mapped) and unused.exists()
     path.write_text(json.dumps(json.loads(path.read_text())))
-    assert load_index(path) == mapped
+    assert same(load_index(path), mapped)
     assert not unused.exists() and not lock.exists() and recent.exists()
     assert kept.exists() and len(list(state.glob("*.columns"))) == 3
     # Who has mapped what goes keeps it, and may still send it to another process.
     os.utime(kept, (month_ago, month_ago))
-    columns.delete_unused(state)
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+    assert same(load_index(path), mapped)
     assert not kept.exists() and mapped.shards[17] == ROWS_HELD[17]
-    assert pickle.loads(pickle.dumps(mapped)) == mapped
+    assert same(pickle.loads(pickle.dumps(mapped)), mapped)
 
 
 def test_where_columns_cannot_be_kept_the_shards_are_held_and_it_is_said(path, monkeypatch, caplog):
@@ -178,7 +184,7 @@ def test_sets_are_joined_and_shards_left_out_as_in_a_small_index(path, monkeypat
     small = held(path, monkeypatch)
     names = ["train-000007.tar", "train-005999.tar"]
     (dropped,) = exclude([load_index(path)], names)
-    assert dropped == exclude([small], names)[0] and dropped.digest != small.digest
+    assert same(dropped, exclude([small], names)[0]) and dropped.digest != small.digest
     assert (dropped.shards[7].samples, dropped.shards[7].bytes, dropped.shard_samples[5999]) == (0, 0, 0)
     joined = join([dropped, small], [1.0, 2.0])
     places = [small.location(number) for number in range(6000)] * 2
@@ -211,7 +217,8 @@ def test_a_loader_gives_the_same_batches_from_a_mapped_index(tmp_path, monkeypat
 
 def test_a_decoding_process_that_cannot_map_the_index_says_so(path, monkeypatch):
     mapped = load_index(path)
-    monkeypatch.setattr(columns.MappedShards, "__reduce__", lambda self: (columns.reopened, (Path("/x"), "", [])))
+    elsewhere = (shard_module.reopened, (Path("/x"), b"", frozenset()))
+    monkeypatch.setattr(MappedShards, "__reduce__", lambda self: elsewhere)
     order = Order(mapped.shard_samples, seed=0, batch_size=8)
     loader = TrainLoader(mapped, order, image_size=16, slots=range(8), micro_batch=8, processes=1)
     with pytest.raises(DataError, match="/x: gone, or not what the worker has read"):

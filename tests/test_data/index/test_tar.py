@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.index.labels import parse_labels
+from data.index.names import parse_labels
 from data.index.refusals import Refusals
 from data.index.tar import members, walk
 

@@ -13,6 +13,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from data.errors import DataError
 from data.images.preprocess import preprocess
 from data.index.document import load_index
+from data.index.index import Index
 from data.leaks import search
 from data.leaks.search import find_leaks
 from data.shards.indexing import build_index
@@ -38,6 +39,17 @@ SHARED = Path(__file__).parents[3].parent / "shared" / "images"
 
 def picture(value: int) -> bytes:
     return cv2.imencode(".jpg", np.full((16, 16, 3), value, np.uint8))[1].tobytes()
+
+
+def leaks_command(train: Index, test: Index, tmp_path: Path) -> int:
+    """The exit code of `jobs leaks`, whose folder is `leaks`."""
+    words = ["leaks", str(train.tables), "--test", str(test.tables), "--output", str(tmp_path / "leaks")]
+    return main([*words, "--workers", "1"])
+
+
+def stop(done: int, total: int) -> None:
+    """A report that is killed when the first shard is done."""
+    raise KeyboardInterrupt
 
 
 def small_set(folder, count: int = 7):
@@ -70,14 +82,8 @@ def test_the_document_marks_the_samples_of_the_very_set_in_its_order(tmp_path):
     assert leaked_test_samples(leaks, half).tolist() == [key in ("s4", "s6") for key in ("s0", "s1", "s3", "s4", "s6")]
     # And a subset of the training set without them, by the document itself.
     clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks.json")))
-    assert [row["key"] for n in range(len(clean.shards)) for row in clean.table(n)] == [
-        b"s2",
-        b"s3",
-        b"s4",
-        b"s5",
-        b"s6",
-        b"s7",
-    ]
+    keys = [row["key"] for number in range(len(clean.shards)) for row in clean.table(number)]
+    assert keys == b"s2 s3 s4 s5 s6 s7".split()
     with pytest.raises(DataError, match=rf"{train.digest[:12]}.*is none of the test sets that were compared"):
         leaked_test_samples(leaks, train)
 
@@ -152,11 +158,9 @@ def sets(tmp_path_factory):
     for number in range(4):
         train += [Sample(f"{way}{number}", copy, (0,)) for way, copy in planted(painting(number), number).items()]
         train.append(Sample(f"bytes{number}", jpeg(painting(number)), (0,)))
-    train += [Sample("grey", cv2.imencode(".png", np.full((50, 50, 3), 77, np.uint8))[1].tobytes(), (0,))]
-    train += [
-        Sample("flat-too", jpeg(np.full((60, 50, 3), 77, np.uint8)), (0,)),
-        Sample("torn", b"\xff\xd8 none", (0,)),
-    ]
+    train.append(Sample("grey", cv2.imencode(".png", np.full((50, 50, 3), 77, np.uint8))[1].tobytes(), (0,)))
+    train.append(Sample("flat-too", jpeg(np.full((60, 50, 3), 77, np.uint8)), (0,)))
+    train.append(Sample("torn", b"\xff\xd8 none", (0,)))
     return pack(train, tmp_path / "train", shard_samples=20), pack(test, tmp_path / "test", shard_samples=5)
 
 
@@ -193,13 +197,13 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
         looked_at.append(job.shard.shards[0].name)
         return search_shard(job)
 
-    def stop(done, total):
+    def stop_at_two(done, total):
         if done == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "search_shard", counted)
     with pytest.raises(KeyboardInterrupt):
-        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop)
+        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop_at_two)
     # The kill cut the last line of the journal: its shard is looked through once more.
     journal = tmp_path / "leaks" / "leaks.partial"
     journal.write_text(journal.read_text()[:-20])
@@ -211,7 +215,7 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     assert found(leaks) == expected()
     # A search of another setting takes nothing over.
     with pytest.raises(KeyboardInterrupt):
-        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop)
+        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop_at_two)
     looked_at.clear()
     find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", fits=0.999)
     assert looked_at == names
@@ -231,17 +235,7 @@ def test_several_sets_keep_their_own_samples_apart(tmp_path, sets):
 
 def test_the_command_writes_a_document_a_report_and_a_page(tmp_path, sets, capsys):
     train, test = sets
-    words = [
-        "leaks",
-        str(train.tables),
-        "--test",
-        str(test.tables),
-        "--output",
-        str(tmp_path / "leaks"),
-        "--workers",
-        "1",
-    ]
-    assert main(words) == 0
+    assert leaks_command(train, test, tmp_path) == 0
     printed = capsys.readouterr().out
     assert f"test  {test.tables}: 5 of 14 samples are in a pair (35.714%)" in printed
     assert f"train {train.tables}: 29 of 61 samples are in a pair" in printed
@@ -301,8 +295,7 @@ def test_a_leaked_sample_whose_key_is_no_text_is_marked_shown_and_left_out(tmp_p
     train = build_index([str(tar)], output=tmp_path / "train", name="train")
     assert b"caf\xe9" in train.table(0)["key"].tolist()
     test = pack([Sample("same", picture(20), (0,))], tmp_path / "test")
-    words = ["leaks", str(train.tables), "--test", str(test.tables), "--output", str(tmp_path / "leaks")]
-    assert main([*words, "--workers", "1"]) == 0
+    assert leaks_command(train, test, tmp_path) == 0
     assert "1 of 3 samples are in a pair" in capsys.readouterr().out
     assert (tmp_path / "leaks" / "leaks.html").read_text().count("<figure>") == 1
     clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks" / "leaks.json")))
@@ -323,10 +316,6 @@ def test_features_find_what_pixels_do_not_and_a_killed_search_of_them_goes_on(tm
     train, test = sets
     args = (Thumb(), ("w", "d" * 64), [train], [test], tmp_path / "leaks")
     options = {"cosine": 0.9, "device": torch.device("cpu")}
-
-    def stop(done, total):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
         embedding.find_alike(*args, **options, report=stop)
     left = []
@@ -350,10 +339,6 @@ def test_what_a_killed_search_of_other_training_sets_left_is_ignored(tmp_path):
     test = small_set(tmp_path / "test")
     folder = tmp_path / "leaks"
     options = {"cosine": 0.999, "device": torch.device("cpu")}
-
-    def stop(done, total):
-        raise KeyboardInterrupt
-
     embedding.find_alike(Thumb(), ("w", "d" * 64), [other], [test], folder, **options)
     with pytest.raises(KeyboardInterrupt):
         find_leaks([("other", other)], [("test", test)], folder, report=stop)

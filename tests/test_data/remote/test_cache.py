@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -28,20 +27,13 @@ from data.remote import urls
 from data.remote.cache import Ahead, Cache, CacheConfig
 from data.shards.doctor import check
 from data.shards.indexing import build_index
-from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from tests.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    return pack(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
 
 
 @pytest.fixture(scope="module", params=["s3", "gs", "az"])
@@ -303,21 +295,21 @@ def shard_of(content: bytes) -> cache_module.Shard:
     return cache_module.Shard("x.tar", 1, len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_a_broken_download_goes_on_where_it_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("suffix", "left", "first_asked"),
+    [
+        pytest.param(".part", slice(0, 650), (650, 750), id="a broken download goes on where it stopped"),
+        pytest.param(".part", slice(300, 304), (4, 104), id="a corrupt part is fetched again from the start"),
+        pytest.param(".tar", slice(0, 0), (0, 100), id="what a power cut left is fetched again"),
+    ],
+)
+def test_what_an_earlier_fetch_left_is_used_only_where_it_is_right(tmp_path, monkeypatch, suffix, left, first_asked):
     content = os.urandom(1000)
     asked = fake_storage(monkeypatch, content)
     shard = shard_of(content)
-    (tmp_path / f"{shard.sha256}.part").write_bytes(content[:650])
+    (tmp_path / f"{shard.sha256}{suffix}").write_bytes(content[left])
     assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard).read_bytes() == content
-    assert asked[0] == (650, 750)
-
-
-def test_a_corrupt_part_is_fetched_again_from_the_start(tmp_path, monkeypatch):
-    content = os.urandom(1000)
-    fake_storage(monkeypatch, content)
-    shard = shard_of(content)
-    (tmp_path / f"{shard.sha256}.part").write_bytes(b"junk")
-    assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard).read_bytes() == content
+    assert asked[0] == first_asked
 
 
 def test_the_cache_stays_within_its_limit_and_drops_the_longest_unused(tmp_path, monkeypatch):
@@ -378,13 +370,6 @@ def test_a_loader_that_does_not_listen_holds_no_download_up(tmp_path, monkeypatc
     fetching.start()
     fetching.join(60)
     assert not fetching.is_alive() and unread.poll()
-
-
-def test_what_a_power_cut_left_in_the_cache_is_fetched_again(tmp_path, monkeypatch):
-    content = os.urandom(1000)
-    fake_storage(monkeypatch, content)
-    (tmp_path / f"{shard_of(content).sha256}.tar").write_bytes(b"")
-    assert Cache(CacheConfig(str(tmp_path))).path("s3://b/x.tar", shard_of(content)).read_bytes() == content
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(local, tmp_path):

@@ -20,21 +20,14 @@ from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.cache import Ahead, Cache, CacheConfig, waited_for
+from data.remote.cache import Ahead, Cache, CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
-from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.sources.samples import digits
 from tests.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}
 BATCH = 20
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory) -> Index:
-    return pack(islice(digits(True), 400), tmp_path_factory.mktemp("shards"), shard_samples=50)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +58,13 @@ def faulty(s3, monkeypatch):
             thread.join(30)
 
 
-def take(index: Index, cfg: CacheConfig | None, steps: int = 3, **options) -> list:
+def loader_of(index: Index, cfg: CacheConfig | None, **options) -> TrainLoader:
     order = Order(index.shard_samples, seed=0, batch_size=BATCH)
-    loader = TrainLoader(index, order, image_size=16, slots=range(BATCH), micro_batch=BATCH, cache=cfg, **options)
-    batches = iter(loader)
+    return TrainLoader(index, order, image_size=16, slots=range(BATCH), micro_batch=BATCH, cache=cfg, **options)
+
+
+def take(index: Index, cfg: CacheConfig | None, steps: int = 3, **options) -> list:
+    batches = iter(loader_of(index, cfg, **options))
     taken = list(islice(batches, steps))
     batches.close()
     return taken
@@ -221,9 +217,8 @@ def test_an_answer_without_its_last_byte_is_asked_for_again(faulty, local, tmp_p
 
 
 def test_a_loader_that_is_iterated_again_reads_by_range_again(faulty, local, tmp_path):
-    order = Order(local.shard_samples, seed=0, batch_size=BATCH)
     cfg = CacheConfig(str(tmp_path), **PATIENT)
-    loader = TrainLoader(faulty.index, order, image_size=16, slots=range(BATCH), micro_batch=BATCH, cache=cfg)
+    loader = loader_of(faulty.index, cfg)
     for _ in range(2):
         faulty.gets.clear()
         batches = iter(loader)
@@ -318,15 +313,15 @@ def test_a_window_that_training_has_overtaken_moves_on(faulty, tmp_path, monkeyp
 
 
 def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
-    order = Order(faulty.index.shard_samples, seed=0, batch_size=BATCH)
     cfg = CacheConfig(str(tmp_path), **PATIENT)
-    shards = np.unique(order.batch(0).shard).tolist()
-    line = waited_for(faulty.index, order, range(BATCH), 0, cfg)
+    loader = loader_of(faulty.index, cfg)
+    shards = np.unique(loader.decoder.order.batch(0).shard).tolist()
+    line = loader.waits_for()
     assert line.startswith(f"{BATCH} samples of {len(shards)} shards; 0 of them are here, {len(shards)} (")
     assert line.endswith("GiB) are not: s3://images/set/train-000000.tar …")
     Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
-    assert f"; 1 of them are here, {len(shards) - 1} (" in waited_for(faulty.index, order, range(BATCH), 0, cfg)
-    assert waited_for(local, order, range(BATCH), 0, cfg).endswith(f"{len(shards)} shards, all of which are here")
+    assert f"; 1 of them are here, {len(shards) - 1} (" in loader.waits_for()
+    assert loader_of(local, cfg).waits_for().endswith(f"{len(shards)} shards, all of which are here")
 
 
 def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypatch):

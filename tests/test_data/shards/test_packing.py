@@ -20,7 +20,7 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images.decode import decode, library
 from data.index.document import load_index
-from data.index.joined import exclude
+from data.index.index import exclude
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack

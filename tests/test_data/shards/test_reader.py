@@ -137,15 +137,14 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
     other = path.with_name("other.tar")
     other.write_bytes(path.read_bytes())
     flip(other, image_start(other, 7) + 40)
-    map_shard = reader_module.map_shard
+    mark_of = reader_module.mark_of
 
-    def replacing(*args):
-        mapped = map_shard(*args)
+    def replacing(*args):  # between its mapping and its mark
         os.replace(other, path)
-        return mapped
+        return mark_of(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(reader_module, "map_shard", replacing)
+        patched.setattr(reader_module, "mark_of", replacing)
         ShardReader(made).read(0, 0)
     with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
         ShardReader(made).read(0, 0)

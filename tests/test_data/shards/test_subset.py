@@ -14,8 +14,7 @@ import pytest
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from data.index.index import Index
-from data.index.joined import exclude, join
+from data.index.index import Index, exclude, join
 from data.shards import subset
 from data.shards.doctor import check, repair
 from data.shards.indexing import build_index

@@ -13,35 +13,13 @@ from data.errors import DataError
 from data.images.decode import decode
 from data.index.document import load_index
 from data.shards.packing import pack
-from data.shards.reader import ShardReader
 from data.sources import objectnet
 from data.sources.known import FLOWERS, known_archive, listed_samples
 from data.sources.members import members
 from data.sources.samples import Published, samples_of_archive
 from jobs.__main__ import main
 from tests import archives
-from tests.archives import picture, tar_bytes, write_folder
-
-
-def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
-    """Image and label of every sample of a packed set, by its key."""
-    index = load_index(folder)
-    reader = ShardReader(index)
-    samples = {}
-    for shard, count in enumerate(index.shard_samples):
-        for sample in range(count):
-            key, image, label = reader.read(shard, sample)
-            samples[key] = (image, label)
-    return samples
-
-
-def packed(tmp_path: Path, source: str, path: Path, *options: str) -> dict[str, tuple[bytes, bytes]]:
-    """What `jobs pack` makes of a miniature, which is a part on purpose."""
-    output = tmp_path / f"set{len(list(tmp_path.glob('set*')))}"
-    partial = ["--partial"] if known_archive(source) else []
-    assert main(["pack", source, str(path), str(output), *partial, *options]) == 0
-    return contents(output)
-
+from tests.archives import contents, packed, picture, tar_bytes, write_folder
 
 # ------------------------------------------------------------------------------------------- what is checked
 
@@ -255,23 +233,22 @@ def cifar_by_hand(images: archives.CifarImages, batches: list[str]) -> dict[str,
     return samples
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+@pytest.mark.parametrize("name", archives.CIFAR)
 def test_cifar_gives_the_same_shards_from_the_archive_and_from_its_folder(tmp_path, name):
-    is_10 = name == "cifar10"
-    batches = archives.CIFAR10_BATCHES if is_10 else archives.CIFAR100_BATCHES
-    images = archives.cifar_images(batches, 10 if is_10 else 100)
-    archive = (archives.cifar10 if is_10 else archives.cifar100)(tmp_path / "downloads", images)
+    source = name.replace("-", "")
+    batches, names, _ = archives.CIFAR[name]
+    images = archives.cifar_images(batches, len(names))
+    archive = archives.cifar(tmp_path / "downloads", name, images)
     split = {"train": [], "test": []}
     for batch in sorted(batches):
         split["test" if "test" in batch else "train"].append(batch)
     for part, wanted in split.items():
         expected = cifar_by_hand(images, wanted)
-        samples = packed(tmp_path, name, archive, "--split", part)
+        samples = packed(tmp_path, source, archive, "--split", part)
         assert {key: (decode(image).tolist(), label) for key, (image, label) in samples.items()} == expected
-        assert packed(tmp_path, name, tmp_path / "downloads", "--split", part) == samples
+        assert packed(tmp_path, source, tmp_path / "downloads", "--split", part) == samples
     unpacked = write_folder(tmp_path / "unpacked", {member.name: member.read() for member in members(archive)})
-    assert packed(tmp_path, name, unpacked) == packed(tmp_path, name, archive)
-    names = archives.CIFAR10_NAMES if is_10 else archives.CIFAR100_NAMES
+    assert packed(tmp_path, source, unpacked) == packed(tmp_path, source, archive)
     assert {load_index(folder).names for folder in tmp_path.glob("set*")} == {names}
 
 

@@ -38,17 +38,17 @@ def test_a_tar_is_read_whatever_it_was_compressed_with_and_refused_wherever_it_i
 
 def test_what_follows_a_tar_s_end_and_a_damaged_header_are_refused(tmp_path):
     plain = tar_bytes(FILES)
-    (tmp_path / "two.tar").write_bytes(plain + plain)
-    with pytest.raises(DataError, match="more follows behind the end"):
-        read(tmp_path / "two.tar")
     damaged = bytearray(plain)
     damaged[plain.index(b"b.txt")] ^= 1
-    (tmp_path / "damaged.tar").write_bytes(damaged)
-    with pytest.raises(DataError, match="no valid tar header at byte"):
-        read(tmp_path / "damaged.tar")
-    (tmp_path / "page.tar").write_bytes(b"<html>Please log in to download</html>" * 40)
-    with pytest.raises(DataError, match="no valid tar header at byte 0"):
-        read(tmp_path / "page.tar")
+    page = b"<html>Please log in to download</html>" * 40
+    for content, message in (
+        (plain + plain, "more follows behind the end"),
+        (damaged, "no valid tar header at byte"),
+        (page, "no valid tar header at byte 0"),
+    ):
+        (tmp_path / "odd.tar").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read(tmp_path / "odd.tar")
 
 
 def test_a_zip_and_a_folder_are_read_like_a_tar_and_an_encrypted_zip_is_refused(tmp_path):

@@ -190,10 +190,15 @@ def test_class_names_are_those_that_were_prepared_or_say_what_an_id_means(tmp_pa
 # ----------------------------------------------------------------------------- refusals
 
 
+def refused(task: str, path: Path, message: str) -> None:
+    """Claim that a folder is refused with this message."""
+    with pytest.raises(DataError, match=message):
+        list(VTAB[task].samples(path, "train800"))
+
+
 def test_a_folder_that_was_not_prepared_says_what_to_type(tmp_path: Path) -> None:
     (tmp_path / "dtd-r1.0.1.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(DataError, match=r"no dataset_info\.json here.*\n.*folder of dtd as.*\n.*builder\('dtd'\)"):
-        list(VTAB["dtd"].samples(tmp_path, "train800"))
+    refused("dtd", tmp_path, r"no dataset_info\.json here.*\n.*folder of dtd as.*\n.*builder\('dtd'\)")
     with pytest.raises(DataError, match=r"builder\('sun397/tfds'\)\.download_and_prepare"):
         VTAB["sun397"].classes(tmp_path)
 
@@ -201,33 +206,28 @@ def test_a_folder_that_was_not_prepared_says_what_to_type(tmp_path: Path) -> Non
 def test_another_prepared_set_and_a_torn_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [example({"image": [picture(1, ".png")], "label": [0]})] * 5
     prepare(tmp_path / "sun", "sun397", {"train": [records]}, config="standard-part1-120k")
-    with pytest.raises(DataError, match=r"is sun397/standard-part1-120k, and sun397 is made of sun397/tfds"):
-        list(VTAB["sun397"].samples(tmp_path / "sun", "train800"))
-    with pytest.raises(DataError, match=r"is sun397/standard-part1-120k, and dtd is made of dtd$"):
-        list(VTAB["dtd"].samples(tmp_path / "sun", "train800"))
+    refused("sun397", tmp_path / "sun", r"is sun397/standard-part1-120k, and sun397 is made of sun397/tfds")
+    refused("dtd", tmp_path / "sun", r"is sun397/standard-part1-120k, and dtd is made of dtd$")
     prepare(tmp_path / "dtd", "dtd", {"train": [records]})
-    with pytest.raises(DataError, match=r"dtd, train: found 5 images, expected 1,880\n.*chosen by their place"):
-        list(VTAB["dtd"].samples(tmp_path / "dtd", "train800"))
+    refused("dtd", tmp_path / "dtd", r"dtd, train: found 5 images, expected 1,880\n.*chosen by their place")
     monkeypatch.setitem(tasks.SIZES, "dtd", {"train": 5})
     file = tmp_path / "dtd" / "dtd-train.tfrecord-00000-of-00001"
     whole = file.read_bytes()
     for cut in (5, len(whole) // 2, len(whole) - 2 * len(whole) // 5 - 1):
         file.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=r"cut short or damaged in record"):
-            list(VTAB["dtd"].samples(tmp_path / "dtd", "train800"))
+        refused("dtd", tmp_path / "dtd", "cut short or damaged in record")
     file.write_bytes(whole[: 3 * len(whole) // 5])
-    with pytest.raises(DataError, match="ends before row 3, expected rows to 4"):
-        list(VTAB["dtd"].samples(tmp_path / "dtd", "train800"))
+    refused("dtd", tmp_path / "dtd", "ends before row 3, expected rows to 4")
 
 
 def test_an_example_that_lacks_its_label_or_its_image_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(tasks.SIZES, "dtd", {"train": 5})
-    prepare(tmp_path / "a", "dtd", {"train": [[example({"image": [picture(1, ".png")]})] * 5]})
-    with pytest.raises(DataError, match="an example without 'label'; prepare the set again"):
-        list(VTAB["dtd"].samples(tmp_path / "a", "train800"))
-    prepare(tmp_path / "b", "dtd", {"train": [[example({"label": [1]})] * 5]})
-    with pytest.raises(DataError, match="row 0: has no image"):
-        list(VTAB["dtd"].samples(tmp_path / "b", "train800"))
+    for features, message in (
+        ({"image": [picture(1, ".png")]}, "an example without 'label'; prepare the set again"),
+        ({"label": [1]}, "row 0: has no image"),
+    ):
+        folder = prepare(tmp_path / next(iter(features)), "dtd", {"train": [[example(features)] * 5]})
+        refused("dtd", folder, message)
 
 
 # ----------------------------------------------------------------------------- the command

@@ -14,7 +14,7 @@ import models
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index, seal_of
-from data.index.joined import join
+from data.index.index import join
 from data.index.names import number, read_class_list
 from data.shards.doctor import check, repair
 from data.shards.packing import pack

@@ -15,7 +15,7 @@ from models.catalog import FAMILIES
 
 pytestmark = pytest.mark.quick
 
-COMMITTED = Path(__file__).parents[1] / "docs" / "configuration.md"
+COMMITTED = Path(__file__).parents[2] / "docs" / "configuration.md"
 CONFIGS = {
     "cluster": ClusterConfig,
     "trackers": TrackersConfig,

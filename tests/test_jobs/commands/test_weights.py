@@ -14,7 +14,7 @@ from jobs.__main__ import main
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[1].parent / "shared/golden"
+GOLDEN = Path(__file__).parents[3].parent / "shared/golden"
 RUN = "s3://bucket/run/finetune-1a2b3c4d"
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 

@@ -1,0 +1,38 @@
+"""Every script of benchmarks/, and every module of tests/ that no test imports, is imported here.
+
+Most of them run seldom: by hand, on a GPU, or for hours. A name that was moved should not wait for that to be noticed.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+# One process for all of them, which imports torch once; not this one, whose settings a script may change.
+IMPORT_ALL = """
+import importlib, sys, traceback
+failed = 0
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        failed += 1
+        print(f"{name}:", file=sys.stderr)
+        traceback.print_exc()
+sys.exit(failed)
+"""
+
+
+def test_every_script_can_be_imported() -> None:
+    names = [f"benchmarks.{path.stem}" for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        if not path.stem.startswith(("test_", "conftest")):
+            names.append(f"tests.{path.stem}")
+    assert len(names) > 30
+    command = [sys.executable, "-c", IMPORT_ALL, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
