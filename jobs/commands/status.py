@@ -46,8 +46,8 @@ def status(run: Path, url: str = "") -> None:
     try:
         last = json.loads(path.read_text())
         if last["exit_code"] is not None:
-            has_ended = True
             end = f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+            has_ended = True
         else:
             end = f"started {last['time']}: {last['command']}"
             # A command that was killed could not write its end: status.json says "running" for ever.
