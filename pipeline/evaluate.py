@@ -164,6 +164,10 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         worker.telemetry.log(
             f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time; {remark}"
         )
+    # The step is not due any more, by whichever workers.
+    if worker.rank == 0:
+        with suppress(OSError):
+            async_evaluation.withdraw(Path(worker.job.directory), progress.step)
     return True
 
 
@@ -223,17 +227,9 @@ def request_async(worker: Worker, step: int) -> bool:
             async_evaluation.request(stage, step, mark)
             is_requested = [is_spare]
             # An earlier attempt may have made the other mark, and lost the step.
-            async_evaluation.withdraw(stage, step, other_mark)
+            async_evaluation.file_of(stage, step, other_mark).unlink(missing_ok=True)
     dist.broadcast_object_list(is_requested, src=0)
     return is_requested[0]
-
-
-def end_in_loop(worker: Worker, step: int) -> None:
-    """Mark the evaluation of a step in the loop as done; rank 0 only."""
-    if worker.rank == 0:
-        for suffix in (IN_LOOP, REQUESTED):
-            with suppress(OSError):
-                async_evaluation.withdraw(Path(worker.job.directory), step, suffix)
 
 
 def evaluate_unfinished(worker: Worker, progress: Progress) -> bool:
@@ -257,15 +253,10 @@ def evaluate_unfinished(worker: Worker, progress: Progress) -> bool:
                 # Steps that lie ahead are taken, and evaluated, again.
                 if step <= progress.step:
                     async_evaluation.skip(stage, step, "nothing is evaluated beside training any more")
-                for suffix in (IN_LOOP, REQUESTED):
-                    async_evaluation.withdraw(stage, step, suffix)
+                async_evaluation.withdraw(stage, step)
         async_evaluation.report_records(stage, worker.telemetry.report)
     dist.broadcast_object_list(is_missing, src=0)
-    if is_missing[0]:
-        if not evaluate_between(worker, progress):
-            return False
-        end_in_loop(worker, progress.step)
-    return True
+    return not is_missing[0] or evaluate_between(worker, progress)
 
 
 # ------------------------------------------------------------------------------------------------ beside training

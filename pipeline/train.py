@@ -35,7 +35,7 @@ from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
-from pipeline.evaluate import end_in_loop, evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
+from pipeline.evaluate import evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.objectives import OBJECTIVES
@@ -253,7 +253,6 @@ def evaluate_here(worker: Worker, progress: Progress, rate: float) -> bool:
     if worker.saver.in_flight:
         finish_save(worker, progress)
     if evaluate_between(worker, progress):
-        end_in_loop(worker, progress.step)
         return True
     if worker.saver.last_committed != progress.step:
         report_training(worker, progress, rate, has_line=False)

@@ -54,9 +54,10 @@ def request(stage: Path, step: int, suffix: str) -> None:
     path.touch()
 
 
-def withdraw(stage: Path, step: int, suffix: str) -> None:
-    """Remove the mark of `request`. Raises OSError."""
-    file_of(stage, step, suffix).unlink(missing_ok=True)
+def withdraw(stage: Path, step: int) -> None:
+    """Remove the marks of a step, which is not due any more. Raises OSError."""
+    for suffix in (IN_LOOP, REQUESTED):
+        file_of(stage, step, suffix).unlink(missing_ok=True)
 
 
 def requested(stage: Path, suffix: str = REQUESTED) -> list[int]:
@@ -81,7 +82,7 @@ def request_unfinished(stage: Path) -> None:
 def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
     """Leave the outcome of an evaluation for rank 0; from then on the step is not due any more. Raises OSError."""
     write_whole(file_of(stage, step, ".json"), json.dumps(record))
-    withdraw(stage, step, REQUESTED)
+    file_of(stage, step, REQUESTED).unlink(missing_ok=True)
 
 
 def skip(stage: Path, step: int, reason: str) -> None:

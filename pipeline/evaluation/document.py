@@ -110,7 +110,16 @@ def value_entries(
             }
         # The mean over classes, each with the same weight; its interval is the normal one.
         elif interval == "classes":
-            classes = class_entries(right_of_seeds[0][chosen], test.labels[chosen], test.index.names)
+            # An entry for each class that has samples; a sample with several labels counts in each of their classes.
+            labels = test.labels[chosen]
+            row, column = np.nonzero(labels >= 0)
+            of_class = np.bincount(labels[row, column])
+            hits = np.bincount(labels[row, column], weights=right_of_seeds[0][chosen][row])
+            for label in np.flatnonzero(of_class).tolist():
+                class_name = None
+                if label < len(test.index.names):
+                    class_name = test.index.names[label]
+                classes.append({"id": label, "name": class_name, **share_entry(int(hits[label]), int(of_class[label]))})
             count = max(len(classes), 1)
             mean = sum(entry["value"] for entry in classes) / count
             variance = sum(entry["value"] * (1 - entry["value"]) / entry["samples"] for entry in classes) / count**2
@@ -124,52 +133,30 @@ def value_entries(
             }
         # The share of the samples that were right, also of a single seed.
         else:
-            low, high = wilson(int(right_of_seeds[0][chosen].sum()), samples)
-            values[name] = {
-                "value": shares[0],
-                "low": low,
-                "high": high,
-                "samples": samples,
-                "interval": "Wilson score, 95 %",
-            }
+            right = int(right_of_seeds[0][chosen].sum())
+            values[name] = {**share_entry(right, samples), "interval": "Wilson score, 95 %"}
         if interval == "seeds":
             seeds = map(str, protocol.settings.seeds)
             values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
     return values, classes
 
 
-def class_entries(is_right: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[Entry]:
-    """Return an entry for each class that has samples; a sample with several labels counts in each of their classes."""
-    classes = int(labels.max(initial=-1)) + 1
-    row, column = np.nonzero(labels >= 0)
-    samples = np.bincount(labels[row, column], minlength=classes)
-    hits = np.bincount(labels[row, column], weights=is_right[row], minlength=classes)
-    entries = []
-    for label in np.flatnonzero(samples).tolist():
-        count = int(samples[label])
-        right = int(hits[label])
-        low, high = wilson(right, count)
-        name = None
-        if label < len(names):
-            name = names[label]
-        entry = {"id": label, "name": name, "value": right / count, "low": low, "high": high, "samples": count}
-        entries.append(entry)
-    return entries
-
-
-def wilson(right: int, samples: int) -> tuple[float, float]:
-    """Return the Wilson score interval of a share (Wilson 1927), at 95 %; 0 to 1 where there is no sample.
+def share_entry(right: int, samples: int) -> Entry:
+    """Return a share with its Wilson score interval (Wilson 1927) at 95 %; 0 to 1 where there is no sample.
 
     Unlike the normal interval it stays within 0 … 1, and is no point where all are right.
     """
-    if samples == 0:
-        return 0.0, 1.0
-    share = right / samples
-    middle = share + Z**2 / (2 * samples)
-    spread = Z * math.sqrt(share * (1 - share) / samples + Z**2 / (4 * samples**2))
-    scale = 1 + Z**2 / samples
-    # Rounding may lead a hair beyond 0 and 1.
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    share = right / max(samples, 1)
+    low = 0.0
+    high = 1.0
+    if samples:
+        middle = share + Z**2 / (2 * samples)
+        spread = Z * math.sqrt(share * (1 - share) / samples + Z**2 / (4 * samples**2))
+        scale = 1 + Z**2 / samples
+        # Rounding may lead a hair beyond 0 and 1.
+        low = max(0.0, (middle - spread) / scale)
+        high = min(1.0, (middle + spread) / scale)
+    return {"value": share, "low": low, "high": high, "samples": samples}
 
 
 def metrics_with_seeds(result: Entry) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -171,15 +171,13 @@ class Scripted:
         self.outcomes = list(outcomes)
         self.judged: list[int] = []
         self.has_room = True
+        self.has_training_ended = False
 
     def is_free(self) -> bool:
-        return self.has_room
+        return self.has_room or self.has_training_ended
 
     def is_wanted(self) -> bool:
         return False
-
-    def training_has_ended(self) -> None:
-        self.has_room = True
 
     def take(self) -> bool:
         return True
@@ -321,7 +319,7 @@ def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> 
 def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
-    async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
+    async_evaluation.withdraw(tmp_path, 20)
     removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.due(tmp_path))
     assert removed == ["step-0000000020"]
 
@@ -329,7 +327,7 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
 def test_nor_does_the_command_prune_it(tmp_path, monkeypatch, capsys) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
-    async_evaluation.withdraw(tmp_path, 20, async_evaluation.REQUESTED)
+    async_evaluation.withdraw(tmp_path, 20)
     monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
     checkpoints.prune(str(tmp_path), 2, 0)
     assert capsys.readouterr().out == f"{tmp_path.name}: step-0000000020 deleted\n"
@@ -339,7 +337,7 @@ def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> N
     made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
     made.commit(10, 20, 30, 40, 50)
     for step in (30, 40, 50):
-        async_evaluation.withdraw(tmp_path, step, async_evaluation.REQUESTED)
+        async_evaluation.withdraw(tmp_path, step)
     made.evaluations.finish()
     assert made.places.judged == [10, 10, 20]
     assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
@@ -455,12 +453,13 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
     assert not evaluate.evaluate_unfinished(alone, progress) and async_evaluation.due(tmp_path) == {10}
 
 
-def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
+def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path, monkeypatch) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
     assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    evaluate.end_in_loop(alone, 10)
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: None)
+    assert evaluate.evaluate_between(alone, cast(Any, SimpleNamespace(step=10)))
     assert not async_evaluation.due(tmp_path)
     (tmp_path / async_evaluation.SPARE_FILE).touch()
     async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
@@ -499,6 +498,9 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         place = spare_place_of(cluster, 0)
         assert place.is_free()
 
+        def has_started(group: WorkerGroup) -> bool:
+            return any(state.record is not None for state in group.states.values())
+
         def run_until(name: str, look: Callable[[WorkerGroup], None]) -> object:
             folder = tmp_path / name / "stage" / "attempts" / "1"
             folder.mkdir(parents=True)
@@ -514,7 +516,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         asked_for = []
 
         def ask(group: WorkerGroup) -> None:
-            if group.started() and not asked_for:
+            if has_started(group) and not asked_for:
                 assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
@@ -527,7 +529,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         remove_placement_group(asked_for[0])
 
         def kill(group: WorkerGroup) -> None:
-            if group.started():
+            if has_started(group):
                 with suppress(ProcessLookupError):
                     os.kill(group.states[0].pid, signal.SIGKILL)
 
@@ -550,7 +552,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         while place.is_free():
             assert time.monotonic() < deadline, "all CPUs are taken"
             time.sleep(0.1)
-        place.training_has_ended()
+        place.has_training_ended = True
         assert place.is_free() and place.take() and not place.is_wanted()
     finally:
         disconnect()

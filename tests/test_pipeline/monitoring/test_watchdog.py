@@ -58,43 +58,28 @@ def put(group: list[Phases], *phases: str) -> None:
         worker.enter(phase, 7, "train-000003.tar" if phase == "data" else "")
 
 
-@pytest.mark.parametrize(
-    ("phases", "stopped", "rank", "place", "cause"),
-    [
-        (
-            ("reduce", "data", "reduce"),
-            None,
-            1,
-            "data of step 8, shard train-000003.tar",
-            "stalled reader: 11s without",
-        ),
-        (("reduce", "reduce", "forward"), None, 2, "forward of step 8", "stuck for 11s, the others wait for it"),
-        (
-            ("reduce", "reduce", "reduce"),
-            None,
-            0,
-            "reduce of step 8",
-            "stuck collective: all 3 workers are there for 11s",
-        ),
-        (
-            ("reduce", "backward", "reduce"),
-            1,
-            1,
-            "backward of step 8",
-            "frozen: stopped by a signal, 11s without a sign",
-        ),
-        (("reduce", "reduce", "reduce"), 2, 2, "reduce of step 8", "frozen: stopped by a signal, 11s without a sign"),
-        (("data", "data", "reduce"), None, 0, "data of step 8, shard train-000003.tar", "stalled reader"),
-    ],
-)
+READER = "data of step 8, shard train-000003.tar"
+WAITED_FOR = "stuck for 11s, the others wait for it"
+COLLECTIVE = "stuck collective: all 3 workers are there for 11s"
+FROZEN = "frozen: stopped by a signal, 11s without a sign of life"
+VERDICTS = [  # phases of the three workers, the rank that is stopped; the rank that is named, its place, the cause
+    (("reduce", "data", "reduce"), None, 1, READER, "stalled reader: 11s without a batch"),
+    (("reduce", "reduce", "forward"), None, 2, "forward of step 8", WAITED_FOR),
+    (("reduce", "reduce", "reduce"), None, 0, "reduce of step 8", COLLECTIVE),
+    (("reduce", "backward", "reduce"), 1, 1, "backward of step 8", FROZEN),
+    (("reduce", "reduce", "reduce"), 2, 2, "reduce of step 8", FROZEN),
+    (("data", "data", "reduce"), None, 0, READER, "stalled reader: 11s without a batch"),
+]
+
+
+@pytest.mark.parametrize(("phases", "stopped", "rank", "place", "cause"), VERDICTS)
 def test_the_verdict_names_who_is_behind(phases, stopped, rank, place, cause, group, watch, clock) -> None:
     put(group, *phases)
     assert watch.look(awake) is None
     clock.now = 9
     assert watch.look(awake) is None, "judged before the time-out"
     clock.now = 11
-    verdict = watch.look(lambda r: r == stopped)
-    assert verdict is not None and verdict.rank == rank and verdict.cause.startswith(cause)
+    assert watch.look(lambda r: r == stopped) == Verdict(rank, cause)
     assert str(watch.places[rank]) == place
 
 

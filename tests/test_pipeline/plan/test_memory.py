@@ -100,12 +100,6 @@ def test_gloo_allocates_beside_a_collective_what_the_trace_has_it_allocate(tmp_p
         assert more[name] == copied, name
 
 
-def test_a_collective_that_nobody_has_counted_is_not_passed_over():
-    assert copied_by_gloo("aten::mul", ()) == copied_by_gloo("c10d::allreduce_", ()) == []
-    with pytest.raises(AssertionError, match="c10d::alltoall_: what gloo allocates for it has not been counted"):
-        copied_by_gloo("c10d::alltoall_", ())
-
-
 def count_squared_error(folder: str) -> None:
     """Write down what a mean squared error of 1 MiB takes: bytes at most, and kept while its result lives."""
     counter = counting_allocator()
@@ -215,99 +209,89 @@ def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
     assert fewest_blocks(look, len(needed) - 1, needed[-1] - 1) is None
 
 
-def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
-    asked = []
+MOMENT = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
+SMALL = TrainConfig(steps=1, micro_batch=4, batch_size=16)
+
+
+@pytest.fixture
+def tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[memory_traces.StepToTrace]:
+    """The steps that the tracer is asked for; its traces begin with 7 bytes, and are kept in this test's folder."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    asked: list[memory_traces.StepToTrace] = []
 
     def run(steps: list[memory_traces.StepToTrace]) -> list[str]:
         asked.extend(steps)
-        moment = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
-        return [json.dumps({"start": 1, "moments": [moment], "activations": [moment]})] * len(steps)
+        return [json.dumps({"start": 7, "moments": [MOMENT], "activations": [MOMENT]})] * len(steps)
 
     monkeypatch.setattr(memory_traces, "run_tracer", run)
-    model = models.config_of("mu/8", 16, 10)
-    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=16)
+    return asked
 
-    def trace(cfg: TrainConfig, accumulation: int = 4, **options: object) -> int:
+
+def step_of(cfg: TrainConfig = SMALL, world: int = 2, accumulation: int = 2) -> memory_traces.StepToTrace:
+    return step_to_trace(cfg, models.config_of("mu/8", 16, 10), world, accumulation, 0, is_gpu=False)
+
+
+def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def traced(step: memory_traces.StepToTrace) -> int:
         """How many steps were traced for this one."""
-        before = len(asked)
-        step = step_to_trace(cfg, model, 2, accumulation, 0, is_gpu=False)
-        memory_traces.traces_of([dataclasses.replace(step, **options)])
-        return len(asked) - before
+        before = len(tracer)
+        memory_traces.traces_of([step])
+        return len(tracer) - before
 
-    assert trace(cfg) == 1 and trace(cfg) == 0
+    assert traced(step_of()) == 1 and traced(step_of()) == 0
     # The micro-batch, the rate and the length change nothing; nor does a fifth micro-batch.
-    assert trace(dataclasses.replace(cfg, micro_batch=8, steps=7), accumulation=5) == 0
+    assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
     for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
-        assert trace(dataclasses.replace(cfg, **change)) == 1, change
+        assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
     for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
-        assert trace(cfg, **options) == 1, options
+        assert traced(dataclasses.replace(step_of(), **options)) == 1, options
     # Other code, other libraries; and a file that somebody cut short is made anew.
     for name in ("digest_of_sources", "version"):
         with monkeypatch.context() as patch:
             patch.setattr(memory_traces, name, lambda *_: "another")
-            assert trace(cfg) == 1, name
-    for path in (tmp_path / "patchline" / "memory").glob("*.json"):
+            assert traced(step_of()) == 1, name
+    for path in (tmp_path / "cache" / "patchline" / "memory").glob("*.json"):
         path.write_text(path.read_text()[:20])
-    assert trace(cfg) == 1
+    assert traced(step_of()) == 1
 
 
 @pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
 def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
-    obstacle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    obstacle: str, tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    home = tmp_path / "home"
-    monkeypatch.setenv("PATCHLINE_CACHE", str(home))
-    if obstacle == "a file in its way":
-        home.write_text("")
-
     def refuse_lock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     def refuse_write(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if obstacle == "no locks":
+    if obstacle == "a file in its way":
+        (tmp_path / "cache").write_text("")
+    elif obstacle == "no locks":
         monkeypatch.setattr("fcntl.flock", refuse_lock)
-    if obstacle == "no room":
+    else:
         monkeypatch.setattr(memory_traces, "write_whole", refuse_write)
-    asked = []
-
-    def run(steps: list[memory_traces.StepToTrace]) -> list[str]:
-        asked.extend(steps)
-        moment = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
-        return [json.dumps({"start": 7, "moments": [moment], "activations": [moment]})] * len(steps)
-
-    monkeypatch.setattr(memory_traces, "run_tracer", run)
-    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=16)
-    step = step_to_trace(cfg, models.config_of("mu/8", 16, 10), 2, 2, 0, is_gpu=False)
-    (trace,) = memory_traces.traces_of([step])
-    assert trace.start == 7 and asked == [step], "traced once, though not kept"
+    (trace,) = memory_traces.traces_of([step_of()])
+    assert trace.start == 7 and tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
         assert "traced steps cannot be kept, each plan traces anew" in caplog.text
 
 
-def test_of_the_kept_traces_those_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
-    moment = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
-    answer = json.dumps({"start": 1, "moments": [moment], "activations": [moment]})
-    monkeypatch.setattr(memory_traces, "run_tracer", lambda steps: [answer] * len(steps))
-    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=16)
-    model = models.config_of("mu/8", 16, 10)
     steps = []
     for number in range(4):
-        step = step_to_trace(cfg, model, 2**number, 1, 0, is_gpu=False)
+        step = step_of(world=2**number)
         steps.append(step)
         memory_traces.traces_of([step])
         os.utime(memory_traces.path_of(step), (number, number))
-    memory_traces.traces_of([step_to_trace(cfg, model, 16, 1, 0, is_gpu=False)])
+    memory_traces.traces_of([step_of(world=16)])
     assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
     # Of the two, one is asked for again: the other is the first to go.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))
     memory_traces.traces_of([steps[2]])
-    memory_traces.traces_of([step_to_trace(cfg, model, 32, 1, 0, is_gpu=False)])
+    memory_traces.traces_of([step_of(world=32)])
     assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
     # As many as one question asks for are answered, however few are kept.
     assert len(memory_traces.traces_of(steps)) == 4
@@ -323,9 +307,7 @@ def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
-    for module in (memory, memory_traces):
-        if hasattr(module, "traces_of"):
-            monkeypatch.setattr(module, "traces_of", refuse)
+    monkeypatch.setattr(memory, "traces_of", refuse)
 
 
 def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, capsys, untraceable):
@@ -364,9 +346,7 @@ def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
             answers.append(Trace(0, (moment,), (moment,)))
         return answers
 
-    for module in (memory, memory_traces):
-        if hasattr(module, "traces_of"):
-            monkeypatch.setattr(module, "traces_of", traces)
+    monkeypatch.setattr(memory, "traces_of", traces)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_hand):

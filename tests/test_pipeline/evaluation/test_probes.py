@@ -1,0 +1,241 @@
+"""The probes of frozen features against scikit-learn, NumPy and the original's golden results."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.neighbors import KNeighborsClassifier
+from threadpoolctl import threadpool_limits
+
+from data.draws import few_shot_rows
+from data.errors import ConfigError
+from data.index.index import Index
+from data.index.shard import Shard
+from pipeline.evaluation import document, probes
+from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.probes import (
+    FewShotConfig,
+    Inputs,
+    LogisticConfig,
+    NeighboursConfig,
+    few_shot,
+    fit,
+    fit_all,
+    fit_logistic,
+)
+from pipeline.evaluation.protocols import ProbeConfig
+from pipeline.evaluation.worker import Request, result_of
+
+pytestmark = pytest.mark.quick
+
+GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "fewshot_lsr.npz"
+CPU = torch.device("cpu")
+NAMES = ("zero", "one", "two")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small matrices on a busy machine: threads that wait for each other took 20 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with threadpool_limits(1):
+        yield
+    torch.set_num_threads(threads)
+
+
+def no_beat() -> None:
+    pass
+
+
+def inputs_of(train: FeatureStore | None, test: FeatureStore, name: str = "") -> Inputs:
+    return Inputs(name, train, test, test.labels, CPU, no_beat)
+
+
+def store_of(
+    features: np.ndarray | None, labels: np.ndarray, folder: Path, predictions: np.ndarray | None = None
+) -> FeatureStore:
+    """A store of rank 0 that holds these rows, written in pieces of 100."""
+    count = len(labels)
+    lists = labels.reshape(count, -1)
+    index = Index((Shard("a.tar", count, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
+    store = FeatureStore(index, folder)
+    for first in range(0, count, 100):
+        place = slice(first, first + 100)
+        store.keep(
+            torch.arange(count)[place],
+            torch.from_numpy(lists[place]),
+            None if features is None else torch.from_numpy(features[place]),
+            None if predictions is None else torch.from_numpy(predictions[place]),
+        )
+    return store
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, FeatureStore, dict[str, np.ndarray]]:
+    """Pixels of the digits as features: 1,000 rows to learn from, 300 to judge."""
+    pixels, labels = load_digits(return_X_y=True)
+    folder = tmp_path_factory.mktemp("features")
+    arrays = {
+        "train": pixels[:1000].astype(np.float32),
+        "train_labels": labels[:1000],
+        "test": pixels[1000:1300].astype(np.float32),
+        "test_labels": labels[1000:1300],
+    }
+    train = store_of(arrays["train"], arrays["train_labels"], folder)
+    return train, store_of(arrays["test"], arrays["test_labels"], folder), arrays
+
+
+# ------------------------------------------------------------------------------------------------ the closed form
+
+
+@pytest.fixture(scope="module")
+def golden():
+    if not GOLDEN.exists():
+        pytest.skip("golden data is absent: ../shared/golden/fewshot_lsr.npz")
+    return np.load(GOLDEN)
+
+
+def accuracy_of(
+    train: np.ndarray, labels: np.ndarray, test: np.ndarray, expected: np.ndarray, *, shots: int, seed: int, l2: float
+) -> float:
+    rows = few_shot_rows(labels, shots, seed)
+    fitted = fit(torch.from_numpy(train[rows]), torch.from_numpy(labels[rows]), l2)
+    return float((fitted.scores(torch.from_numpy(test)).argmax(1).numpy() == expected).mean())
+
+
+def test_every_golden_accuracy_is_met_exactly_where_the_original_is_well_conditioned(golden):
+    rows = json.loads(str(golden["results_json"]))
+    sets = [golden[name] for name in ("feat_train", "labels_train", "feat_test", "labels_test")]
+    for row in rows:
+        accuracy = accuracy_of(*sets, shots=int(row["shots"]), seed=int(row["seed"]), l2=row["l2"])
+        tolerance = 1e-7 if row["agree"] == 1 else 0.01  # float32 eigh is ill-conditioned at tiny l2
+        assert accuracy == pytest.approx(row["acc_original"], abs=tolerance), row
+    assert len(rows) == 27
+
+
+def test_the_rows_are_those_the_original_picks(golden):
+    for name in golden.files:
+        if name.startswith("idx_seed"):
+            seed, shots = (int(part) for part in name.removeprefix("idx_seed").split("_shots"))
+            ours = few_shot_rows(golden["labels_train"], shots, seed)
+            assert sorted(ours) == sorted(golden[name])
+
+
+def test_a_class_smaller_than_the_shots_gives_all_it_has():
+    labels = np.array([0, 0, 0, 1, 2, 2])
+    assert sorted(few_shot_rows(labels, shots=2, seed=0))[-3:] == [3, 4, 5]
+    assert len(few_shot_rows(labels, shots=2, seed=0)) == 5
+
+
+def test_few_shot_from_a_store_is_the_originals(golden, tmp_path: Path) -> None:
+    train = store_of(golden["feat_train"].astype(np.float32), golden["labels_train"].astype(int), tmp_path)
+    test = store_of(golden["feat_test"].astype(np.float32), golden["labels_test"].astype(int), tmp_path)
+    rows = [row for row in json.loads(str(golden["results_json"])) if row["l2"] == 1024.0]
+    assert rows
+    for row in rows:
+        cfg = FewShotConfig((int(row["shots"]),), (int(row["seed"]),))
+        judged = few_shot(inputs_of(train, test), cfg)
+        name = f"{cfg.shots[0]}shot"
+        assert judged.right[name][0].mean() == pytest.approx(row["acc_original"], abs=1e-7)
+        expected = golden[f"idx_seed{cfg.seeds[0]}_shots{cfg.shots[0]}"]
+        assert sorted(judged.shots[name][str(cfg.seeds[0])]) == sorted(expected)
+
+
+def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_any(sets, tmp_path: Path) -> None:
+    train, _, arrays = sets
+    # The true label comes second in every other sample, behind one that is wrong.
+    true = arrays["test_labels"]
+    labels = np.stack([true, np.full_like(true, -1)], axis=1)
+    labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
+    test = store_of(arrays["test"], labels, tmp_path)
+    of_any = few_shot(inputs_of(train, test), FewShotConfig((10,), (0,))).right["10shot"][0]
+    request = Request("test", "train", ProbeConfig(None, None, shots=(10,), seeds=(0,)).protocol(), first_label=True)
+    metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
+    shares = []
+    for place in (0, 1):
+        picked = few_shot_rows(arrays["train_labels"], 10, 0)
+        fitted = fit(torch.from_numpy(arrays["train"][picked]), torch.from_numpy(arrays["train_labels"][picked]))
+        predicted = fitted.scores(torch.from_numpy(arrays["test"])).argmax(1).numpy()
+        shares.append((predicted == labels[:, place]).mean())
+    assert metrics["10shot"] == metrics["10shot-seed-0"] == pytest.approx(shares[0], abs=1e-9)
+    assert of_any.mean() == pytest.approx(shares[0] + shares[1], abs=1e-9) and shares[1] > 0.3
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_neighbours_vote_as_scikit_learns_do(weighted: bool, sets, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, test, arrays = sets
+    monkeypatch.setattr(probes, "TEST_BLOCK", 70)  # several blocks of each set
+    monkeypatch.setattr(FeatureStore.blocks, "__defaults__", (None, 130))
+    outcome = probes.knn(inputs_of(train, test), NeighboursConfig((5, 20), weighted))
+    assert list(outcome.right) == ["knn-5", "knn-20"]
+    for k in (5, 20):
+        (is_right,) = outcome.right[f"knn-{k}"]
+        reference = KNeighborsClassifier(
+            k,
+            metric="cosine",
+            weights=(lambda distances: np.exp((1 - distances) / 0.07)) if weighted else "uniform",
+            algorithm="brute",
+        )
+        reference.fit(arrays["train"].astype(np.float64), arrays["train_labels"])
+        expected = reference.predict(arrays["test"].astype(np.float64))
+        # float32 and float64 may rank neighbours that are equally near otherwise.
+        assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
+        assert is_right.mean() > 0.9
+
+
+def test_logistic_regression_is_scikit_learns(sets) -> None:
+    train, test, arrays = sets
+    l2 = 1e-2
+    outcome = probes.logistic(inputs_of(train, test), LogisticConfig(l2=(l2,)))
+    mean = arrays["train"].astype(np.float64).mean(0)
+    std = arrays["train"].astype(np.float64).std(0) + 1e-5
+    reference = LogisticRegression(C=1 / (l2 * 1000), tol=1e-10, max_iter=5000)
+    reference.fit((arrays["train"] - mean) / std, arrays["train_labels"])
+    expected = reference.decision_function((arrays["test"] - mean) / std)
+    fitted = fit_logistic(train, train.rows, l2, 1000, CPU, no_beat)
+    scores = fitted.scores(test.features(test.rows)).numpy()
+    # A constant may be added to all classes' biases: what softmax does not see is taken off.
+    scores -= scores.mean(1, keepdims=True)
+    assert np.abs(scores - (expected - expected.mean(1, keepdims=True))).max() < 1e-3
+    (is_right,) = outcome.right["logistic"]
+    assert (is_right == (expected.argmax(1) == arrays["test_labels"])).all() and outcome.chosen == {"l2": l2}
+
+
+def test_the_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
+    train, test, arrays = sets
+    cfg = LogisticConfig(l2=(1e-4, 1e-2, 100.0), held_out=0.2, iterations=200)
+    chosen = probes.logistic(inputs_of(train, test), cfg).chosen
+    order = np.random.default_rng(cfg.seed).permutation(1000)
+    held_out, fitted = np.sort(order[:200]), np.sort(order[200:])
+    accuracies = {}
+    mean = arrays["train"][fitted].astype(np.float64).mean(0)
+    std = arrays["train"][fitted].astype(np.float64).std(0) + 1e-5
+    for l2 in cfg.l2:
+        reference = LogisticRegression(C=1 / (l2 * 800), max_iter=5000)
+        reference.fit((arrays["train"][fitted] - mean) / std, arrays["train_labels"][fitted])
+        accuracies[l2] = reference.score((arrays["train"][held_out] - mean) / std, arrays["train_labels"][held_out])
+        assert chosen[f"held-out accuracy at l2 {l2:g}"] == pytest.approx(accuracies[l2], abs=0.011)
+    assert chosen["l2"] == max(accuracies, key=lambda l2: (chosen[f"held-out accuracy at l2 {l2:g}"], l2))
+
+
+def test_the_linear_probe_of_all_rows_is_ridge_regression(sets) -> None:
+    train, _, arrays = sets
+    fitted = fit_all(train, 1024.0, no_beat)
+    at_once = fit(torch.from_numpy(arrays["train"]), torch.from_numpy(arrays["train_labels"]))
+    torch.testing.assert_close(fitted.weights, at_once.weights, rtol=1e-9, atol=1e-12)
+    mean = arrays["train"].astype(np.float64).mean(0)
+    std = arrays["train"].astype(np.float64).std(0) + 1e-5
+    x = np.hstack([(arrays["train"] - mean) / std, np.full((1000, 1), 100.0)])
+    reference = Ridge(alpha=1024.0, fit_intercept=False).fit(x, np.where(np.eye(10)[arrays["train_labels"]], 1.0, -1.0))
+    np.testing.assert_allclose(fitted.weights.numpy().T, reference.coef_, rtol=1e-6, atol=1e-9)
+
+
+def test_more_neighbours_than_training_samples_are_refused(sets, tmp_path: Path) -> None:
+    train = store_of(np.ones((5, 3), np.float32), np.arange(5), tmp_path)
+    with pytest.raises(ConfigError, match=r"knn\.k is 20, the training set has 5 samples"):
+        probes.knn(inputs_of(train, train), NeighboursConfig((2, 20)))
