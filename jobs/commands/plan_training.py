@@ -17,7 +17,7 @@ import models
 from data.decoder import images_per_cpu_s
 from data.errors import ConfigError
 from data.index.index import Index
-from data.mixture import shares as shares_of
+from data.order import shares as shares_of
 from jobs.commands.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.worlds import allowed_worlds, in_words
