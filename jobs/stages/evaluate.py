@@ -40,7 +40,7 @@ from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.probes import FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
-from pipeline.evaluation.protocols import FEATURES, check_names, check_ops, check_shape, protocols_of, value_names
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, check_names, check_ops, check_shape, protocols_of
 from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
 
@@ -114,7 +114,11 @@ class Config:
         """Return the names of the values that come out, as `document.entries_of` calls them."""
         values: list[str] = []
         for protocol in self.protocols:
-            values += value_names(protocol, self)
+            names_by_settings = PROTOCOLS[protocol].value_names
+            if names_by_settings is None:
+                values.append(protocol)
+            else:
+                values += names_by_settings(getattr(self, protocol))
         if len(self.sets) == 1:
             return values
         # Of several sets each value begins with the set's name.
