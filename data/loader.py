@@ -40,7 +40,6 @@ from data.decoder import Arrays, BadSample, Decoder, Done, Layout, Task
 from data.decoder_process import DecoderProcess
 from data.errors import DataError
 from data.images.augment import AugmentConfig
-from data.images.gpu import decode_rows, torchcodec
 from data.index.index import Index
 from data.mixture import Mixture
 from data.order import Order
@@ -122,8 +121,10 @@ class TrainLoader:
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
-            self.decode_jpegs = torchcodec()
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            # Imported here, because only who asks for it has TorchCodec.
+            from data.images.gpu import DeviceDecoder
+
+            self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)
             # Decodes here what the GPU refused. A shallow copy, so that it shares the reader and its open shards.
             self.decoder_of_refused = copy(self.decoder)
             self.decoder_of_refused.leave_encoded = False
@@ -256,8 +257,8 @@ class TrainLoader:
         A row that the device refuses is decoded here as `decode: cpu` would, in place, label and id included.
         """
         if not done.encoded:
-            return images.to(self.device, non_blocking=True), ()
-        images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode_jpegs, self.device)
+            return images.to(self.device_decoder.device, non_blocking=True), ()
+        images, refused = self.device_decoder.rows(images, done.encoded)
         # One slot alone is a task too, and gives the same sample or the same replacement as in the whole micro-batch.
         arrays = self.layout.arrays(bytearray(self.layout.bytes))
         bad: tuple[BadSample, ...] = ()

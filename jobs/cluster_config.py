@@ -98,6 +98,11 @@ class ClusterConfig:
         return self.workers.most if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
+    def worlds(self) -> range:
+        """Return the numbers of workers that an attempt may have, the largest first."""
+        return range(self.most, self.least - 1, -1)
+
+    @property
     def world(self) -> int:
         """Return the workers of an attempt, for whose time the supervisor has put their number in a range's place."""
         assert isinstance(self.workers, int), self.workers

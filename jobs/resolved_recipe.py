@@ -25,6 +25,7 @@ from jobs.trackers_config import TrackersConfig
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts
+from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import ConfigDataclass
 
@@ -223,6 +224,10 @@ class Context:
     def directory(self) -> Path:
         """Return the stage's own folder in the run directory."""
         return self.campaign.directory(self.stage)
+
+    def attempt_folder(self, attempt: int) -> Path:
+        """Return where the workers of an attempt leave their records and logs."""
+        return attempt_folder(self.directory, attempt)
 
     @property
     def checkpoints(self) -> StageCheckpoints:

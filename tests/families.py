@@ -1,6 +1,8 @@
-"""The processes that one has started, those of an embedded Ray cluster among them."""
+"""The processes that one has started, those of an embedded Ray cluster among them, and a wait for what they do."""
 
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -30,3 +32,11 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
                 if child not in family:
                     family.append(child)
     return family
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return when a claim has become true."""
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)

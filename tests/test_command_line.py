@@ -123,7 +123,7 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
 
 
 def test_a_cluster_that_is_joined_is_not_touched_early(recipe, monkeypatch):
-    monkeypatch.setattr(embedded, "start_guard", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(embedded.subprocess, "Popen", Mock(side_effect=AssertionError))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     early_start.start_early(read_recipe(recipe, ["cluster.backend=ray"]))
     assert not embedded.is_started()

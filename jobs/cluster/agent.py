@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,10 @@ class NodeOrder:
     call: bytes  # (function, task), pickled
     folder: Path  # of the attempt
     variables: Mapping[str, str]  # of every worker, beside those of this node
-    is_shared: bool  # the attempt's folder is the same on every node
+    # Where nodes may have folders of their own: what an attempt's folder there begins with (NodeFiles.begin).
+    token: str = ""  # "" where the attempt's folder is the same on every node
+    told: Mapping[str, bytes | None] = field(default_factory=dict)
+    earlier: Sequence[str] = ()
 
 
 @dataclass
@@ -91,24 +94,36 @@ class NodeReport:
 class Agent:
     """Runs workers on its node, one attempt at a time. Several threads may call it."""
 
-    def __init__(self, node_id: str = "", address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
-        self.node_id = node_id
-        self.address = address
+    def __init__(self, address: str = LOOPBACK, *, has_gpus: bool = False) -> None:
+        self.address = address  # of this node, as the workers of others reach it
         self.has_gpus = has_gpus
-        self.base, self.lock = make_base()
         self.server: ForkServer | None = None
         self.changed = threading.Condition()  # held wherever what follows is read or written
         self.port = 0  # where the next rank 0 serves its store; 0 until the fork server has said it
         self.news = 0
         self.number = 0  # of attempts that were started here
-        self.node_folder = self.base
+        self.folder = Path()  # of the attempt
         self.workers: dict[int, WorkerState] = {}  # by rank, of the attempt that runs
         self.ended_pids: set[int] = set()  # of this attempt's workers
         self.files: NodeFiles | None = None
-        self.oom_kills = RecentOomKills()
+        self.oom_kills = OomKills()
 
-    def warm_up(self) -> str:
-        """Start the fork server where none runs, which takes seconds and is not waited for; return the node's name.
+        # This agent's folder, in memory: a disk that is full does not keep a worker from saying where it is. Its lock
+        # is held as long as the agent lives.
+        parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        self.base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
+        self.node_folder = self.base  # of the attempt
+        self.lock = os.open(self.base / LOCK, os.O_WRONLY | os.O_CREAT)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        # Agents that were killed with their fork servers have left theirs, whose locks are free.
+        for other in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
+            # That of another user, or gone meanwhile.
+            with suppress(OSError), other.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other.parent, ignore_errors=True)
+
+    def warm_up(self) -> None:
+        """Start the fork server where none runs, which takes seconds and is not waited for.
 
         A process that has touched CUDA must not fork, and importing torch or DeepSpeed may touch it: for workers with
         GPUs nothing is imported ahead.
@@ -117,7 +132,6 @@ class Agent:
             if self.server is None:
                 self.server = ForkServer(self.base, has_gpus=self.has_gpus)
                 threading.Thread(target=self._hear, args=(self.server,), name="fork server", daemon=True).start()
-        return socket.gethostname()
 
     def listen(self) -> int:
         """Return the port at which rank 0 of the next attempt, on this node, will serve the workers' store."""
@@ -132,19 +146,20 @@ class Agent:
                 raise RuntimeError(f"the fork server of {socket.gethostname()} has died")
             return self.port
 
-    def begin_files(self, folder: Path, token: str, told: Mapping[str, bytes | None], earlier: Iterable[str]) -> bool:
-        """Prepare an attempt's folder where nodes share none; see NodeFiles.begin."""
-        with self.changed:
-            files = NodeFiles(folder)
-            is_own = files.begin(token, told, earlier)
-            self.files = files if is_own else None
-            return is_own
+    def start(self, order: NodeOrder) -> bool:
+        """Have this node's workers of an attempt forked; what is left of the attempt before is ended first.
 
-    def start(self, order: NodeOrder) -> None:
-        """Have this node's workers of an attempt forked; what is left of the attempt before is ended first."""
+        Returns whether the attempt's folder is this node's own, and not the driver's.
+        """
         self.end()
         self.warm_up()
         with self.changed:
+            self.folder = order.folder
+            self.files = None
+            if order.token:
+                files = NodeFiles(order.folder)
+                if files.begin(order.token, order.told, order.earlier):
+                    self.files = files
             self.number += 1
             assert self.server is not None
             self.node_folder = self.base / str(self.number)
@@ -162,10 +177,11 @@ class Agent:
                         environment=environment,
                         directory=os.getcwd(),
                         umask=current_umask(),
-                        is_shared=order.is_shared,
+                        is_shared=self.files is None,
                         serves_store=info.rank == 0,
                     )
                 )
+            return self.files is not None
 
     def poll(self, news: int, wait_s: float, taken: Mapping[str, Mark]) -> NodeReport:
         """Return how the workers stand, after `wait_s` or as soon as something has happened since `news`.
@@ -178,15 +194,17 @@ class Agent:
                 self.files.take(taken)
             while self.news == news and time.monotonic() < deadline:
                 self.changed.wait(min(OOM_LOOK_S, max(0.0, deadline - time.monotonic())))
-                self.oom_kills.look()
+                self.oom_kills.are_recent()
             self._read_records()
             told_to_go = []
             for worker in self.workers.values():
                 worker.place = read_place(self.node_folder, worker.rank)
-                worker.is_stopped = is_stopped(worker.pid)
+                worker.is_stopped = False
+                with suppress(psutil.Error):
+                    worker.is_stopped = worker.pid != 0 and psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED
                 if worker_file(self.node_folder, worker.rank, ".sigterm").exists():
                     told_to_go.append(worker.rank)
-            changes = self.files.look({}) if self.files is not None else []
+            changes = self.files.look() if self.files is not None else []
             # Copies: the driver of plain processes has the same objects, and an attempt's end would change them.
             states = [dataclasses.replace(worker) for worker in self.workers.values()]
             return NodeReport(self.news, states, told_to_go, changes)
@@ -197,17 +215,14 @@ class Agent:
             if self.files is not None:
                 self.files.take(taken)
 
-    def has_started(self) -> bool:
-        """Tell whether a worker of the attempt has started, as of this moment."""
+    def stop(self) -> bool:
+        """Ask the workers to commit and end; tell whether any of them has started, as of this moment."""
         with self.changed:
-            self._read_records()
-            return any(worker.record is not None for worker in self.workers.values())
-
-    def stop(self) -> None:
-        """Ask the workers to commit and end; all of them look for this file."""
-        with self.changed:
+            # All of them look for this file.
             if self.workers:
                 (self.node_folder / STOP_FILE).touch()
+            self._read_records()
+            return any(worker.record is not None for worker in self.workers.values())
 
     def end(self) -> None:
         """Kill the workers of the attempt, loaders included, and return when they are gone."""
@@ -222,8 +237,11 @@ class Agent:
             self.changed.wait_for(lambda: self.server is None or pids <= self.ended_pids, END_S)
             # Of a fork server that has died nobody says how its workers end.
             deadline = time.monotonic() + END_S
-            while any(is_alive(pid) for pid in pids - self.ended_pids) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            for pid in pids - self.ended_pids:
+                with suppress(psutil.Error):  # it is gone
+                    process = psutil.Process(pid)
+                    while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+                        time.sleep(0.01)
             self.workers = {}
             self.ended_pids = set()
             self.port = 0
@@ -239,17 +257,35 @@ class Agent:
             server.close()
         shutil.rmtree(self.base, ignore_errors=True)
 
-    # -------------------------------------------------------------------- what the fork server says
-
     def _hear(self, server: ForkServer) -> None:
         """Take the answers of a fork server until it ends; runs in a thread of its own."""
         with suppress(EOFError, OSError):
             while True:
                 answer = server.connection.recv()
                 with self.changed:
-                    self._take_answer(answer)
+                    if isinstance(answer, Listening):
+                        self.port = answer.port
+                    elif isinstance(answer, Forked):
+                        self.workers[answer.rank].pid = answer.pid
+                    elif isinstance(answer, Ended):
+                        # A worker writes its record before it ends; one that has not was ended by something else. A
+                        # negative exit code is a signal. The kernel kills with SIGKILL as well, and tells nobody whom:
+                        # its counter is all that can be read everywhere.
+                        self._read_records()
+                        self.ended_pids.add(answer.pid)
+                        if answer.exit_code >= 0:
+                            death = f"exited with code {answer.exit_code} without a word"
+                        elif answer.exit_code == -signal.SIGKILL and self.oom_kills.are_recent():
+                            death = "killed by the out-of-memory killer"
+                        else:
+                            death = f"killed by {signal.Signals(-answer.exit_code).name}"
+                        for worker in self.workers.values():
+                            if worker.pid == answer.pid and not worker.has_ended:
+                                worker.death = death
                     self.news += 1
                     self.changed.notify_all()
+
+        # The fork server has ended: its workers end by themselves, and are killed in case they do not.
         with self.changed:
             for worker in self.workers.values():
                 if worker.pid and not worker.has_ended:
@@ -264,27 +300,6 @@ class Agent:
         if has_died:
             server.close()
 
-    def _take_answer(self, answer: object) -> None:
-        if isinstance(answer, Listening):
-            self.port = answer.port
-        elif isinstance(answer, Forked):
-            self.workers[answer.rank].pid = answer.pid
-        if isinstance(answer, Ended):
-            # A worker writes its record before it ends.
-            self._read_records()
-            self.ended_pids.add(answer.pid)
-            for worker in self.workers.values():
-                if worker.pid != answer.pid or worker.has_ended:
-                    continue
-                # A negative exit code is a signal. The kernel kills with SIGKILL as well, and tells nobody whom: its
-                # counter is all that can be read everywhere.
-                if answer.exit_code >= 0:
-                    worker.death = f"exited with code {answer.exit_code} without a word"
-                elif answer.exit_code == -signal.SIGKILL and self.oom_kills.any():
-                    worker.death = "killed by the out-of-memory killer"
-                else:
-                    worker.death = f"killed by {signal.Signals(-answer.exit_code).name}"
-
     def _read_records(self) -> None:
         for worker in self.workers.values():
             if worker.pid and not worker.has_ended:
@@ -292,65 +307,29 @@ class Agent:
                     worker.record = json.loads(worker_file(self.node_folder, worker.rank, ".json").read_text())
 
 
-def make_base() -> tuple[Path, int]:
-    """Make an agent's folder, and remove those of agents that were killed with their fork servers.
-
-    Returns the folder and the handle of its lock, which is held as long as the agent lives.
-    """
-    # A disk that is full does not keep a worker from saying where it is.
-    parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    base = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent))
-    lock = os.open(base / LOCK, os.O_WRONLY | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    for other in parent.glob(f"{FOLDER_PREFIX}*/{LOCK}"):
-        # That of another user, or gone meanwhile.
-        with suppress(OSError), other.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(other.parent, ignore_errors=True)
-    return base, lock
-
-
-class RecentOomKills:
-    """Tells whether the kernel has killed a process of this machine for want of memory in the last ten seconds."""
+class OomKills:
+    """Knows how many processes of this machine the kernel has lately killed for want of memory."""
 
     def __init__(self) -> None:
         self.counts: deque[tuple[float, int]] = deque()  # (when, kills since the machine started), oldest first
-        self.look()
+        self.are_recent()
 
-    def look(self) -> None:
-        """Remember the count of now, and forget those that are older than the window."""
+    def are_recent(self) -> bool:
+        """Read the kernel's count, and tell whether it has grown in the last ten seconds; not where it cannot be read.
+
+        Called about once a second: the count that it is compared with is at least as old as the window.
+        """
         now = time.monotonic()
-        self.counts.append((now, oom_kills()))
-        while self.counts[0][0] < now - OOM_WINDOW_S:
+        kills = 0
+        with suppress(OSError):
+            for line in VMSTAT.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    kills = int(line.split()[1])
+        self.counts.append((now, kills))
+        while len(self.counts) > 1 and self.counts[1][0] < now - OOM_WINDOW_S:
             self.counts.popleft()
-
-    def any(self) -> bool:
-        """Compare the count of now with the oldest that is remembered."""
-        _, count_before = self.counts[0]
-        return oom_kills() > count_before
-
-
-def oom_kills() -> int:
-    """Count the processes of this machine that the kernel has killed for want of memory; 0 where it does not say."""
-    with suppress(OSError):
-        for line in VMSTAT.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process is there and does more than wait to be reaped."""
-    with suppress(psutil.Error):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped by a signal."""
-    with suppress(psutil.Error):
-        return pid != 0 and psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    return False
+        _, kills_before = self.counts[0]
+        return kills > kills_before
 
 
 def current_umask() -> int:

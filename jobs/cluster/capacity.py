@@ -4,7 +4,7 @@ Workers are counted in shares: everything that one of them needs lies on one nod
 
 >>> room_for({"CPU": 2}, {"n1": {"CPU": 5.0}, "n2": {"CPU": 1.0}})
 2
->>> missing(2, {"CPU": 4}, room=1, cluster=ClusterState.now())
+>>> missing(2, {"CPU": 4}, open_to_us={"n1": {"CPU": 6.0}}, cluster=ClusterState.now())
 room for 1 of 2 workers of 4 CPUs; free: 6 CPUs on n1; held: 8 CPUs by /runs/photographs
 
 All that is asked of Ray here is public: its nodes, its table of placement groups, and the status that `ray status`
@@ -86,43 +86,47 @@ def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:
     return workers
 
 
-def missing(workers: int, share: Mapping[str, int], room: int, cluster: ClusterState) -> str:
-    """Say that there is room for `room` of so many workers, what is free where, and which campaigns hold the rest."""
-    parts = [f"room for {min(room, workers)} of {workers} workers of {in_words(share)}"]
+def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Resources], cluster: ClusterState) -> str:
+    """Say for how many of so many workers there is room, what is free where, and which campaigns hold the rest."""
+    parts = [f"room for {min(room_for(share, open_to_us), workers)} of {workers} workers of {in_words(share)}"]
     room_when_empty = room_for(share, cluster.total)
     if room_when_empty < workers:
         parts.append(f"even when the cluster is empty it has room for {room_when_empty}")
 
-    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
-    free_somewhere = []
+    names = {}
+    for row in ray.nodes():
+        names[row["NodeID"]] = row["NodeManagerHostname"]
+    free = []
     for node, resources in cluster.staying.items():
-        left = {name: int(resources.get(name, 0)) for name in share if resources.get(name, 0) >= 1}
+        left = {}
+        for name in share:
+            if resources.get(name, 0) >= 1:
+                left[name] = int(resources[name])
         if left:
-            free_somewhere.append(f"{in_words(left)} on {names.get(node, node[:8])}")
-    if free_somewhere:
-        parts.append(f"free: {_some(free_somewhere)}")
+            free.append(f"{in_words(left)} on {names.get(node, node[:8])}")
 
     # A placement group's name tells whose it is.
-    held: dict[str, Counter[str]] = {}
+    amounts_held: dict[str, Counter[str]] = {}
     for row in placement_group_table().values():
         if row["state"] == "CREATED" and row["name"].startswith(OWNER):
             run, _, _ = row["name"].removeprefix(OWNER).rpartition(" ")
-            amounts = held.setdefault(run, Counter())
+            amounts = amounts_held.setdefault(run, Counter())
             for bundle in row["bundles"].values():
-                amounts.update({name: int(count) for name, count in bundle.items() if name in ("CPU", "GPU")})
-    if held:
-        parts.append(f"held: {_some([f'{in_words(amounts)} by {run}' for run, amounts in held.items()])}")
+                for name in ("CPU", "GPU"):
+                    amounts[name] += int(bundle.get(name, 0))
+    held = []
+    for run, amounts in amounts_held.items():
+        held.append(f"{in_words(+amounts)} by {run}")  # + leaves out what is 0
+
+    for title, texts in (("free", free), ("held", held)):
+        if texts:
+            part = f"{title}: {', '.join(texts[:LONGEST_LIST])}"
+            if len(texts) > LONGEST_LIST:
+                part += f" and {len(texts) - LONGEST_LIST} more"
+            parts.append(part)
     return "; ".join(parts)
 
 
 def in_words(amounts: Mapping[str, float]) -> str:
     """Return "4 CPUs and 1 GPUs"."""
     return " and ".join(f"{count:g} {name}s" for name, count in amounts.items())
-
-
-def _some(texts: list[str]) -> str:
-    """Join the first few texts, and count the rest."""
-    shown = ", ".join(texts[:LONGEST_LIST])
-    if len(texts) > LONGEST_LIST:
-        shown += f" and {len(texts) - LONGEST_LIST} more"
-    return shown

@@ -8,8 +8,8 @@
    go. The same where the larger attempt ends without a commit: a node that has joined may be broken. A run that did
    well with fewer workers must not end by it, and goes on with those, on their nodes.
 
-    sizes = Sizes((4, 3, 2))
-    with Growth(sizes.larger_than(2), 60.0, room, last_step) as growth: …  # an attempt of two workers
+    growth = Growth((4, 3), 60.0, room, last_step)      # of an attempt of two workers
+    growth.start()
     growth.is_due()  →  True                            # after a commit, 60 s after a third node has joined
     growth.wanted    →  3
 """
@@ -18,8 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 
 LOOK_S = 3.0  # between two questions for how many workers there is room
 AGAIN_S = 600.0  # before growing is tried again where it failed; doubles with each failure
@@ -34,28 +33,21 @@ class Proven:
     nodes: Set[str]
 
 
+@dataclass
 class Sizes:
-    """Knows, from attempt to attempt of a stage, which worlds the next one may have.
+    """Knows, from attempt to attempt of a stage, which worlds the next one may have."""
 
-    `worlds` are those that the stage allows, the largest first; `clock` returns seconds.
-    """
-
-    def __init__(self, worlds: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.worlds = worlds
-        self.clock = clock
-        self.limit = worlds[0]  # the next attempt has no more
-        self.proven: Proven | None = None  # the last attempt that has committed
-        self.wanted = 0  # the world for which the attempt before was stopped
-        self.not_before = 0.0  # when growing may be tried, on the clock
-        self.failures = 0  # to grow, since the last success
+    worlds: Sequence[int]  # that the stage allows, the largest first
+    clock: Callable[[], float] = time.monotonic  # seconds
+    limit: int | None = None  # the next attempt has no more
+    proven: Proven | None = None  # the last attempt that has committed
+    wanted: int = 0  # the world for which the attempt before was stopped
+    not_before: float = 0.0  # when growing may be tried, on the clock
+    failures: int = 0  # to grow, since the last success
 
     def open_worlds(self) -> list[int]:
         """Return the worlds that the next attempt may have, the largest first."""
-        return [world for world in self.worlds if world <= self.limit]
-
-    def larger_than(self, world: int) -> list[int]:
-        """Return the worlds that an attempt of `world` workers might have instead."""
-        return [other for other in self.worlds if other > world]
+        return [world for world in self.worlds if self.limit is None or world <= self.limit]
 
     def begins(self, world: int) -> None:
         """Take down that an attempt has places for so many workers."""
@@ -66,7 +58,7 @@ class Sizes:
     def grows(self, wanted: int) -> None:
         """Take down that an attempt was stopped for a larger one."""
         self.wanted = wanted
-        self.limit = self.worlds[0]
+        self.limit = None
 
     def has_committed(self, world: int, nodes: Set[str]) -> None:
         """Take down that an attempt has committed."""
@@ -88,44 +80,28 @@ class Sizes:
         self.failures += 1
 
 
+@dataclass
 class Growth:
-    """Watches one attempt: `larger` are the worlds that it might have instead.
+    """Watches one attempt, which is to make room for a larger one."""
 
-    `room` returns for how many workers the cluster has room, `last_step` the step of the newest commit, `clock`
-    seconds. Nothing is due before the clock shows `not_before`.
-    """
+    larger: Sequence[int]  # worlds that it might have instead
+    patience_s: float
+    room: Callable[[], int]  # returns for how many workers the cluster has room
+    last_step: Callable[[], int]  # returns the step of the newest commit
+    not_before: float = 0.0  # when growing may be tried, on the clock
+    clock: Callable[[], float] = time.monotonic  # seconds
 
-    def __init__(
-        self,
-        larger: Sequence[int],
-        patience_s: float,
-        room: Callable[[], int],
-        last_step: Callable[[], int],
-        not_before: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.larger = larger
-        self.patience_s = patience_s
-        self.room = room
-        self.last_step = last_step
-        self.not_before = not_before
-        self.clock = clock
-        self.wanted: int | None = None  # the world for which the workers are to stop, once that is due
-        self.since: dict[int, float] = {}  # world → from when on there was room for it without a break
-        self.step = -1  # of the newest commit, as last seen
-        self.step_before: int | None = None  # of the newest commit when there was room for the first time
-        self.has_ended = threading.Event()
+    wanted: int | None = None  # the world for which the workers are to stop, once that is due
+    since: dict[int, float] = field(default_factory=dict)  # world → from when on there was room for it without a break
+    step: int = -1  # of the newest commit, as last seen
+    step_before: int | None = None  # of the newest commit when there was room for the first time
+    has_ended: threading.Event = field(default_factory=threading.Event)  # the attempt
 
-    def __enter__(self) -> "Growth":
+    def start(self) -> None:
+        """Start to watch, where there is anything to grow to; setting `has_ended` ends it."""
         # A daemon, because the driver may end while the thread waits for an answer.
         if self.larger:
             threading.Thread(target=self.watch, name="growth", daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.has_ended.set()
 
     def watch(self) -> None:
         """Look every few seconds until the attempt has ended."""
@@ -147,26 +123,18 @@ class Growth:
         if since:
             self.step = self.last_step()
 
-    def larger_world(self) -> int | None:
-        """Return the largest world for which there has been room for `patience_s`; None where there is none."""
-        now = self.clock()
-        if now < self.not_before:
-            return None
-        for world, since in sorted(self.since.items(), reverse=True):
-            if now >= since + self.patience_s:
-                return world
-        return None
-
     def is_due(self) -> bool:
         """Tell whether there is a larger world, and a checkpoint has been committed since; then it stays due."""
         if self.wanted is not None:
             return True
-        world = self.larger_world()
-        if world is None:
+        # The largest world for which there has been room for long enough.
+        now = self.clock()
+        stable = [world for world, since in self.since.items() if now >= since + self.patience_s]
+        if now < self.not_before or not stable:
             self.step_before = None
             return False
         if self.step_before is None:
             self.step_before = self.step
         if self.step > self.step_before:
-            self.wanted = world
+            self.wanted = max(stable)
         return self.wanted is not None

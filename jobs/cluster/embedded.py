@@ -5,7 +5,7 @@
 1. `start` makes the cluster's directory and starts the guard, in a session of its own. The driver does not wait.
 2. The guard runs `ray start --head` with free ports, all of them on 127.0.0.1, and with a token that only this user can
    read. Then it writes "ready host:port" to its standard output, or "failed" and the reason.
-3. `address` waits for that line.
+3. The driver waits for that line when it joins (ray.py).
 4. The guard waits for the end of its standard input, which the driver holds open as long as it lives. So `end`, the
    driver's own end and a SIGKILL of it all come to the same: the guard kills every process of its session, in which
    all of Ray's are, and removes the directory.
@@ -25,19 +25,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
 from data.errors import ClusterError
+from jobs.cluster.worker import LOOPBACK, outlive
 from jobs.cluster_config import ClusterConfig
 
 ROOT = Path(__file__).parents[2]
-LOOPBACK = "127.0.0.1"
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
 RAY_SOCKET_BYTES = 75  # Ray appends up to so many to its temporary directory
 DIRECTORY_PREFIX = "pl-ray-"
@@ -92,109 +90,63 @@ def has_too_few_cpus(cluster: ClusterConfig) -> bool:
     return bool(_started) and _started[0].cpus < cluster.least * cluster.cpus_per_worker
 
 
-def start_early(cluster: ClusterConfig) -> None:
-    """Start a cluster where workers will want an embedded one; one that is joined is not touched before it is time."""
-    if is_wanted() and not is_started():
-        # The same failure comes again when the cluster is needed, and is reported then.
-        with suppress(OSError, ClusterError):
-            start(cluster)
-
-
-def start(cluster: ClusterConfig) -> None:
+def start(cluster: ClusterConfig) -> Embedded:
     """Start a cluster that counts enough CPUs for these workers; one that counts too few is ended.
 
-    Raises ClusterError where no token can be kept, and OSError.
+    The driver does not wait for it. Raises ClusterError where no token can be kept, and OSError.
     """
     if _started and not has_too_few_cpus(cluster):
-        return
+        return _started[0]
     end()
     make_token()
-    # Ray's processes inherit the variables.
-    set_defaults(ENVIRONMENT)
-    set_defaults(EMBEDDED_ENVIRONMENT)
+    # This process joins with the same variables, which Ray reads when it is imported.
+    os.environ.update(ENVIRONMENT | EMBEDDED_ENVIRONMENT | dict(os.environ))
     os.environ[LOOPBACK_ONLY] = "0"
     # The raylet hands its environment on: workers import the packages from here, with this Python.
-    _put_first("PYTHONPATH", ROOT)
-    _put_first("PATH", Path(sys.executable).parent)
-    directory = Path(short_directory())
+    environment = dict(os.environ)
+    for name, path in (("PYTHONPATH", ROOT), ("PATH", Path(sys.executable).parent)):
+        environment[name] = os.pathsep.join(filter(None, [str(path), os.environ.get(name)]))
     # Workers that compute with few threads share the cores; Ray only counts.
     cpus = max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker)
+    directory = short_directory()
     try:
-        guard = start_guard(directory, cpus)
+        guard = subprocess.Popen(
+            # -P leaves the driver's working directory out, whose files may have names of modules.
+            [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # A reader of the driver's errors, who reads to their end, must not have to wait for the guard's.
+            stderr=subprocess.DEVNULL,
+            text=True,
+            # Ctrl-C goes to the driver's whole process group. And this session is how the guard finds Ray's processes.
+            start_new_session=True,
+        )
     except OSError:
         directory.rmdir()
         raise
     _started.append(Embedded(guard, directory, cpus))
+    return _started[0]
 
 
-def start_guard(directory: Path, cpus: int) -> subprocess.Popen[str]:
-    """Start the guard, and with it the cluster; closing its stdin, or the end of this process, ends both."""
-    return subprocess.Popen(
-        # -P leaves the driver's working directory out, whose files may have names of modules.
-        [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        # A reader of the driver's errors, who reads to their end, must not have to wait for the guard's.
-        stderr=subprocess.DEVNULL,
-        text=True,
-        # Ctrl-C goes to the driver's whole process group. And this session is how the guard finds Ray's processes.
-        start_new_session=True,
-    )
+def end(*, waits: bool = True) -> None:
+    """End the cluster, if there is one, with every process and its temporary directory.
 
-
-def address() -> str:
-    """Wait until the cluster that was started can be joined; return its host:port. Raises ClusterError."""
-    answer = _started[0].guard.stdout
-    assert answer is not None
-    word, _, text = answer.readline().strip().partition(" ")
-    if word != "ready":
-        raise start_error(text or "its processes have ended")
-    return text
-
-
-def start_error(reason: str) -> ClusterError:
-    """Make the error of a cluster that cannot be used; the caller ends the cluster."""
-    return ClusterError(
-        f"an embedded Ray cluster did not start: {reason}\n"
-        f"it needs 1 GB of memory, free ports on the loopback and disk space in {_started[0].directory.parent}\n"
-        f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
-    )
-
-
-def end() -> None:
-    """End the cluster, if there is one, with every process and its temporary directory."""
-    # `communicate` closes the guard's standard input, and waits until the guard has cleared up.
-    while _started:
-        del os.environ[LOOPBACK_ONLY]
-        _started.pop().guard.communicate()
-
-
-def let_go() -> None:
-    """End the cluster, if there is one, but do not wait: for a command that has no use for it."""
+    A command that has no use for it need not wait for that.
+    """
     while _started:
         del os.environ[LOOPBACK_ONLY]
         guard = _started.pop().guard
+        # The guard clears up when its standard input is closed.
+        if waits:
+            guard.communicate()
+            continue
         for pipe in (guard.stdin, guard.stdout):
             assert pipe is not None
             pipe.close()
 
 
-def set_defaults(variables: Mapping[str, str]) -> None:
-    """Set those variables that the user has not."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
-
-
-def _put_first(name: str, path: Path) -> None:
-    """Put a folder before the others of a variable like PATH."""
-    others = os.environ.get(name)
-    if not others:
-        os.environ[name] = str(path)
-    elif str(path) != others.split(os.pathsep)[0]:
-        os.environ[name] = f"{path}{os.pathsep}{others}"
-
-
-def short_directory() -> str:
+def short_directory() -> Path:
     """Make a temporary directory whose path leaves enough bytes for the names of Ray's sockets."""
     longest = SOCKET_PATH_BYTES - RAY_SOCKET_BYTES - DIRECTORY_NAME_BYTES
     chosen = "/tmp"
@@ -203,7 +155,7 @@ def short_directory() -> str:
         if len(parent) <= longest and os.access(parent, os.W_OK):
             chosen = parent
             break
-    return tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen)
+    return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=chosen))
 
 
 # ------------------------------------------------------------------------ the token: who talks to a cluster runs code
@@ -257,29 +209,32 @@ def use_token_if_any() -> None:
 
 
 def main() -> None:
-    # A signal may go to the driver and all its children, and this process must outlive the driver. The handler does
-    # nothing; to ignore the signal instead would have all programs ignore it that are started here, Ray's among them.
-    def outlive(number: int, frame: FrameType | None) -> None:
-        return
-
+    # A signal may go to the driver and all its children, and this process must outlive the driver.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, outlive)
     directory, cpus = sys.argv[1:]
 
     # The ports are free at this moment. `ray start` says of a port that has been taken since that it is.
-    port, dashboard_port, client_port = free_ports(3)
+    sockets = []
+    ports = []
+    for _ in range(3):
+        sockets.append(socket.create_server((LOOPBACK, 0)))
+        ports.append(str(sockets[-1].getsockname()[1]))
+    for server in sockets:
+        server.close()
+    port, dashboard_port, client_port = ports
     log = Path(directory) / "start.log"
     with log.open("w") as output:
         start = subprocess.Popen(
             [
                 *("ray", "start", "--head", "--disable-usage-stats"),
-                *("--node-ip-address", LOOPBACK, "--port", str(port)),
-                *("--dashboard-host", LOOPBACK, "--dashboard-port", str(dashboard_port), "--include-dashboard=true"),
+                *("--node-ip-address", LOOPBACK, "--port", port),
+                *("--dashboard-host", LOOPBACK, "--dashboard-port", dashboard_port, "--include-dashboard=true"),
                 # Of two clusters on one machine that want the same port for their agents, the later one starts without
                 # its agent's server, says nothing, and then takes no jobs. 0 is any free port.
                 *("--dashboard-agent-listen-port", "0", "--min-worker-port", "0", "--max-worker-port", "0"),
                 # Nobody uses Ray's client server, but `ray start` has no option to leave it out.
-                *("--ray-client-server-port", str(client_port)),
+                *("--ray-client-server-port", client_port),
                 *("--num-cpus", cpus, "--object-store-memory", str(OBJECT_STORE_BYTES)),
                 *("--temp-dir", os.path.join(directory, INNER_DIRECTORY)),
                 # Two processes of half a CPU-second each are left out: one that asks for more nodes, of which there are
@@ -298,25 +253,13 @@ def main() -> None:
     if has_driver:
         answer = f"ready {LOOPBACK}:{port}"
         if start.returncode != 0:
-            lines = log.read_text(errors="replace").split("\n")
-            said = [line.strip() for line in lines if line.strip()]
-            answer = f"failed {said[-1] if said else f'ray start has ended with code {start.returncode}'}"
+            _, _, last_line = log.read_text(errors="replace").strip().rpartition("\n")
+            answer = f"failed {last_line.strip() or f'ray start has ended with code {start.returncode}'}"
         with suppress(BrokenPipeError):
             print(answer, flush=True)
         # The pipe closes with the driver, however it ends. Nothing has to be sent, so SIGKILL works as well.
         sys.stdin.read()
     clear(directory)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return numbers of ports that are free on the loopback now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind((LOOPBACK, 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 def clear(directory: str) -> None:

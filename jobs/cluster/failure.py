@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from data.errors import PatchlineError
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.worker import WorkerRecord, worker_file
 
@@ -59,6 +59,15 @@ class WorkerGroupError(Exception):
         return f"{worker}: {self.cause}"
 
 
+class StageFailed(PatchlineError):
+    """A stage ended for a reason that a restart does not cure; carries the worker's exit code and exception."""
+
+    def __init__(self, message: str, exit_code: int, kind: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.kind = kind  # name of the worker's exception; "" where it raised none
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What the driver knows of an attempt's workers, as their agents reported it last; all by rank."""
@@ -84,18 +93,16 @@ class Evidence:
         A lost node is no death where a worker has asked for an exit code: a node that is drained is gone as soon as its
         workers have committed.
         """
-        deaths = {rank: state.death for rank, state in self.states.items() if state.death}
-        if self.losses:
-            ends = self.ends()
-            if all(record.get("exit_code") is None for record in ends.values()):
-                for rank, loss in self.losses.items():
-                    if rank not in ends:
-                        deaths.setdefault(rank, loss)
+        deaths = {}
+        ends = self.ends()
+        if all(record.get("exit_code") is None for record in ends.values()):
+            for rank, loss in self.losses.items():
+                if rank not in ends:
+                    deaths[rank] = loss
+        for rank, state in self.states.items():
+            if state.death:
+                deaths[rank] = state.death
         return deaths
-
-    def has_lost_a_peer(self) -> bool:
-        """Tell whether a worker says that a collective has lost a member."""
-        return any(has_lost_a_peer(record) for record in self.ends().values())
 
     def grace_s(self) -> float:
         """Return how long to wait for a better explanation of a failure; infinite where there is no sign of one."""
@@ -161,7 +168,7 @@ class Evidence:
         )
 
 
-def has_lost_a_peer(record: WorkerRecord | Mapping[str, Any]) -> bool:
+def has_lost_a_peer(record: WorkerRecord) -> bool:
     """Tell whether a worker has ended because a collective lost a member, which says little about that worker."""
     if "error" not in record or record["exit_code"] is not None:
         return False

@@ -28,9 +28,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NoReturn, Protocol
 
-from jobs.cluster.worker import STOP_SIGNALS, WorkerOrder, run_worker
+from jobs.cluster.worker import STOP_SIGNALS, WorkerOrder, outlive, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -80,15 +79,6 @@ class News:
 # ------------------------------------------------------------------------ in the agent
 
 
-class Process(Protocol):
-    """A process that was started here."""
-
-    pid: int
-
-    def wait(self) -> int:
-        """Return its exit code when it has ended."""
-
-
 class ForkServer:
     """A fork server as its agent sees it: a child process, and a connection of orders and answers."""
 
@@ -102,13 +92,18 @@ class ForkServer:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if not has_gpus:
             words.append(IMPORTS)
-            # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers.
-            environment = with_malloc({**environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})
+            # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers. Of what malloc
+            # is told it takes the last, so the user's own settings come first.
+            settings = [environment.get(MALLOC_VARIABLE), MALLOC[MALLOC_VARIABLE]]
+            environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            environment[MALLOC_VARIABLE] = ":".join(filter(None, settings))
         self.process = self.launch(words, environment, (theirs.fileno(), lifeline))
         theirs.close()
         os.close(lifeline)
 
-    def launch(self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]) -> Process:
+    def launch(
+        self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
         """Start the process, which inherits these file descriptors."""
         # A new process inherits which signals are blocked; this one unblocks them when it has handlers.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -132,107 +127,21 @@ class ForkServer:
         self.connection.close()
 
 
-def with_malloc(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment with `MALLOC` after what the user has set there: malloc takes the last."""
-    theirs = environment.get(MALLOC_VARIABLE)
-    ours = MALLOC[MALLOC_VARIABLE]
-    return {**environment, MALLOC_VARIABLE: f"{theirs}:{ours}" if theirs else ours}
-
-
 # ------------------------------------------------------------------------ in the fork server
 
 
-class Server:
-    """The fork server itself."""
-
-    def __init__(self, connection: Connection, lifeline: int, folder: Path) -> None:
-        self.connection = connection
-        self.lifeline = lifeline
-        self.folder = folder
-        self.socket: socket.socket | None = None  # of the next rank 0's store
-        self.pids: set[int] = set()  # workers that have not been reaped
-        # Written by workers, a byte each time, and by the arrival of SIGCHLD.
-        self.news, self.tell_news = os.pipe()
-        self.deaths, self.tell_deaths = os.pipe()
-        os.set_blocking(self.tell_deaths, False)
-        signal.set_wakeup_fd(self.tell_deaths, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-
-    def serve(self) -> None:
-        """Take orders until the agent is gone."""
-        while True:
-            ready = wait([self.connection, self.lifeline, self.news, self.deaths])
-            if self.lifeline in ready:
-                return
-            if self.news in ready:
-                os.read(self.news, 4096)
-                self.connection.send(News())
-            if self.deaths in ready:
-                os.read(self.deaths, 4096)
-                self.reap()
-            if self.connection in ready:
-                self.connection.send(self.answer(self.connection.recv()))
-
-    def answer(self, request: object) -> object:
-        """Do what the agent asks."""
-        if isinstance(request, Listen):
-            # A cluster may have IPv6 alone, and then its nodes' addresses are "fd00::2".
-            self.socket = socket.socket(socket.AF_INET6 if ":" in request.address else socket.AF_INET)
-            self.socket.bind((request.address, 0))
-            self.socket.listen()
-            return Listening(self.socket.getsockname()[1])
-        assert isinstance(request, WorkerOrder), request
-        pid = os.fork()
-        if pid == 0:
-            self.become_worker(request)
-        self.pids.add(pid)
-        if request.serves_store and self.socket is not None:
-            self.socket.close()
-            self.socket = None
-        return Forked(request.info.rank, pid)
-
-    def become_worker(self, order: WorkerOrder) -> NoReturn:
-        """Leave everything of the server behind, in a process that was just forked, and run the worker."""
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            # The agent learns of the server's death by the end of this connection, which no worker may hold open.
-            self.connection.close()
-            for handle in (self.news, self.deaths, self.tell_deaths):
-                os.close(handle)
-            run_worker(order, self.socket, self.lifeline, self.tell_news)
-        finally:
-            # What has come here has no worker's record; the exit code has to do.
-            os._exit(1)
-
-    def reap(self) -> None:
-        """Tell of every worker that has ended."""
-        for pid in list(self.pids):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                continue
-            # Before the pid may be given to another process: the worker's loaders are in its group.
-            kill_group(pid)
-            _, status = os.waitpid(pid, 0)
-            self.pids.discard(pid)
-            self.connection.send(Ended(pid, os.waitstatus_to_exitcode(status)))
-
-    def close(self) -> None:
-        """Kill every worker and remove the node's folder."""
-        for pid in self.pids:
-            kill_group(pid)
-        for pid in self.pids:
-            os.waitpid(pid, 0)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def kill_group(pid: int) -> None:
-    """Kill a worker and all processes that it has started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    # A worker that has not come as far as its own process group is killed by itself.
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+def main(arguments: Sequence[str]) -> None:
+    """Import, then serve."""
+    connection, lifeline, folder, *words = arguments
+    # Who stops a job may signal all its processes. The driver tells the workers when to end.
+    for number in STOP_SIGNALS:
+        signal.signal(number, outlive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if IMPORTS in words:
+        import_for_workers()
+    # What is here now is shared by all forks: the collector need not touch it, which would copy its pages.
+    gc.freeze()
+    serve(Connection(int(connection)), int(lifeline), Path(folder))
 
 
 def import_for_workers() -> None:
@@ -246,23 +155,83 @@ def import_for_workers() -> None:
         import_deepspeed()
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Import, then serve."""
-    connection, lifeline, folder, *words = arguments
-    # Who stops a job may signal all its processes. The driver tells the workers when to end.
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if IMPORTS in words:
-        import_for_workers()
-    # What is here now is shared by all forks: the collector need not touch it, which would copy its pages.
-    gc.freeze()
-    server = Server(Connection(int(connection)), int(lifeline), Path(folder))
+def serve(connection: Connection, lifeline: int, folder: Path) -> None:
+    """Take orders until the agent is gone; then kill every worker, and remove the node's folder."""
+    store: socket.socket | None = None  # where the next rank 0 will serve
+    pids: set[int] = set()  # workers that have not been reaped
+    # Written by workers, a byte each time, and by the arrival of SIGCHLD.
+    news, tell_news = os.pipe()
+    deaths, tell_deaths = os.pipe()
+    os.set_blocking(tell_deaths, False)
+    signal.set_wakeup_fd(tell_deaths, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, outlive)
     try:
-        with suppress(EOFError, OSError):
-            server.serve()
+        while True:
+            ready = wait([connection, lifeline, news, deaths])
+            if lifeline in ready:
+                return
+            if news in ready:
+                os.read(news, 4096)
+                connection.send(News())
+
+            # One signal may stand for several workers that have ended: all are asked.
+            if deaths in ready:
+                os.read(deaths, 4096)
+                for pid in list(pids):
+                    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                        continue
+                    # Before the pid may be given to another process: the worker's loaders are in its group.
+                    kill_group(pid)
+                    _, status = os.waitpid(pid, 0)
+                    pids.discard(pid)
+                    connection.send(Ended(pid, os.waitstatus_to_exitcode(status)))
+
+            if connection not in ready:
+                continue
+            order = connection.recv()
+            if isinstance(order, Listen):
+                # A cluster may have IPv6 alone, and then its nodes' addresses are "fd00::2".
+                store = socket.socket(socket.AF_INET6 if ":" in order.address else socket.AF_INET)
+                store.bind((order.address, 0))
+                store.listen()
+                connection.send(Listening(store.getsockname()[1]))
+                continue
+            assert isinstance(order, WorkerOrder), order
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    # The agent learns of the server's death by the end of this connection, which no worker may hold.
+                    connection.close()
+                    for handle in (news, deaths, tell_deaths):
+                        os.close(handle)
+                    run_worker(order, store, lifeline, tell_news)
+                finally:
+                    # What has come here has no worker's record; the exit code has to do.
+                    os._exit(1)
+            pids.add(pid)
+            if order.serves_store and store is not None:
+                store.close()
+                store = None
+            connection.send(Forked(order.info.rank, pid))
+    except (EOFError, OSError):
+        return  # the agent is gone
     finally:
-        server.close()
+        for pid in pids:
+            kill_group(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a worker and all processes that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    # A worker that has not come as far as its own process group is killed by itself.
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

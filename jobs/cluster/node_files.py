@@ -90,21 +90,55 @@ class NodeFiles:
                 (self.stage / name).unlink(missing_ok=True)
             else:
                 _replace(self.stage / name, content)
-        self._remember_grown()
+
+        # How much of the files that grow was sent in earlier attempts.
+        try:
+            self.grown = json.loads((self.stage / SENT).read_text())
+        except (OSError, ValueError):
+            # The first attempt with a worker here. What lies here already is of a driver that was here.
+            for path in self._growing():
+                with suppress(OSError):
+                    self.grown[str(path.relative_to(self.stage))] = path.stat().st_size
+            self._keep_grown()
         return True
 
-    def look(self, taken: Mapping[str, Mark]) -> list[Change]:
-        """Return what is new here; `taken` are as in `take`."""
-        self.take(taken)
+    def look(self) -> list[Change]:
+        """Return what is new here, of which `take` has not been told."""
         changes = []
-        whole = [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.told)]
-        for path in whole:
-            # A file may vanish or be replaced at this moment: the next look has it.
-            with suppress(OSError):
-                changes += self._changed(path)
+        # Files that are sent whole. A file may vanish or be replaced at this moment: the next look has it.
+        for path in [*sorted(self.attempt.glob("rank-*")), *(self.stage / name for name in self.told)]:
+            name = str(path.relative_to(self.stage))
+            with suppress(OSError), path.open("rb") as file:
+                before_reading_ns = time.time_ns()
+                state = os.fstat(file.fileno())
+                mark = (state.st_size, state.st_mtime_ns)
+                if self.sent.get(name) == mark and name in self.settled:
+                    continue
+                file.seek(max(0, state.st_size - LARGEST_BYTES))
+                changes.append(Change(name, file.read(LARGEST_BYTES), False, mark))
+                if before_reading_ns - state.st_mtime_ns > SETTLED_NS:
+                    self.settled.add(name)
+                else:
+                    self.settled.discard(name)
+
+        # Files that grow: what was added.
         for path in self._growing():
-            with suppress(OSError):
-                changes += self._added(path)
+            name = str(path.relative_to(self.stage))
+            known = self.grown.setdefault(name, 0)
+            with suppress(OSError), path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                # Shorter than what was sent: it is another file.
+                if size < known:
+                    known = 0
+                file.seek(known)
+                content = file.read(min(size - known, LARGEST_BYTES))
+                # The last line may be half written, and another node's would go on behind it. A line as long as all
+                # that is read at once is sent in parts, or it would never be sent.
+                is_lines = path.suffix in (".txt", ".jsonl")
+                if is_lines and (b"\n" in content or len(content) < LARGEST_BYTES):
+                    content = content[: content.rfind(b"\n") + 1]
+                if content:
+                    changes.append(Change(name, content, True, (known + len(content), 0)))
         return changes
 
     def take(self, taken: Mapping[str, Mark]) -> None:
@@ -119,62 +153,10 @@ class NodeFiles:
         if has_grown:
             self._keep_grown()
 
-    # -------------------------------------------------------------------- files that are sent whole
-
-    def _changed(self, path: Path) -> list[Change]:
-        name = str(path.relative_to(self.stage))
-        before_reading_ns = time.time_ns()
-        with path.open("rb") as file:
-            state = os.fstat(file.fileno())
-            mark = (state.st_size, state.st_mtime_ns)
-            if self.sent.get(name) == mark and name in self.settled:
-                return []
-            file.seek(max(0, state.st_size - LARGEST_BYTES))
-            content = file.read(LARGEST_BYTES)
-        if before_reading_ns - state.st_mtime_ns > SETTLED_NS:
-            self.settled.add(name)
-        else:
-            self.settled.discard(name)
-        return [Change(name, content, False, mark)]
-
-    # -------------------------------------------------------------------- files that grow
-
     def _growing(self) -> Iterator[Path]:
         for name in LOGS:
             yield self.stage / name
         yield from sorted((self.stage / TENSORBOARD).glob("*"))
-
-    def _added(self, path: Path) -> list[Change]:
-        name = str(path.relative_to(self.stage))
-        known = self.grown.setdefault(name, 0)
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            # Shorter than what was sent: it is another file.
-            if size < known:
-                known = 0
-            if size == known:
-                return []
-            file.seek(known)
-            content = file.read(LARGEST_BYTES)
-        # The last line may be half written, and another node's would go on behind it. A line as long as all that is
-        # read at once is sent in parts, or it would never be sent.
-        is_lines = path.suffix in (".txt", ".jsonl")
-        if is_lines and (b"\n" in content or len(content) < LARGEST_BYTES):
-            content = content[: content.rfind(b"\n") + 1]
-        if not content:
-            return []
-        return [Change(name, content, True, (known + len(content), 0))]
-
-    def _remember_grown(self) -> None:
-        """Find out what of the files that grow was sent in earlier attempts."""
-        try:
-            self.grown = json.loads((self.stage / SENT).read_text())
-        except (OSError, ValueError):
-            # The first attempt with a worker here. What lies here already is of a driver that was here.
-            for path in self._growing():
-                with suppress(OSError):
-                    self.grown[str(path.relative_to(self.stage))] = path.stat().st_size
-            self._keep_grown()
 
     def _keep_grown(self) -> None:
         # On a full disk a later attempt sends some lines twice; this one does not.

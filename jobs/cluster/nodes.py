@@ -1,15 +1,24 @@
-"""The nodes that a campaign works on, as the driver sees them, whichever form they have: the contract of both.
+"""The nodes that a campaign works on, as the driver sees them: here those of plain processes, which are one machine.
 
-nodes = nodes_of(cluster)                                        # placement.py
+nodes = nodes_of(cluster)                               # placement.py: this machine, or a Ray cluster (ray_nodes.py)
 world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for places, and logs for what
-agents = nodes.agents(world, on_tick)                            # one a node, warm over attempts and stages
-agents[0].call("poll", 0, 1.0, {})                               # a Future
+agents = nodes.agents(world)                            # one a node, warm over attempts and stages
+agents[0].call("poll", 0, 1.0, {})                      # a Future
+
+`RayNodes` has the same methods; what they promise stands here.
 """
 
+import dataclasses
+import os
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from data.errors import ClusterError
+from jobs.cluster.agent import Agent
+from jobs.cluster.worker import LOOPBACK
+from jobs.cluster_config import ClusterConfig, cores
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -27,35 +36,63 @@ class NodeAgent:
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
 
 
-class Nodes(Protocol):
-    """The nodes of one command, for attempt after attempt."""
+class ThisMachine:
+    """Plain processes of this machine: one node, whose agent is an object in this process."""
+
+    own_node = ""  # id of the driver's own node
+
+    def __init__(self, cluster: ClusterConfig) -> None:
+        self.cluster = cluster
+        self.agent = Agent(has_gpus=cluster.gpus_per_worker > 0)
+        # The poll that is under way, and what is asked of the agent meanwhile.
+        self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="agent")
 
     def warm_up(self) -> None:
         """Begin what workers need and what takes seconds, where that takes nothing from anybody."""
+        self.agent.warm_up()
 
     def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
         """Return how many workers can start, one of `worlds`, when their places are reserved; the largest comes first.
 
-        `run` is the name under which others see who holds the places. Raises ClusterError.
+        `run` is the name under which others see who holds the places. Raises ClusterError, here where this machine has
+        too few GPUs.
         """
+        gpus = self.cluster.gpus_per_worker
+        if not gpus:
+            return worlds[0]
+        present, _ = self.gpus_present()
+        for world in worlds:
+            if world * gpus <= present:
+                return world
+        raise ClusterError(
+            f"{worlds[-1]} workers want {worlds[-1] * gpus} GPUs and this machine has {present}\n"
+            f"the processes backend stays on one machine\n"
+            f"type cluster.workers={max(1, present // gpus)}, cluster.gpus_per_worker=0 "
+            f"or cluster.backend=ray for more machines"
+        )
 
-    def agents(self, world: int, on_tick: Tick) -> list[NodeAgent]:
+    def agents(self, world: int) -> list[NodeAgent]:
         """Return the agents of the nodes on which the places lie, in the order of the ranks; start those that lack."""
+        return [NodeAgent(os.uname().nodename, "", LOOPBACK, world, self.call)]
+
+    def call(self, method: str, *arguments: object) -> "Future[Any]":
+        """Call a method of the agent in another thread."""
+        return self.threads.submit(getattr(self.agent, method), *arguments)
 
     def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
         """Say how a node was lost whose agent does not answer, and go on without it; "" where it is there.
 
         `error` is what the call of the agent raised, None where it has not returned.
         """
+        return ""
 
     def room(self) -> int:
         """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""
+        return 0  # there are as many places from the start as there will ever be
 
     def draining(self) -> Set[str]:
         """Return the ids of nodes that were told to go. Any thread may ask."""
-
-    def own_node(self) -> str:
-        """Return the id of this process's own node."""
+        return frozenset()
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         """Have the next attempt placed without these nodes, where the others have the room."""
@@ -65,25 +102,57 @@ class Nodes(Protocol):
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs there are, and whether this "machine" or a "cluster" has them."""
+        # CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so. Torch takes a second to import.
+        import torch
+
+        return torch.cuda.device_count(), "machine"
 
 
-class SparePlace(Nodes, Protocol):
-    """A place for one worker beside the worker group, which is never taken from training or from anybody who waits."""
+class SpareCore(ThisMachine):
+    """A place for one worker beside the worker group: a core, and where workers have GPUs a GPU, that those leave free.
+
+    It is never taken from training. `SpareBundle` has the same methods, for a Ray cluster.
+    """
+
+    def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
+        """`world` workers of the config train on this machine and keep so many cores busy."""
+        super().__init__(cluster)
+        self.busy_cores = busy_cores
+        self.gpus_in_use = world * cluster.gpus_per_worker
+        self.has_training_ended = False  # set from outside: the worker group's own cores and GPUs are free from then on
 
     def is_free(self) -> bool:
         """Tell whether there is a place that nobody wants."""
+        if self.has_training_ended:
+            return True
+        if cores() <= self.busy_cores:
+            return False
+        gpus = self.cluster.gpus_per_worker
+        return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
 
     def is_wanted(self) -> bool:
         """Tell whether somebody waits for the place that is used."""
-
-    def training_has_ended(self) -> None:
-        """Hear that the worker group's own places are free from now on."""
+        return False  # other commands of this machine do not know of one another
 
     def take(self) -> bool:
         """Take the place; tell whether that succeeded."""
+        return True  # nobody else takes it meanwhile
 
     def give_back(self) -> None:
         """Give the place back."""
 
     def close(self) -> None:
         """End the agent."""
+        self.agent.close()
+
+    def agents(self, world: int) -> list[NodeAgent]:
+        """Return the agent of this machine, for one worker on a GPU that training leaves."""
+        (agent,) = super().agents(world)
+        if not self.cluster.gpus_per_worker:
+            return [agent]
+        visible = list(map(str, range(self.gpus_present()[0])))
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if named is not None:
+            visible = named.split(",")
+        first = 0 if self.has_training_ended else self.gpus_in_use
+        return [dataclasses.replace(agent, visible_gpus=",".join(visible[first:]))]

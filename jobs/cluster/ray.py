@@ -19,7 +19,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,28 +60,32 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
     """
     if embedded.has_too_few_cpus(cluster):
         disconnect()
-    if not _is_joined():
-        if embedded.is_wanted():
-            _join_embedded(cluster)
-        else:
-            embedded.set_defaults(embedded.ENVIRONMENT)
-            _join(os.environ["RAY_ADDRESS"])
-    return cluster_info()
+    if not _is_joined() and embedded.is_wanted():
+        _join_embedded(cluster)
+    elif not _is_joined():
+        address = os.environ["RAY_ADDRESS"]
+        if address.startswith("http"):
+            raise ClusterError(
+                f"RAY_ADDRESS={address} is a dashboard\n"
+                f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
+                f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
+            )
+        # "auto" is the cluster of this machine, whose address Ray finds itself.
+        if address != "auto":
+            require_reachable(address)
+        # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
+        embedded.use_token_if_any()
+        os.environ.update(embedded.ENVIRONMENT | dict(os.environ))
+        runtime_env = None
+        # The workers on other nodes need this checkout; a submitted job has shipped it already.
+        is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        if not is_submitted_job:
+            runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
+        try:
+            _init_ray(address=address, runtime_env=runtime_env)
+        except Exception as error:
+            raise explain(error, address) from None
 
-
-def disconnect() -> None:
-    """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
-    if _is_joined():
-        import ray
-
-        # `ray.shutdown` puts in the system's handler of SIGTERM, which kills.
-        _keep_sigterm_handler(ray.shutdown)
-    _dashboards.clear()
-    embedded.end()
-
-
-def cluster_info() -> ClusterInfo:
-    """Return what the connected cluster has."""
     import ray
 
     resources = ray.cluster_resources()
@@ -94,6 +100,17 @@ def cluster_info() -> ClusterInfo:
     )
 
 
+def disconnect() -> None:
+    """Leave the cluster; an embedded one ends, with every process and its temporary directory."""
+    if _is_joined():
+        import ray
+
+        # `ray.shutdown` puts in the system's handler of SIGTERM, which kills.
+        _keep_sigterm_handler(ray.shutdown)
+    _dashboards.clear()
+    embedded.end()
+
+
 def _is_joined() -> bool:
     # Where nothing has imported Ray there is no connection, and to ask Ray would import it.
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
@@ -101,84 +118,55 @@ def _is_joined() -> bool:
 
 def _join_embedded(cluster: ClusterConfig) -> None:
     """Start the embedded cluster, unless it was started early, and join it; ends it where that fails."""
-    embedded.start(cluster)
+    started = embedded.start(cluster)
     try:
-        address = embedded.address()
+        # The guard's one line, when the cluster can be joined.
+        assert started.guard.stdout is not None
+        word, _, text = started.guard.stdout.readline().strip().partition(" ")
+        if word != "ready":
+            raise RuntimeError(text or "its processes have ended")
         import ray
 
         # Ray has read the variable when it was imported, which may have been before the cluster was started.
         if ray.util.get_node_ip_address() != embedded.LOOPBACK:
-            raise embedded.start_error(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
-        _init_ray(address=address)
-    except ClusterError:
+            raise RuntimeError(f"this process imported Ray before {embedded.LOOPBACK_ONLY} was 0")
+        _init_ray(address=text)
+    except Exception as error:
         # The guard clears away what has come up of the cluster.
         disconnect()
-        raise
-    except Exception as error:
         reason = [*str(error).strip().splitlines(), type(error).__name__][0]
-        failure = embedded.start_error(reason)
-        disconnect()
-        raise failure from error
-
-
-def _join(address: str) -> None:
-    if address.startswith("http"):
         raise ClusterError(
-            f"RAY_ADDRESS={address} is a dashboard\n"
-            f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
-            f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
-        )
-    # "auto" is the cluster of this machine, whose address Ray finds itself.
-    if address != "auto":
-        require_reachable(address)
-    # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
-    embedded.use_token_if_any()
-    runtime_env = None
-    # The workers on other nodes need this checkout; a submitted job has shipped it already.
-    is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    if not is_submitted_job:
-        runtime_env = {"working_dir": str(ROOT), "excludes": EXCLUDES}
-    try:
-        _init_ray(address=address, runtime_env=runtime_env)
-    except Exception as error:
-        raise explain(error, address) from None
+            f"an embedded Ray cluster did not start: {reason}\n"
+            f"it needs 1 GB of memory, free ports on the loopback and disk space in {started.directory.parent}\n"
+            f"type cluster.backend=processes to do without, or RAY_ADDRESS=host:port of a running one"
+        ) from error
 
 
 def _init_ray(**options: Any) -> None:
     """Call `ray.init`, and keep our handler of SIGTERM meanwhile."""
     import ray
 
-    def join() -> None:
-        context = ray.init(log_to_driver=False, logging_level="error", namespace=NAMESPACE, **options)
-        if context.dashboard_url:
-            _dashboards.append(f"http://{context.dashboard_url}")
-
-    _keep_sigterm_handler(join)
+    work = partial(ray.init, log_to_driver=False, logging_level="error", namespace=NAMESPACE, **options)
+    context = _keep_sigterm_handler(work)
+    if context.dashboard_url:
+        _dashboards.append(f"http://{context.dashboard_url}")
 
 
-def _keep_sigterm_handler(work: Callable[[], None]) -> None:
+def _keep_sigterm_handler(work: Callable[[], Any]) -> Any:
     """Do what joins or leaves a cluster, and keep this process's handler of SIGTERM, which asks for a commit.
 
     In a main thread `ray.init` would put in a Python handler at once, which ends the process with code 15: so the work
     is done in another one. At its end Ray puts in one in C all the same, which is replaced here.
     """
-    errors: list[BaseException] = []
-
-    def keep_error() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
     ours = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=keep_error, name="ray")
-    thread.start()
-    thread.join()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
+    outcome = thread.submit(work)
+    thread.shutdown(wait=False)
+    wait([outcome])
     # Only a main thread may set handlers, and None is one that Python did not set.
     if ours is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, ours)
-    if errors:
-        raise errors[0]
+    return outcome.result()
 
 
 # ------------------------------------------------------------------------ why a cluster cannot be joined

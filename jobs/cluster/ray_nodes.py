@@ -1,10 +1,10 @@
-"""The nodes of a Ray cluster on which a campaign works: the places of its workers, which Ray reserves.
+"""The nodes of a Ray cluster on which a campaign works: the places of its workers, which Ray reserves, and its agents.
 
 1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, each on one node. From then on
    Ray's scheduler orders the request among all others, and an autoscaler sees what is wanted.
 2. While Ray has no room, a message says for how many workers there is room, and which campaigns hold the rest.
-3. `agents` starts an actor on each of these nodes (ray_agents.py), or finds it warm: it belongs to the node and not to
-   the places, which may change while the node does not.
+3. `agents` starts an actor on each of these nodes, or finds it warm: it belongs to the node and not to the places,
+   which may change while the node does not. An actor takes no CPU of Ray's count.
 4. The places are kept when an attempt fails, so that a campaign that waits does not slip in between two attempts. They
    are asked for anew where one of their nodes is about to leave, or does not answer.
 5. Ray takes all of it back when this process leaves the cluster.
@@ -16,20 +16,31 @@ there is room for more, between two attempts.
 
 import math
 import secrets
+import signal
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from data.errors import ClusterError
+from jobs.cluster.agent import Agent
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
 from jobs.cluster.nodes import Log, NodeAgent, Tick
 from jobs.cluster.ray import WAITING
-from jobs.cluster.ray_agents import RayAgents, gpus_of_bundles, loss_of_agent, loss_of_node
+from jobs.cluster.worker import outlive
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
@@ -39,6 +50,47 @@ SAME_LINE_S = 60.0  # before the same line is logged again
 NEXT_CHOICE_S = 5.0  # for Ray to place a request, before another number of workers is asked for
 AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # Ray has missed a node that is dead after so long; a node that is there is better than none
+TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
+
+AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
+ANSWER_S = 3.0  # for a node that is alive to take a connection
+GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
+WORKER_GAUGE = "patchline_worker"
+
+
+class RayAgent(Agent):
+    """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
+
+    def __init__(self, has_gpus: bool) -> None:
+        super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
+        # Who stops a node signals all its processes, and this one still has to report what the workers do.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, outlive)
+        threading.Thread(target=self.show_workers, daemon=True).start()
+
+    def show_workers(self) -> None:
+        """Set the gauge again and again; Prometheus joins it with what Ray says of each node, by `instance`."""
+        gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
+        while True:
+            with self.changed:
+                news = self.news
+                ranks = list(self.workers)
+                # An attempt's folder is <run>/<stage>-<key>/attempts/attempt-000001.
+                *_, run, stage_and_key, _, _ = ("", "", "", "", *self.folder.parts)
+            stage, _, _ = stage_and_key.rpartition("-")
+            for rank in ranks:
+                gauge.set(1.0, tags={"run": run, "stage": stage, "rank": str(rank)})
+            # At once where something has happened, because an attempt may be shorter than the interval.
+            deadline = time.monotonic() + GAUGE_EVERY_S
+            with self.changed:
+                while self.news == news and time.monotonic() < deadline:
+                    self.changed.wait(max(0.0, deadline - time.monotonic()))
+
+
+def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
+    """Call a method of an agent; what it returns comes in the future."""
+    future: Future[Any] = getattr(actor, method).remote(*arguments).future()
+    return future
 
 
 @dataclass(frozen=True)
@@ -49,41 +101,25 @@ class Reservation:
     workers: int
     share: Mapping[str, int]  # of one worker, by Ray's name of the resource
 
-    def row(self) -> Mapping[str, Any]:
-        """Return what Ray's table says of it."""
-        return placement_group_table(self.group)
 
-
-@dataclass(frozen=True)
-class Request:
-    """Says which places a worker group wants, and how long it waits."""
-
-    run: str
-    share: Mapping[str, int]  # of one worker, by Ray's name of the resource
-    worlds: tuple[int, ...]  # the numbers of workers that would do, the largest first
-    patience_s: float  # for the largest, where several would do
-    timeout_s: float  # for any
-    log: Log
-
-    def largest_in(self, room: int) -> int | None:
-        """Return the largest world for whose workers there is room; None where there is room for none."""
-        for world in self.worlds:
-            if world <= room:
-                return world
-        return None
+def largest_within(worlds: Sequence[int], room: int) -> int:
+    """Return the largest world for whose workers there is room; 0 where there is room for none."""
+    return max((world for world in worlds if world <= room), default=0)
 
 
 class RayNodes:
-    """What this process has in the cluster that it has joined."""
+    """What this process has in the cluster that it has joined; the contract is that of `ThisMachine`."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
         self.is_embedded = is_embedded
+        self.own_node = str(ray.get_runtime_context().get_node_id())
         self.reservation: Reservation | None = None
         self.lent: list[Reservation] = []  # free places that are given back when anybody wants them
         self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
-        self.ray_agents = RayAgents()
         self.run = ""
+        self.actors: dict[str, Any] = {}  # the agents, by their node's id
+        self.actors_started = 0
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
 
     def warm_up(self) -> None:
@@ -93,7 +129,7 @@ class RayNodes:
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
-            self.ray_agents.start(self.own_node(), self.run, has_gpus=self.cluster.gpus_per_worker > 0)
+            self.start_agent(self.own_node)
 
     # -------------------------------------------------------------------- places
 
@@ -110,16 +146,28 @@ class RayNodes:
             # It does not grow: nobody has to wait for more.
             room = self.refuse_too_few(worlds[-1])
             worlds = [world for world in worlds if world <= room]
-        request = Request(run, share, tuple(worlds), self.cluster.patience_s, self.cluster.wait_s or math.inf, log)
-        if not self._holds(request):
-            self._ask(request, request.worlds[0])
+
+        # What this process holds is kept on nodes that stay. A group that has lost a node is placed anew by Ray; one
+        # may be REMOVED by somebody else.
+        held = self.reservation
+        if held is not None and held.share == share and held.workers in worlds:
+            row = placement_group_table(held.group)
+            state = ClusterState.now()
+            leaving = self._avoided_for(worlds[-1], state) | state.draining
+            if row["state"] == "REMOVED" or leaving & set(row["bundles_to_node_id"].values()):
+                held = None
+        else:
+            held = None
+        if held is None:
+            self._ask(worlds[0], worlds[-1])
         elif len(worlds) > 1:
-            # Give up what this process holds for the places of more workers, where there is room for them.
-            more = request.largest_in(self.room())
-            if more is not None and more > self.workers_held:
-                self._ask(request, more)
+            # Give it up for the places of more workers, where there is room for them.
+            more = largest_within(worlds, self.room())
+            if more > held.workers:
+                self._ask(more, worlds[-1])
+
         try:
-            self._wait(request, on_tick)
+            self._wait(worlds, log, on_tick)
         except BaseException:
             # Who does not wait any more must not be given what others wait for.
             self.release()
@@ -134,7 +182,9 @@ class RayNodes:
         share = share_of_worker(self.cluster)
         room = room_for(share, ClusterState.now().total)
         if self.is_embedded and room < least:
-            raise too_small(f"room for {room} of {least} workers of {in_words(share)}", "this machine has no more")
+            raise ClusterError(
+                f"room for {room} of {least} workers of {in_words(share)}\nthis machine has no more\n{TOO_FEW}"
+            )
         return room
 
     @property
@@ -159,56 +209,47 @@ class RayNodes:
     def is_anything_asked_for(self) -> bool:
         """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
         total = ClusterState.now().total
-        ours = {reservation.group.id.hex() for reservation in self._reservations()}
+        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
         for group, row in placement_group_table().items():
             if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
                 wanted: Counter[str] = Counter()
                 for bundle in row["bundles"].values():
                     wanted.update(bundle)
-                    if room_for({name: 1 for name in bundle}, total) < 1:
+                    if room_for(dict.fromkeys(bundle, 1), total) < 1:
                         wanted["more than any node has"] += 1
-                if all(sum(node.get(name, 0) for node in total.values()) >= count for name, count in wanted.items()):
+                there: Counter[str] = Counter()
+                for resources in total.values():
+                    there.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
+                if wanted <= there:
                     return True
         return False
 
-    def _reservations(self) -> list[Reservation]:
-        return [reservation for reservation in [self.reservation, *self.lent] if reservation is not None]
-
-    def _holds(self, request: Request) -> bool:
-        """Tell whether this process holds what is wanted, on nodes that stay."""
-        held = self.reservation
-        if held is None:
-            return False
-        row = held.row()
-        # A group that has lost a node is placed anew by Ray; one may be REMOVED by somebody else.
-        if row["state"] == "REMOVED" or held.share != request.share or held.workers not in request.worlds:
-            return False
-        state = ClusterState.now()
-        nodes = set(row["bundles_to_node_id"].values())
-        return not nodes & (self._avoided_for(request, state) | state.draining)
-
-    def _ask(self, request: Request, workers: int) -> None:
+    def _ask(self, workers: int, least: int) -> None:
         """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
         self.release()
         self.gpu_ids = {}
         selector = None
-        avoided = self._avoided_for(request, ClusterState.now())
+        avoided = self._avoided_for(least, ClusterState.now())
         if avoided:
             selector = [{"ray.io/node-id": f"!in({', '.join(sorted(avoided))})"}] * workers
+        share = share_of_worker(self.cluster)
         group = placement_group(
-            [dict(request.share)] * workers,
+            [dict(share)] * workers,
             strategy="PACK",
             # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
-            name=f"{OWNER}{request.run} {secrets.token_hex(4)}",
+            name=f"{OWNER}{self.run} {secrets.token_hex(4)}",
             bundle_label_selector=selector,
         )
-        self.reservation = Reservation(group, workers, request.share)
+        self.reservation = Reservation(group, workers, share)
 
-    def _wait(self, request: Request, on_tick: Tick) -> None:
+    def _wait(self, worlds: Sequence[int], log: Log, on_tick: Tick) -> None:
         """Return when Ray has placed the request; log meanwhile what is missing. Raises what `reserve` raises."""
+        share = share_of_worker(self.cluster)
+        patience_s = self.cluster.patience_s
+        timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
-        deadline = began + request.timeout_s
-        next_choice = min(began + request.patience_s, deadline)
+        deadline = began + timeout_s
+        next_choice = min(began + patience_s, deadline)
         next_line = began + FIRST_LINE_S
         last_line, logged_at = "", 0.0
         assert self.reservation is not None
@@ -216,53 +257,51 @@ class RayNodes:
             now = time.monotonic()
             if now > next_choice:
                 next_choice = now + NEXT_CHOICE_S
-                self._take_avoided_nodes(request)
-                if len(request.worlds) > 1 and self._choose(request):
+                if self._choose(worlds, log):
                     deadline = max(deadline, next_choice)
             if now > deadline:
-                text = self._missing(request.worlds[-1], request.share)
-                raise too_small(text, f"waited {request.timeout_s:.0f} s")
+                state = ClusterState.now()
+                text = missing(worlds[-1], share, self._open_to_us(state, set()), state)
+                raise ClusterError(f"{text}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
             # Not at once, when it has changed, and now and then. Or a queue looks like a hang.
             if now > next_line:
-                line = self._missing(request.worlds[0], request.share)
-                if len(request.worlds) > 1:
-                    line += f"; fewer will do after {request.patience_s:g} s (cluster.patience_s)"
+                state = ClusterState.now()
+                line = missing(worlds[0], share, self._open_to_us(state, set()), state)
+                if len(worlds) > 1:
+                    line += f"; fewer will do after {patience_s:g} s (cluster.patience_s)"
                 if line != last_line or now > logged_at + SAME_LINE_S:
-                    request.log(f"{WAITING}{line}")
+                    log(f"{WAITING}{line}")
                     last_line, logged_at = line, now
                 next_line = now + NEXT_LINE_S
             on_tick()
             assert self.reservation is not None
 
-    def _choose(self, request: Request) -> bool:
+    def _choose(self, worlds: Sequence[int], log: Log) -> bool:
         """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most."""
-        most = request.worlds[0]
-        state = ClusterState.now()
-        room = room_for(request.share, self._open_to_us(state, self._avoided_for(request, state)))
-        # Where none would do, the most is what an autoscaler is to hear of.
-        world = request.largest_in(room) or most
-        if world != self.workers_held:
-            if world < most:
-                request.log(f"goes on with {world} of up to {most} workers: {self._missing(most, request.share)}")
-            self._ask(request, world)
-        return world < most
-
-    def _take_avoided_nodes(self, request: Request) -> None:
-        """Ask for the places anew, with nodes that were to be avoided, where only with them there is room."""
         now = time.monotonic()
+        share = share_of_worker(self.cluster)
         state = ClusterState.now()
-        avoided = self._avoided_for(request, state)
-        alive = {node for node in avoided if now > self.avoided[node] + MISSED_S}
-        room = room_for(request.share, self._open_to_us(state, avoided))
-        world = request.largest_in(room_for(request.share, self._open_to_us(state, avoided - alive)))
-        if request.largest_in(room) is None and world is not None:
-            for node in alive:
+        # Nodes that were to be avoided are taken where only with them there is room.
+        avoided = self._avoided_for(worlds[-1], state)
+        room = room_for(share, self._open_to_us(state, avoided))
+        back = {node for node in avoided if now > self.avoided[node] + MISSED_S}
+        room_with_them = room_for(share, self._open_to_us(state, avoided - back))
+        has_other_nodes = room < worlds[-1] <= room_with_them
+        if has_other_nodes:
+            room = room_with_them
+            for node in back:
                 del self.avoided[node]
-            self._ask(request, world)
 
-    def _missing(self, workers: int, share: Mapping[str, int]) -> str:
-        state = ClusterState.now()
-        return missing(workers, share, room_for(share, self._open_to_us(state, set())), state)
+        # Where none would do, the most is what an autoscaler is to hear of.
+        world = largest_within(worlds, room) or worlds[0]
+        if has_other_nodes:
+            self._ask(world, worlds[-1])
+        elif world != self.workers_held:
+            if world < worlds[0]:
+                text = missing(worlds[0], share, self._open_to_us(state, set()), state)
+                log(f"goes on with {world} of up to {worlds[0]} workers: {text}")
+            self._ask(world, worlds[-1])
+        return world < worlds[0]
 
     def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
         """Return what the nodes have for us, by node: what is free there, and what this process holds."""
@@ -270,9 +309,11 @@ class RayNodes:
         for node, resources in state.staying.items():
             if node not in avoided:
                 nodes[node] = Counter(resources)  # type: ignore[arg-type]  # amounts may be fractions
-        for reservation in self._reservations():
+        for reservation in [self.reservation, *self.lent]:
+            if reservation is None:
+                continue
             # A bundle that has lost its node lies on none of these.
-            for node in reservation.row()["bundles_to_node_id"].values():
+            for node in placement_group_table(reservation.group)["bundles_to_node_id"].values():
                 if node in nodes:
                     nodes[node].update(reservation.share)
         return nodes
@@ -282,10 +323,6 @@ class RayNodes:
     def draining(self) -> Set[str]:
         """Return the nodes that Ray was told will go: by hand, by its autoscaler, by SIGTERM to `ray start --block`."""
         return ClusterState.now().draining
-
-    def own_node(self) -> str:
-        """Return the id of this process's own node."""
-        return str(ray.get_runtime_context().get_node_id())
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         """Have worker groups placed without these nodes, as long as the others have the room."""
@@ -301,66 +338,107 @@ class RayNodes:
         now = time.monotonic()
         return {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
-    def _avoided_for(self, request: Request, state: ClusterState) -> set[str]:
-        """Return the nodes that the places of a worker group must not lie on."""
+    def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
+        """Return the nodes that places must not lie on, where the others have room for `least` workers."""
         avoided = self.nodes_to_avoid() & set(state.total)
-        others = {node: resources for node, resources in state.total.items() if node not in avoided}
+        others = state.total.copy()
+        for node in avoided:
+            del others[node]
         # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
-        if room_for(request.share, others) < request.worlds[-1]:
+        if room_for(share_of_worker(self.cluster), others) < least:
             return set()
         return avoided
 
     # -------------------------------------------------------------------- agents
 
-    def agents(self, world: int, on_tick: Tick) -> list[NodeAgent]:
+    def agents(self, world: int) -> list[NodeAgent]:
         """Return the agents of the nodes of the reservation, in the order of the ranks; start those that lack."""
         assert self.reservation is not None and self.reservation.workers >= world
+        group = self.reservation.group
         slots: dict[str, list[int]] = {}  # bundles by node, in the order of the first bundle
-        for bundle, node_id in sorted(self.reservation.row()["bundles_to_node_id"].items())[:world]:
+        for bundle, node_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())[:world]:
             slots.setdefault(node_id, []).append(bundle)
         # Agents of nodes that are not used any more would only take up their memory.
-        for node_id in self.ray_agents.actors.keys() - slots.keys():
-            self.ray_agents.kill(node_id)
+        for node_id in self.actors.keys() - slots.keys():
+            self.end_agent(node_id)
         rows = {node["NodeID"]: node for node in ray.nodes()}
         gpus = self.cluster.gpus_per_worker
         agents = []
         for node_id, bundles in slots.items():
-            # Of a bundle the GPUs are the same as long as it lives.
+            # Which GPUs Ray has given to a bundle it tells in no table: a task in each bundle sees its own. They are
+            # the same as long as the bundle lives.
             if gpus and node_id not in self.gpu_ids:
-                self.gpu_ids[node_id] = gpus_of_bundles(self.reservation.group, bundles, gpus)
+                answers = []
+                for bundle in bundles:
+                    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+                    task: Any = ray.remote(num_cpus=0, num_gpus=gpus)(ray.get_gpu_ids)
+                    answers.append(task.options(scheduling_strategy=place).remote())
+                ids: list[str] = []
+                for of_bundle in ray.get(answers):
+                    ids += map(str, of_bundle)
+                self.gpu_ids[node_id] = ",".join(ids)
             agents.append(
                 NodeAgent(
                     name=rows[node_id]["NodeManagerHostname"],
                     node_id=node_id,
                     address=rows[node_id]["NodeManagerAddress"],
                     slots=len(bundles),
-                    call=self.ray_agents.start(node_id, self.run, has_gpus=gpus > 0),
+                    call=partial(call_actor, self.start_agent(node_id)),
                     visible_gpus=self.gpu_ids.get(node_id, ""),
                 )
             )
         return agents
 
+    def start_agent(self, node_id: str) -> Any:
+        """Return the actor that is the agent of a node; where none runs there, one is started and imports."""
+        if node_id not in self.actors:
+            self.actors_started += 1
+            remote: Any = ray.remote(RayAgent).options(
+                # People find it by this name in the dashboard.
+                name=f"{Path(self.run).name} agent {self.actors_started} {secrets.token_hex(2)}",
+                num_cpus=0,
+                max_restarts=0,
+                max_concurrency=AGENT_THREADS,
+                # Not soft: on any other node it would start the workers there.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            self.actors[node_id] = remote.remote(self.cluster.gpus_per_worker > 0)
+            self.actors[node_id].warm_up.remote()
+        return self.actors[node_id]
+
+    def end_agent(self, node_id: str) -> None:
+        """End the agent of a node, and its workers with it, where there is one."""
+        with suppress(Exception):
+            ray.kill(self.actors[node_id])
+        self.actors.pop(node_id, None)
+
     def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
         """Say how the node of an agent was lost, or the agent alone, and go on without it; "" where both are there."""
-        loss = loss_of_node(agent.node_id)
+        loss = "its node left the cluster"
+        for node in ray.nodes():
+            if node["NodeID"] == agent.node_id and node["Alive"]:
+                # Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
+                try:
+                    socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+                    loss = ""
+                except OSError:
+                    loss = "its node does not answer"
         if loss:
             # The places are asked for anew, elsewhere.
             self.avoid([agent.node_id])
             self.release()
-        else:
-            loss = loss_of_agent(error)
+        elif isinstance(error, OutOfMemoryError):
+            loss = f"its node's agent was killed by Ray's out-of-memory killer: {str(error).splitlines()[0]}"
+        elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+            loss = "its node's agent died (killed, or crashed), and its workers with it"
         if loss:
-            self.ray_agents.kill(agent.node_id)
+            self.end_agent(agent.node_id)
         return loss
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""
-        return int(ray.cluster_resources().get("GPU", 0)), "machine" if self.is_embedded else "cluster"
-
-
-def too_small(text: str, reason: str) -> ClusterError:
-    """Return the error of a cluster that has not enough places, with what to type."""
-    return ClusterError(f"{text}\n{reason}\ntype fewer cluster.workers, or RAY_ADDRESS=host:port of more machines")
+        place = "machine" if self.is_embedded else "cluster"
+        return int(ray.cluster_resources().get("GPU", 0)), place
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
@@ -374,9 +452,10 @@ def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
     if connection not in _joined:
         # What was held over another connection has gone with it. The nodes to avoid are kept: it may be the same
         # cluster that was joined again.
-        avoided = {node: since for nodes in _joined.values() for node, since in nodes.avoided.items()}
+        nodes = RayNodes(cluster, is_embedded=is_embedded)
+        for before in _joined.values():
+            nodes.avoided |= before.avoided
         _joined.clear()
-        _joined[connection] = RayNodes(cluster, is_embedded=is_embedded)
-        _joined[connection].avoided = avoided
+        _joined[connection] = nodes
     _joined[connection].cluster = cluster
     return _joined[connection]

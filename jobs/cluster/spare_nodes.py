@@ -31,7 +31,7 @@ class SpareBundle(RayNodes):
         super().__init__(training.cluster, is_embedded=training.is_embedded)
         self.training = training
         self.run = f"{training.run} evaluation"
-        self.has_training_ended = False
+        self.has_training_ended = False  # set from outside: the worker group's own places are free from then on
         self.next_look = 0.0
 
     def is_free(self) -> bool:
@@ -49,10 +49,6 @@ class SpareBundle(RayNodes):
             return False
         self.next_look = time.monotonic() + BORROW_LOOK_S
         return self.training.is_anything_asked_for()
-
-    def training_has_ended(self) -> None:
-        """Hear that the worker group's own places are free from now on."""
-        self.has_training_ended = True
 
     def take(self) -> bool:
         """Take one of the places that training has left, or borrow another; tell whether Ray had it at once."""
@@ -78,8 +74,8 @@ class SpareBundle(RayNodes):
 
     def close(self) -> None:
         """End the agents of evaluations."""
-        for node_id in list(self.ray_agents.actors):
-            self.ray_agents.kill(node_id)
+        for node_id in list(self.actors):
+            self.end_agent(node_id)
 
 
 def run_on_spare_nodes(

@@ -31,125 +31,35 @@ f. Otherwise wait, and start the next attempt from the newest checkpoint. There 
    else it is `backoff_s`, doubled with every attempt.
 """
 
+import builtins
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, cast
 
 from data.errors import ExitCode, Preempted
 from jobs.cluster.elastic import Growth, Sizes
-from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.placement import nodes_of
-from jobs.cluster.recovery import (
-    GO_ON,
-    FailuresInARow,
-    StageFailed,
-    fall_back,
-    is_move,
-    last_step,
-    move,
-    no_progress,
-    prepare_restart,
-    restart_point,
-    write_incident,
-)
+from jobs.cluster.failure import StageFailed, WorkerGroupError
+from jobs.cluster.placement import Nodes, nodes_of
 from jobs.cluster.worker import Task, WorkerFunction
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
-from pipeline.checkpoints.manifest import attempt_folder
-from pipeline.monitoring.watchdog import Watch
+from pipeline.monitoring.watchdog import Place, Watch
 
+GO_ON = "run the same command again to go on"
 
-class Companion(Protocol):
-    """Works beside the worker group of an attempt, and takes no part in it."""
+# What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
+OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
+LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
+STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-    def end(self) -> None:
-        """Give everything back at once."""
-
-
-class Alone:
-    """Stands in for a companion where there is none."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-def alone(task: Task, folder: Path, cluster: ClusterConfig) -> Companion:
-    """Return the companion of an attempt that has none."""
-    return Alone()
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What the driver knows of an attempt that runs."""
-
-    context: Context
-    number: int
-    group: WorkerGroup
-    watch: Watch
-    growth: Growth
-    companion: Companion
-    can_commit: bool
-
-    def look(self) -> None:
-        """Look at the workers once, as they were last reported, about every 0.5 s.
-
-        Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and there is
-        nothing to commit. Where that ends the attempt, the companion ends first.
-        """
-        try:
-            # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker
-            # that has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
-            if not self.group.have_all_ended():
-                stuck = self.watch.look(self.group.places(), self.group.is_frozen)
-                if stuck is not None:
-                    raise self.group.failure(stuck.rank, stuck.cause)
-                # Slow is not stuck: the run goes on at the pace of its slowest worker, and its user learns which it is.
-                slow = self.watch.slow()
-                if slow is not None:
-                    rank, share = slow
-                    self.context.log(
-                        f"worker {rank} on {self.group.node_names[rank]} is slow: "
-                        f"the others waited for it alone in {share:.0%} of the looks"
-                    )
-            if self.growth.wanted is None and self.growth.is_due():
-                room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
-                self.context.log(f"{room}: committing the step, to go on with more")
-            is_moved = bool(self.group.drain_events) or self.growth.wanted is not None
-            if is_moved or self.context.stop_requested():
-                self.request_stop()
-            self.context.poll(self.group.folder, self.number)
-        except BaseException:
-            self.companion.end()
-            raise
-
-    def request_stop(self) -> None:
-        """Ask the workers to commit and end; called again and again, because the attempt may have just begun."""
-        # A worker that has not even started has nothing to commit, and to place it may take minutes.
-        if self.context.stop_requested() and not self.group.has_started():
-            end_if_asked(self.context)
-        if not self.can_commit:
-            raise Preempted(f"stopped in {self.context.name}; run the same command again to do it from its start")
-        self.group.request_stop()
+Accompany = Callable[[Task, Path, ClusterConfig], AbstractContextManager[object]]
 
 
 def supervise(
@@ -161,7 +71,7 @@ def supervise(
     stall_s: float,
     can_commit: bool = True,
     handed_on: Sequence[str] = (),
-    accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone,
+    accompany: Accompany | None = None,
 ) -> dict[str, Any]:
     """Run attempts of a stage until one succeeds; return rank 0's value.
 
@@ -169,39 +79,40 @@ def supervise(
     the stage may run, the largest first. A worker that holds up all others for `stall_s` seconds is a failure. Workers
     that cannot commit are ended at once where somebody wants this process to end. `handed_on` names the files of the
     stage's folder by which one attempt tells the next. `accompany(task, attempt_folder, cluster)` returns what works
-    beside each attempt.
+    beside each attempt, and ends with it.
 
     Raises Preempted when the stage was stopped, StageFailed when it cannot go on.
     """
     nodes = nodes_of(context.campaign.cluster)
-    failures = FailuresInARow(context.campaign.cluster.max_restarts)
-    sizes = Sizes(worlds)
+    storage = context.campaign.storage
+    history = History(Sizes(worlds))
     while True:
         # 0. Before the claim: an attempt that never had a place leaves nothing behind.
-        run = context.campaign.storage.address()
-        world = nodes.reserve(run, sizes.open_worlds(), context.log, partial(end_if_asked, context))
+        sizes = history.sizes
+        world = nodes.reserve(storage.address(), sizes.open_worlds(), context.log, partial(end_if_asked, context))
         sizes.begins(world)
         cluster = dataclasses.replace(context.campaign.cluster, workers=world)
-        growth = Growth(
-            sizes.larger_than(world), cluster.patience_s, nodes.room, partial(last_step, context), sizes.not_before
-        )
+        larger = [other for other in worlds if other > world]
+        growth = Growth(larger, cluster.patience_s, nodes.room, partial(last_step, context), sizes.not_before)
 
         # 1 to 3: what this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context)
         context.check_owned()
-        number = claim_attempt(context.campaign.storage, context.directory.name)
+        number = claim_attempt(storage, context.directory.name)
         task = make_task(number)
-        folder = attempt_folder(context.directory, number)
+        folder = context.attempt_folder(number)
         folder.mkdir(parents=True)
 
         # 4 and 5. The watchdog starts anew with each attempt: it counts from the first look at these workers.
         watch = Watch(world, stall_s, cluster.start_timeout_s)
-        is_shared = context.campaign.storage.is_shared
-        group = WorkerGroup(nodes, cluster, folder, is_shared=is_shared, handed_on=handed_on)
-        companion = accompany(task, folder, cluster)
-        attempt = Attempt(context, number, group, watch, growth, companion, can_commit)
+        group = WorkerGroup(nodes, cluster, folder, is_shared=storage.is_shared, handed_on=handed_on)
+        attempt = Attempt(context, number, group, watch, growth, can_commit)
+        companion: AbstractContextManager[object] = nullcontext()
+        if accompany is not None:
+            companion = accompany(task, folder, cluster)
+        growth.start()
         try:
-            with growth, companion:
+            with companion:
                 value = group.run(function, task, attempt.look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
@@ -215,30 +126,76 @@ def supervise(
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, {link.agent.node_id for link in group.links})
-            drain_events = list(group.drain_events.values())
-            if is_move(context, drain_events, growth, error):
-                move(context, nodes, drain_events, growth, sizes, world)
+            # The workers have ended because a node gave notice or there is room for more of them, and only so.
+            was_asked = growth.wanted is not None or bool(group.drain_events)
+            if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
+                move(attempt, nodes, sizes)
                 continue
             # Asked for by whoever wants this process to end.
             if isinstance(error, Preempted):
                 raise
             failure = error
         finally:
+            growth.has_ended.set()
             # The log may have grown since the last look.
             context.poll(folder, number)
+        recover(context, nodes, history, failure, world, made_progress=made_progress)
 
-        # a and b.
-        if failure.exit_code == ExitCode.PREEMPTED:
-            raise Preempted(message_of(failure))
-        if not made_progress and fall_back(context, nodes, failure, sizes, world):
-            continue
-        # c. A worker that asks for an exit code knows what it wants.
-        if failure.exit_code is not None:
-            raise StageFailed(f"{context.name}: {message_of(failure)}", failure.exit_code, failure.kind)
-        # d to f.
-        if failures.are_too_many(failure, made_progress):
-            raise no_progress(context, failure, failures.count)
-        prepare_restart(context, failure, failures.count)
+
+@dataclass
+class History:
+    """What is known of a stage's attempts, from one to the next."""
+
+    sizes: Sizes
+    failures: int = 0  # attempts that failed without a new checkpoint between them
+    last_cause: str = ""  # of the last failure
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the driver knows of an attempt that runs."""
+
+    context: Context
+    number: int
+    group: WorkerGroup
+    watch: Watch
+    growth: Growth
+    can_commit: bool
+
+    def look(self) -> None:
+        """Look at the workers once, as they were last reported, about every 0.5 s.
+
+        Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and there is
+        nothing to commit.
+        """
+        context = self.context
+        group = self.group
+        # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker that
+        # has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
+        if not group.have_all_ended():
+            stuck = self.watch.look(group.places(), group.is_frozen)
+            if stuck is not None:
+                raise group.evidence().silent_failure(stuck.rank, stuck.cause)
+            # Slow is not stuck: the run goes on at the pace of its slowest worker, and its user learns which it is.
+            slow = self.watch.slow()
+            if slow is not None:
+                rank, share = slow
+                context.log(
+                    f"worker {rank} on {group.node_names[rank]} is slow: "
+                    f"the others waited for it alone in {share:.0%} of the looks"
+                )
+        if self.growth.wanted is None and self.growth.is_due():
+            room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
+            context.log(f"{room}: committing the step, to go on with more")
+
+        # Asked again and again, because the attempt may have just begun.
+        if group.drain_events or self.growth.wanted is not None or context.stop_requested():
+            # A worker that has not even started has nothing to commit, and to place it may take minutes.
+            if not group.request_stop():
+                end_if_asked(context)
+            if not self.can_commit:
+                raise Preempted(f"stopped in {context.name}; run the same command again to do it from its start")
+        context.poll(group.folder, self.number)
 
 
 def end_if_asked(context: Context) -> None:
@@ -247,6 +204,111 @@ def end_if_asked(context: Context) -> None:
         raise Preempted(f"stopped before the workers had started, at {restart_point(context)}; {GO_ON}")
 
 
-def message_of(failure: WorkerGroupError) -> str:
-    """Return the message of the exception by which a worker has ended, without the exception's name."""
-    return failure.cause.partition(": ")[2]
+def last_step(context: Context) -> int:
+    """Return the step of the newest committed checkpoint of a stage; −1 where there is none."""
+    newest_first = context.checkpoints.committed_steps()
+    return newest_first[0] if newest_first else -1
+
+
+def restart_point(context: Context) -> str:
+    """Return where the next attempt starts, in words."""
+    step = last_step(context)
+    return f"step {step}" if step >= 0 else "the start: nothing was committed yet"
+
+
+# ------------------------------------------------------------------------ an attempt has ended
+
+
+def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+    """Append to the log of incidents that a person can read: when, which worker, in which of `places`, and why."""
+    # These go into the failure itself, because the log and the stage's error say them too.
+    if failure.rank is not None and failure.rank in places:
+        failure.place = str(places[failure.rank])
+    if any(word in failure.cause for word in OUT_OF_MEMORY):
+        failure.cause += LESS_MEMORY
+
+    clock = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        with open(context.directory / "incidents.txt", "a") as file:
+            file.write(f"{clock} {failure}\n{failure.traceback}\n")
+    except OSError as refused:
+        # A full disk may be the incident itself: say it, and let the supervisor go on.
+        context.log(f"the incident log could not be written ({refused}): {failure}")
+
+
+def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
+    """Say which node is left, or how many workers are wanted, and from where the next attempt starts.
+
+    Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
+    """
+    context = attempt.context
+    wanted = attempt.growth.wanted
+    drain_events = attempt.group.drain_events
+    if wanted is not None and not drain_events:
+        sizes.grows(wanted)
+        context.log(f"growing from {attempt.watch.world} to {wanted} workers, from {restart_point(context)}")
+        return
+    leaving = {}
+    for event in drain_events.values():
+        leaving[event.node_id] = f"{event.node} ({event.why})"
+    text = f"about to leave: {', '.join(leaving.values())}"
+    if None in drain_events:
+        raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
+    nodes.avoid(list(leaving))
+    context.log(f"{text}; moving to other nodes, from {restart_point(context)}")
+
+
+def recover(
+    context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
+) -> None:
+    """Return when the next attempt is to start behind one of `world` workers that failed: a to f of the module.
+
+    Raises Preempted where somebody wants this process to end, before or during a wait, and StageFailed.
+    """
+    # a. The message is that of the exception by which the worker has ended, without the exception's name.
+    message = failure.cause.partition(": ")[2]
+    if failure.exit_code == ExitCode.PREEMPTED:
+        raise Preempted(message)
+    # b. Back to the workers and nodes of the last attempt that committed.
+    if not made_progress:
+        proven = history.sizes.fall_back(world)
+        if proven is not None and not context.stop_requested():
+            nodes.stay_on(proven.nodes)
+            text = f"no commit with {world} workers: back to {proven.world} on their nodes"
+            context.log(f"{failure}; {text}, from {restart_point(context)}")
+            return
+    # c. A worker that asks for an exit code knows what it wants.
+    if failure.exit_code is not None:
+        raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
+
+    # d. A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever. One restart is
+    # enough to know that the same exception comes again; a death, which has no kind, may have been chance.
+    history.failures = 0 if made_progress else history.failures + 1
+    is_same_again = failure.kind != "" and failure.cause == history.last_cause and history.failures > 0
+    history.last_cause = failure.cause
+    start = restart_point(context)
+    if is_same_again or history.failures > context.campaign.cluster.max_restarts:
+        # A refusal of the disk has an exit code of its own: the storage is to be looked at, not the training.
+        exception = getattr(builtins, failure.kind, None)  # "PermissionError" and others are the system's
+        is_os_error = isinstance(exception, type) and issubclass(exception, OSError)
+        raise StageFailed(
+            f"{context.name}: {failure}\n"
+            f"  {history.failures} attempts in a row made no new checkpoint; the last is {start}\n"
+            f"  the traceback is in {context.directory / 'incidents.txt'}",
+            ExitCode.IO if is_os_error else ExitCode.INTERNAL,
+        )
+    # e.
+    if context.stop_requested():
+        raise Preempted(f"{failure}; stopped at {start}; {GO_ON}")
+    # f. After a new checkpoint the next attempt starts at once; without one it perhaps waits for a disk or a node.
+    wait_s = 0.0
+    if history.failures:
+        wait_s = context.campaign.cluster.backoff_s * 2 ** (history.failures - 1)
+    remark = f" in {wait_s:.0f}s" if wait_s else ""
+    context.log(f"{failure}; restarting from {start}{remark}")
+    # In small pieces, so that a signal does not have to wait for the end of the wait.
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        if context.stop_requested():
+            raise Preempted(f"stopped while waiting to restart from {start}; {GO_ON}")
+        time.sleep(STOP_POLL_S)

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any, NotRequired, TypedDict
@@ -140,13 +141,24 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
     """
     # Loaders that this worker starts belong to its process group, and are killed with it.
     os.setsid()
+    info = order.info
     os.environ.clear()
-    os.environ.update(order.environment | order.info.environment() | {NODE_FOLDER: str(order.node_folder)})
+    os.environ.update(order.environment | info.environment() | {NODE_FOLDER: str(order.node_folder)})
     os.chdir(order.directory)
     os.umask(order.umask)
-    threading.Thread(target=_die_with_agent, args=(lifeline,), daemon=True).start()
-    _take_signals(order, news)
-    info = order.info
+
+    # What asks a whole machine's processes to end is ignored, and SIGTERM noted for the agent at once. Python calls a
+    # handler only between two of its own instructions, and a worker may sit in a collective; what `set_wakeup_fd` names
+    # is written by the signal itself.
+    for number in STOP_SIGNALS:
+        signal.signal(number, outlive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signals, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    sigterm_file = worker_file(order.node_folder, info.rank, ".sigterm")
+    threading.Thread(target=_listen, args=(lifeline, signals, sigterm_file, news), daemon=True).start()
+
     record: WorkerRecord = {
         "rank": info.rank,
         "node": socket.gethostname(),
@@ -160,18 +172,28 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
         _write_record(order, record)
         os.write(news, b".")
         if order.serves_store:
+            from torch.distributed import TCPStore
+
+            # torch's rank 0 would serve a store on all interfaces, to whoever asks; this one listens where the fork
+            # server has bound.
             assert server is not None
-            _stores.append(serve_store(server))
+            address, port = server.getsockname()[:2]
+            handle = server.detach()
+            _stores.append(TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle))
         function, task = pickle.loads(order.call)
         value = function(task)
         end: WorkerRecord = {**record, "ended": time.time(), "value": value}
         # A value that is not JSON raises here, and so is the worker's own error.
         json.dumps(end)
     except BaseException as error:
+        exit_code = getattr(error, "exit_code", None)
+        if isinstance(error, SystemExit):
+            exit_code = error.code
         end = {
             **record,
             "ended": time.time(),
-            "exit_code": _wanted_exit_code(error),
+            # sys.exit("a text") is a failure like any other.
+            "exit_code": exit_code if isinstance(exit_code, int) else None,
             "kind": type(error).__name__,
             "error": refusal(error) if isinstance(error, OSError) else str(error),
             "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
@@ -187,12 +209,22 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
 
 
 def _prepare(order: WorkerOrder) -> None:
-    """Open the worker's log, and prepare torch and gloo for its rank."""
+    """Open the worker's log, and prepare torch and gloo for its rank. Raises ClusterError where there is no folder."""
     info = order.info
+    folder = order.folder
     if order.is_shared:
-        _require_folder(order.folder)
+        # Imported here: an agent imports this module and not numpy, which this one brings.
+        from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
+
+        # With patience, because a network file system may show late what the driver has made.
+        unseen, waited_s = look_for(folder.parent, {folder.name: None})
+        if unseen:
+            raise ClusterError(
+                f"{folder}, which the driver has made, is not there on {socket.gethostname()} after {waited_s:.0f} s\n"
+                f"  {SAME_STORAGE}"
+            )
     # What C libraries print goes past sys.stdout, so the streams themselves lead to the log.
-    log = os.open(worker_file(order.folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = os.open(worker_file(folder, info.rank, ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
     # A crash in C leaves no exception, only what Python's fault handler writes.
@@ -207,20 +239,6 @@ def _prepare(order: WorkerOrder) -> None:
     torch.set_num_threads(info.threads)
 
 
-def _require_folder(folder: Path) -> None:
-    """Raise ClusterError where the attempt's folder, which the driver has made, is not there on this node."""
-    # Here, because an agent imports this module and not numpy, which this one brings.
-    from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
-
-    # With patience, because a network file system may show it late.
-    unseen, waited_s = look_for(folder.parent, {folder.name: None})
-    if unseen:
-        raise ClusterError(
-            f"{folder}, which the driver has made, is not there on {socket.gethostname()} after {waited_s:.0f} s\n"
-            f"  {SAME_STORAGE}"
-        )
-
-
 def _write_record(order: WorkerOrder, record: WorkerRecord) -> None:
     """Write a worker's record into the node's folder, where the agent reads it, and into the attempt's for people."""
     # With room for the end, which is written on a full disk too: the disk may be why the worker ends.
@@ -231,57 +249,18 @@ def _write_record(order: WorkerOrder, record: WorkerRecord) -> None:
         write_with_reserve(worker_file(order.folder, rank, ".json"), text, RECORD_RESERVE_BYTES)
 
 
-def serve_store(server: socket.socket) -> Any:
-    """Serve the store in which the workers of a group find each other, as long as the returned object lives.
-
-    torch's rank 0 would serve one on all interfaces, to whoever asks; this one listens where `server` does.
-    """
-    from torch.distributed import TCPStore
-
-    address, port = server.getsockname()[:2]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
-
-
-def _take_signals(order: WorkerOrder, news: int) -> None:
-    """Ignore what asks a whole machine's processes to end, and note SIGTERM for the agent at once.
-
-    Python calls a handler only between two of its own instructions, and a worker may sit in a collective; what
-    `set_wakeup_fd` names is written by the signal itself.
-    """
-    for number in STOP_SIGNALS:
-        # SIG_IGN would do so as well, but programs that a worker starts inherit it.
-        signal.signal(number, _do_nothing)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-
-    def note() -> None:
-        while signal.SIGTERM not in os.read(reading, 1):
-            pass
-        worker_file(order.node_folder, order.info.rank, ".sigterm").touch()
-        os.write(news, b".")
-
-    threading.Thread(target=note, daemon=True).start()
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal without ending."""
-
-
-def _die_with_agent(lifeline: int) -> None:
-    """Kill this worker and its loaders when the agent is gone; no signal tells the child of a fork server."""
-    os.read(lifeline, 1)
+def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:
+    """Note a SIGTERM for the agent, and kill this worker with its loaders when the agent is gone."""
+    # No signal tells the child of a fork server that the agent is gone.
+    while lifeline not in wait([lifeline, signals]):
+        if signal.SIGTERM in os.read(signals, 4096):
+            # A node's memory that is full costs the notice, and not the worker.
+            with suppress(OSError):
+                sigterm_file.touch()
+                os.write(news, b".")
     # 0 is this worker's own process group, with the loaders that it has started.
     os.killpg(0, signal.SIGKILL)
 
 
-def _wanted_exit_code(error: BaseException) -> int | None:
-    """Return the exit code that an exception asks for; None where it is a failure like any other."""
-    code = getattr(error, "exit_code", None)
-    if isinstance(error, SystemExit):
-        code = error.code
-    if isinstance(code, int):
-        return code
-    # sys.exit("a text") counts as a failure.
-    return None
+def outlive(number: int, frame: FrameType | None) -> None:
+    """Handle a signal without ending. SIG_IGN would do so as well, but programs that are started here inherit it."""

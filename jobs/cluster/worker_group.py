@@ -24,10 +24,10 @@ from typing import Any
 
 from data.errors import PatchlineError
 from jobs.cluster.agent import NodeOrder, NodeReport, WorkerState
-from jobs.cluster.failure import Evidence, WorkerGroupError
+from jobs.cluster.failure import Evidence, WorkerGroupError, has_lost_a_peer
 from jobs.cluster.node_files import Mark, begin_as_driver, take_over
-from jobs.cluster.nodes import NodeAgent, Nodes
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.nodes import NodeAgent
+from jobs.cluster.placement import Nodes, nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import Place
@@ -40,6 +40,7 @@ SILENT_PEER_S = 2.0  # the same, where a worker says that it has lost a peer
 DRAIN_POLL_S = 1.0  # between two questions which nodes are being drained
 STOP_AGAIN_S = 5.0  # between two requests to commit and end
 END_S = 20.0  # for agents to end their workers
+DRAINED = "its node is drained"
 
 
 @dataclass(frozen=True)
@@ -101,26 +102,13 @@ class WorkerGroup:
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
-        self.draining: dict[str, str] = {}  # by node id: why; filled by a thread
+        self.draining: set[str] = set()  # ids of nodes; filled by a thread
 
     # -------------------------------------------------------------------- what an `on_tick` may read and ask
 
     def places(self) -> dict[int, Place]:
         """Return in which phase every worker was when it was last seen."""
         return {rank: state.place for rank, state in self.states.items() if state.place is not None}
-
-    def started(self) -> list[int]:
-        """Return the ranks that have started."""
-        return [rank for rank, state in self.states.items() if state.record is not None]
-
-    def has_started(self) -> bool:
-        """Tell whether any worker has started; the agents are asked where no report says so."""
-        if self.started():
-            return True
-        # The last report may be a second old, and a worker that has started since may have taken steps.
-        asked = [link.agent.call("has_started") for link in self.links if not link.loss]
-        answered, _ = wait(asked, POLL_S)
-        return any(answer.exception() is None and answer.result() for answer in answered)
 
     def have_all_ended(self) -> bool:
         """Tell whether every worker is done, well or not."""
@@ -130,26 +118,28 @@ class WorkerGroup:
         """Tell whether a signal has stopped a worker."""
         return rank in self.states and self.states[rank].is_stopped
 
-    def request_stop(self) -> None:
-        """Ask the workers to commit and end."""
+    def request_stop(self) -> bool:
+        """Ask the workers to commit and end; tell whether any of them has started."""
         now = time.monotonic()
+        has_started = any(state.record is not None for state in self.states.values())
         # Again after a while: a request may be lost with a connection that broke for a moment.
-        if now > self.stop_requested + STOP_AGAIN_S:
+        if not has_started or now > self.stop_requested + STOP_AGAIN_S:
             self.stop_requested = now
-            for link in self.links:
-                link.agent.call("stop")
+            asked = [link.agent.call("stop") for link in self.links if not link.loss]
+            # The last report may be a second old, and a worker that has started since may have taken steps.
+            if not has_started:
+                for answer in wait(asked, POLL_S).done:
+                    has_started |= answer.exception() is None and answer.result()
+        return has_started
 
     def evidence(self) -> Evidence:
         """Return what is known of the workers, from which their failure is judged."""
         losses = {}
         for link in self.links:
             if link.loss:
-                losses.update({info.rank: link.loss for info in link.ranks})
+                for info in link.ranks:
+                    losses[info.rank] = link.loss
         return Evidence(self.folder, self.cluster.world, self.states, self.node_names, self.addresses, losses)
-
-    def failure(self, rank: int, cause: str) -> WorkerGroupError:
-        """Return the error of a worker that cannot speak for itself, with the stacks that its log holds."""
-        return self.evidence().silent_failure(rank, cause)
 
     # -------------------------------------------------------------------- the attempt
 
@@ -162,7 +152,13 @@ class WorkerGroup:
         threading.Thread(target=self._watch_draining, name="draining", daemon=True).start()
         try:
             # 1. Tell the agents which workers to start.
-            self._start(pickle.dumps((function, task)), on_tick)
+            deadline = time.monotonic() + self.cluster.start_timeout_s
+            orders = self._orders(pickle.dumps((function, task)), deadline, on_tick)
+            calls = []
+            for link, order in zip(self.links, orders, strict=True):
+                calls.append((link, link.agent.call("start", order)))
+            for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
+                link.has_own_folder = is_own
 
             # 2. Follow the workers' states until all have ended, or until it is known which one failed first.
             judge_at = math.inf  # when the first failure is judged, once there is a sign of one
@@ -170,12 +166,14 @@ class WorkerGroup:
             while True:
                 self.poll(max(0.0, min(next_tick, judge_at) - time.monotonic()))
                 # A node that was told to go: the next tick has the workers commit and end.
-                for node_id, why in list(self.draining.items()):
-                    for link in self.links:
-                        if link.agent.node_id == node_id:
-                            self._note(link.ranks[0].rank, link.agent.name, node_id, why)
-                    if node_id == self.nodes.own_node():
-                        self._note(None, os.uname().nodename, node_id, why)
+                for link in self.links:
+                    agent = link.agent
+                    if agent.node_id in self.draining:
+                        rank = link.ranks[0].rank
+                        self.drain_events.setdefault(rank, DrainEvent(rank, agent.name, agent.node_id, DRAINED))
+                own_node = self.nodes.own_node
+                if own_node in self.draining:
+                    self.drain_events.setdefault(None, DrainEvent(None, os.uname().nodename, own_node, DRAINED))
                 # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
                 evidence = self.evidence()
                 now = time.monotonic()
@@ -206,10 +204,9 @@ class WorkerGroup:
         assert record is not None
         return record["value"]
 
-    def _start(self, call: bytes, on_tick: Callable[[], None]) -> None:
-        """Tell the agents which workers to start."""
-        deadline = time.monotonic() + self.cluster.start_timeout_s
-        agents = self.nodes.agents(self.cluster.world, on_tick)
+    def _orders(self, call: bytes, deadline: float, on_tick: Callable[[], None]) -> list[NodeOrder]:
+        """Give every agent the ranks of its node, and return what each is told, in the order of `links`."""
+        agents = self.nodes.agents(self.cluster.world)
         ranks = iter(range(self.cluster.world))
         for node_rank, agent in enumerate(agents):
             infos = []
@@ -233,18 +230,16 @@ class WorkerGroup:
 
         # Nodes that share no storage with the driver get the attempt's folder, and what earlier attempts tell this one:
         # None for a file that is not there.
+        token = ""
+        told: dict[str, bytes | None] = {}
+        earlier = []
         if not self.is_shared:
             token = secrets.token_hex(16)
             begin_as_driver(self.folder, token)
-            stage = self.folder.parents[1]
-            told: dict[str, bytes | None] = {}
             for name in self.handed_on:
-                path = stage / name
+                path = self.folder.parents[1] / name
                 told[name] = path.read_bytes() if path.exists() else None
             earlier = [path.name for path in self.folder.parent.iterdir() if path.is_dir()]
-            begun = [(link, link.agent.call("begin_files", self.folder, token, told, earlier)) for link in self.links]
-            for link, is_own in zip(self.links, self._answers(begun, deadline, on_tick), strict=True):
-                link.has_own_folder = is_own
 
         # Rank 0 serves the store in which the workers find each other; it is told at which port.
         first = self.links[0]
@@ -256,11 +251,10 @@ class WorkerGroup:
             # torchrun's word for a store that somebody else serves; without it rank 0 opens one of its own.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        calls = []
+        orders = []
         for link in self.links:
-            order = NodeOrder(link.ranks, call, self.folder, variables, not link.has_own_folder)
-            calls.append((link, link.agent.call("start", order)))
-        self._answers(calls, deadline, on_tick)
+            orders.append(NodeOrder(link.ranks, call, self.folder, variables, token, told, earlier))
+        return orders
 
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]
@@ -300,51 +294,49 @@ class WorkerGroup:
         if done and len(answers) > 1:
             wait(answers, TOGETHER_S)
         for link in self.links:
-            if link.answer is not None and link.answer.done():
-                self._take_answer(link)
-            elif link.answer is not None:
+            answer = link.answer
+            if answer is None:
+                continue
+            if not answer.done():
                 # Without a peer that says so, a node that is silent for a moment may only be slow.
-                limit_s = SILENT_PEER_S if self.evidence().has_lost_a_peer() else SILENT_S
+                limit_s = SILENT_S
+                if any(map(has_lost_a_peer, self.evidence().ends().values())):
+                    limit_s = SILENT_PEER_S
                 if time.monotonic() > link.asked + limit_s:
                     link.asked += limit_s
                     link.loss = self.nodes.loss_of(link.agent, None)
+                continue
+            link.answer = None
+            try:
+                report: NodeReport = answer.result()
+            except Exception as error:
+                # Or a connection that broke for a moment: then the agent is asked again.
+                link.loss = self.nodes.loss_of(link.agent, error)
+                if not link.loss:
+                    time.sleep(TOGETHER_S)
+                continue
 
-    def _take_answer(self, link: AgentLink) -> None:
-        assert link.answer is not None
-        answer = link.answer
-        link.answer = None
-        try:
-            report: NodeReport = answer.result()
-        except Exception as error:
-            # Or a connection that broke for a moment: then the agent is asked again.
-            link.loss = self.nodes.loss_of(link.agent, error)
-            time.sleep(0.0 if link.loss else TOGETHER_S)
-            return
-        link.news = report.news
-        for state in report.workers:
-            self.states[state.rank] = state
-        for rank in report.told_to_go:
-            # Without Ray whoever signals one process signals this one too, and there is nowhere else to go.
-            if link.agent.node_id:
-                self._note(rank, link.agent.name, link.agent.node_id, f"worker {rank} was sent SIGTERM")
-        if report.changes:
-            link.taken = take_over(self.folder.parents[1], report.changes)
-            if any(change.is_rest for change in report.changes):
-                # At once, not with the next poll: a driver that is killed in between would get the same lines again.
-                link.agent.call("take", link.taken)
-                link.taken = {}
-
-    # -------------------------------------------------------------------- nodes that are told to go
+            link.news = report.news
+            for state in report.workers:
+                self.states[state.rank] = state
+            for rank in report.told_to_go:
+                # Without Ray whoever signals one process signals this one too, and there is nowhere else to go.
+                agent = link.agent
+                if agent.node_id:
+                    event = DrainEvent(rank, agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
+                    self.drain_events.setdefault(rank, event)
+            if report.changes:
+                link.taken = take_over(self.folder.parents[1], report.changes)
+                if any(change.is_rest for change in report.changes):
+                    # At once, not with the next poll: a driver that is killed in between would get these lines again.
+                    link.agent.call("take", link.taken)
+                    link.taken = {}
 
     def _watch_draining(self) -> None:
         """Ask once a second which nodes are being drained, in a thread of its own: the head may be away."""
         while not self.has_ended.wait(DRAIN_POLL_S):
             with suppress(Exception):
-                for node_id in self.nodes.draining():
-                    self.draining[node_id] = "its node is drained"
-
-    def _note(self, rank: int | None, node: str, node_id: str, why: str) -> None:
-        self.drain_events.setdefault(rank, DrainEvent(rank, node, node_id, why))
+                self.draining |= self.nodes.draining()
 
 
 def run_worker_group(

@@ -18,7 +18,7 @@ that of the first one.
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -107,13 +107,15 @@ def worlds_of_all(campaign: Campaign) -> list[int]:
     for stage in campaign.stages:
         if campaign.done(stage) is not None:
             continue
-        allowed = allowed_worlds(stage.config, campaign.cluster)
+        allowed: Sequence[int] = campaign.cluster.worlds
+        if stage.kind.trains:
+            allowed = allowed_worlds(stage.config, campaign.cluster)
         if not first:
             first = list(allowed)
             common = list(allowed)
         common = sorted(set(common).intersection(allowed), reverse=True)
     # Where all have finished, nothing asks for a number.
-    return common or first or list(range(campaign.cluster.most, campaign.cluster.least - 1, -1))
+    return common or first or list(campaign.cluster.worlds)
 
 
 def requirements_of(campaign: Campaign, world: int) -> Requirements:

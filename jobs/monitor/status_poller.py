@@ -25,7 +25,7 @@ POLL_EVERY_S = 5.0
 # Polls of an attempt come twice a second while it runs; a busy machine may be late.
 SILENT_S = 5.0
 CLOSE_S = 5.0  # for the last look; Ray's head may not answer
-# How an incident begins in incidents.txt (recovery.write_incident); the traceback behind it has no such line.
+# How an incident begins in incidents.txt (supervisor.write_incident); the traceback behind it has no such line.
 INCIDENT = re.compile(rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 
 # "waiting": no attempt is running, the stage waits for places or for its next attempt.

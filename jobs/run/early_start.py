@@ -35,7 +35,7 @@ def started_early(recipe: config.Recipe, kind: str | None = None) -> Iterator[No
         yield
     finally:
         if not had_cluster:
-            embedded.let_go()
+            embedded.end(waits=False)
 
 
 def start_early(recipe: config.Recipe, kind: str | None = None) -> None:

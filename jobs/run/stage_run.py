@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from data.errors import ConfigError, Diverged
-from jobs.cluster.recovery import StageFailed
+from jobs.cluster.failure import StageFailed
 from jobs.recipe import class_names
 from jobs.recipe.records import changed_warnings, environment, stage_record
 from jobs.recipe.validate import refuse, validate

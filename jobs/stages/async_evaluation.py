@@ -1,6 +1,6 @@
 """Evaluates the commits of one trained stage beside training (`evaluate_on: spare`), one at a time.
 
-1. While an attempt runs, a thread looks once a second whether a place is free (SparePlace, jobs/cluster/nodes.py) and
+1. While an attempt runs, a thread looks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
    says so in a file. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/evaluation/async_evaluation.py).
 2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
@@ -26,8 +26,7 @@ from typing import Any, Self, cast
 from data.checks import one_line
 from data.errors import Preempted
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import SparePlace
-from jobs.cluster.placement import spare_place_of
+from jobs.cluster.placement import SparePlace, spare_place_of
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
@@ -123,7 +122,7 @@ class AsyncEvaluation:
         has_requests = bool(async_evaluation.requested(self.stage))
         self.training_has_ended = True
         assert self.place is not None
-        self.place.training_has_ended()
+        self.place.has_training_ended = True
         began = time.monotonic()
         next_line = began
         try:
@@ -263,7 +262,7 @@ class AsyncEvaluation:
             raise NoPlace("somebody wants the place")
         stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
-            raise group.failure(stuck.rank, stuck.cause)
+            raise group.evidence().silent_failure(stuck.rank, stuck.cause)
         if time.monotonic() > self.next_look:
             self.next_look = time.monotonic() + LOOK_S
             self.waiting(at_most=1)

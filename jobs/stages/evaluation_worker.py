@@ -29,9 +29,7 @@ from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.resolved_recipe import Context
 from jobs.stages import any_weights
-from jobs.worlds import allowed_worlds
 from pipeline import config
-from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
@@ -67,7 +65,7 @@ def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request
         worker,
         partial(make_task, cfg, init, requests, context),
         context,
-        worlds=allowed_worlds(cfg, context.campaign.cluster),
+        worlds=context.campaign.cluster.worlds,
         stall_s=cfg.stall_s,
         can_commit=False,
     )
@@ -83,7 +81,7 @@ def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context
         "attempt": attempt,
         "claimed": time.time(),
         "code": code_version(),
-        "folder": str(attempt_folder(context.directory, attempt)),
+        "folder": str(context.attempt_folder(attempt)),
         "remote": context.campaign.remote,
         "config": config.plain(cfg),
         "init": init,

@@ -9,7 +9,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from data.errors import ConfigError, DataError
 from data.index.document import load_index
 from data.index.index import Index, exclude
 from data.shards.reader import check_sizes
-from jobs.cluster.supervisor import Companion, alone, supervise
+from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
-from jobs.cluster_config import ClusterConfig
 from jobs.resolved_recipe import (
     MEMORY,
     Available,
@@ -67,9 +66,6 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     make_task = partial(make_training_task, cfg, context)
     worlds = allowed_worlds(cfg, context.campaign.cluster)
     evaluations = async_evaluation_of(cfg, context)
-    accompany: Callable[[Task, Path, ClusterConfig], Companion] = alone
-    if evaluations is not None:
-        accompany = evaluations.accompany
     outcome = supervise(
         train,
         make_task,
@@ -77,7 +73,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
         worlds=worlds,
         stall_s=cfg.stall_s,
         handed_on=(EXCLUDED_STEPS,),
-        accompany=accompany,
+        accompany=evaluations.accompany if evaluations is not None else None,
     )
     if evaluations is not None:
         evaluations.finish()

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from jobs.cluster import recovery
+from jobs.cluster import supervisor
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
@@ -229,7 +229,7 @@ def test_a_worker_that_runs_out_of_memory_is_known_by_what_it_says(device, tmp_p
         run_worker_group(
             on_device.run_out_of_memory, {}, cluster=cluster_of(device, 1), name="group", directory=tmp_path
         )
-    assert any(word in error.value.cause for word in recovery.OUT_OF_MEMORY), error.value.cause
+    assert any(word in error.value.cause for word in supervisor.OUT_OF_MEMORY), error.value.cause
     if device == "cuda":
         assert error.value.kind == "OutOfMemoryError"
 

@@ -38,7 +38,8 @@ class Pair:
 
     def look(self) -> list[str]:
         """One round of questions and answers; the names of what was sent."""
-        changes = self.files.look(self.taken)
+        self.files.take(self.taken)
+        changes = self.files.look()
         self.taken = take_over(self.driver, changes)
         return [change.name for change in changes]
 
@@ -103,11 +104,13 @@ def test_lines_of_several_nodes_and_the_driver_meet_in_one_log_each_once(pair, t
             if rng.random() < 0.5:
                 pair.look()
             if rng.random() < 0.5:
-                taken = take_over(pair.driver, other.look(taken))
+                other.take(taken)
+                taken = take_over(pair.driver, other.look())
             file.write(line.encode()[half:] + b"\n")
         written.append(line)
     pair.look()
-    take_over(pair.driver, other.look(taken))
+    other.take(taken)
+    take_over(pair.driver, other.look())
     assert sorted((pair.driver / "log.txt").read_text().splitlines()) == sorted(written)
 
 
@@ -115,7 +118,7 @@ def test_an_answer_that_is_lost_is_sent_again_and_a_driver_that_comes_back_gets_
     pair.begin()
     metrics = pair.node / "metrics.jsonl"
     metrics.write_text('{"step": 1}\n')
-    pair.files.look({})  # lost
+    pair.files.look()  # lost
     assert pair.look() == ["metrics.jsonl"]
     pair.files.take(pair.taken)
     with metrics.open("a") as file:
@@ -227,7 +230,7 @@ def look():
 config = ClusterConfig(workers=2, start_timeout_s=120)
 nodes = nodes_of(config)
 if act == "finish":
-    nodes.avoid([nodes.own_node()])
+    nodes.avoid([nodes.own_node])
 nodes.reserve(str(stage), [2], print, do_nothing)
 group = WorkerGroup(nodes, config, attempt, is_shared=False)
 try:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests import worker_functions
 from tests.contexts import pretrain_context
+from tests.families import wait_until
 
 ROOT = Path(__file__).parents[3]
 NODES = 3  # with one CPU each, beside a head without any
@@ -92,7 +93,7 @@ def cluster() -> Iterator[Nodes]:
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
         # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.
         patch.setattr(ray._private.utils, "write_ray_address", lambda address: None)
-        folder = Path(embedded.short_directory())
+        folder = embedded.short_directory()
         nodes = Nodes(folder)
         patch.setenv("RAY_ADDRESS", nodes.cluster.address)
         yield nodes
@@ -106,14 +107,6 @@ def nodes(cluster) -> Iterator[Nodes]:
     cluster.fill_up()
     yield cluster
     disconnect()
-
-
-def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Return when a claim has become true."""
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -29,15 +29,14 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
-from jobs.cluster import agent, embedded, worker
+from jobs.cluster import agent, embedded, fork_server, worker
 from jobs.cluster.agent import WorkerState
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.fork_server import with_malloc
 from jobs.cluster.nodes import NodeAgent
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.ray import connect, disconnect
-from jobs.cluster.supervisor import Alone, Attempt
+from jobs.cluster.supervisor import Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
@@ -46,7 +45,7 @@ from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
 from tests import worker_functions
 from tests.contexts import pretrain_context
-from tests.families import family_of
+from tests.families import family_of, wait_until
 
 if TYPE_CHECKING:
     from jobs.cluster.ray import ClusterInfo
@@ -94,11 +93,16 @@ def alive(folder: Path) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def wait_until(claim: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+def run(
+    function: Callable[[dict[str, Any]], object],
+    task: dict[str, Any],
+    cluster: ClusterConfig,
+    directory: Path,
+    on_tick: Callable[[], None] = do_nothing,
+    name: str = "attempt",
+) -> Any:
+    """Rank 0's value of a worker group whose folder is `name` in the directory."""
+    return run_worker_group(function, task, cluster=cluster, name=name, directory=directory, on_tick=on_tick)
 
 
 def listening_addresses(process: psutil.Process) -> set[str]:
@@ -155,14 +159,8 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
         ticks.append(time.monotonic())
         actors.update(actors_with_torch())
 
-    value = run_worker_group(
-        worker_functions.add_ranks,
-        {"x": 3},
-        cluster=dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"}),
-        name=f"sum-{backend}",
-        directory=tmp_path,
-        on_tick=look,
-    )
+    cluster = dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"})
+    value = run(worker_functions.add_ranks, {"x": 3}, cluster, tmp_path, look)
     assert value["sum"] == 1.0 and value["given"] == 3
     assert [value[name] for name in worker_functions.NAMES[:5]] == ["0", "2", "0", "2", "0"]
     assert value["threads"] == 1 and value["cwd"] == os.getcwd()
@@ -172,7 +170,7 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     # The fork server of these tests may have started elsewhere.
     assert value["frees_at_once"] or backend == "processes"
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
-    assert ticks and not alive(tmp_path / f"sum-{backend}")
+    assert ticks and not alive(tmp_path / "attempt")
     # Of Ray there is the agent alone, and its fork server has torch: its own process needs none.
     actors = {name: has_torch for name, has_torch in actors.items() if name not in OF_EVERY_NODE}
     assert actors == ({"RayAgent": False} if backend == "ray" else {})
@@ -183,50 +181,41 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
 
 @pytest.mark.parametrize(("backend", "act", "cause", "exit_code"), FAILURES)
 def test_the_worker_to_blame_is_named_and_its_peers_die(backend, act, cause, exit_code, two, tmp_path) -> None:
-    config, name = {"rank": 1, "act": act}, f"{act}-{backend}"
     with pytest.raises(WorkerGroupError) as caught:
-        run_worker_group(worker_functions.wait_for_peers, config, cluster=two[backend], name=name, directory=tmp_path)
+        run(worker_functions.wait_for_peers, {"rank": 1, "act": act}, two[backend], tmp_path)
     error = caught.value
     assert (error.rank, error.exit_code, error.cause) == (1, exit_code, cause)
     assert str(error) == f"worker 1 on {os.uname().nodename}: {cause}"
     assert act == "die" or "in misbehave" in error.traceback
-    assert not alive(tmp_path / name)
+    assert not alive(tmp_path / "attempt")
 
 
 def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
     with pytest.raises(WorkerGroupError, match="not JSON serializable"):
-        run_worker_group(worker_functions.return_a_path, {}, cluster=two["processes"], name="path", directory=tmp_path)
+        run(worker_functions.return_a_path, {}, two["processes"], tmp_path)
 
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("pipeline.checkpoints.stage_checkpoints.SEEN_WITHIN_S", 0.1)
+    info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
+    order = worker.WorkerOrder(
+        info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True
+    )
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker._require_folder(tmp_path / "elsewhere")
+        worker._prepare(order)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
 
 
 def test_a_name_is_used_once(two, tmp_path) -> None:
-    (tmp_path / "twice").mkdir()
+    (tmp_path / "attempt").mkdir()
     with pytest.raises(FileExistsError):
-        run_worker_group(
-            worker_functions.add_ranks, {"x": 0}, cluster=two["processes"], name="twice", directory=tmp_path
-        )
-
-
-class Places:
-    """Nodes of which a test says which of them are lost."""
-
-    def __init__(self, **losses: str) -> None:
-        self.losses = losses
-
-    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
-        return self.losses.get(node.name, "")
+        run(worker_functions.add_ranks, {"x": 0}, two["processes"], tmp_path)
 
 
 def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
     """A worker group of which each worker has started on a node of its own, n0, n1, ….; some nodes are lost."""
-    nodes: Any = Places()
-    group = WorkerGroup(nodes, ClusterConfig(workers=world), folder)
+    no_nodes: Any = None  # none is asked for here
+    group = WorkerGroup(no_nodes, ClusterConfig(workers=world), folder)
     for rank in range(world):
         info = worker.RankInfo(rank, world, 0, 1, rank, f"10.0.0.{rank}", 1, 0, node_id=f"id{rank}")
         node = NodeAgent(f"n{rank}", f"id{rank}", f"10.0.0.{rank}", 1, lambda *arguments: Future())
@@ -292,15 +281,14 @@ def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> Non
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    recent = agent.RecentOomKills()
-    assert not recent.any()
+    kills = agent.OomKills()
+    assert not kills.are_recent()
     (tmp_path / "vmstat").write_text("oom_kill 5\n")
-    for _ in range(1000):  # a dying worker wakes the driver before it has an exit code
-        recent.look()
-    assert recent.any()
+    # A dying worker wakes the driver before it has an exit code.
+    assert all(kills.are_recent() for _ in range(1000))
     monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
-    recent.look()
-    assert not recent.any(), "what is older than the window is forgotten"
+    kills.are_recent()
+    assert not kills.are_recent(), "what is older than the window is forgotten"
 
 
 def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
@@ -355,7 +343,7 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
             os.kill(group.states[1].pid, signal.SIGSTOP)
         stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
-            raise group.failure(stuck.rank, stuck.cause)
+            raise group.evidence().silent_failure(stuck.rank, stuck.cause)
 
     task = {"folder": str(folder), "ready": str(tmp_path / "ready")}
     with pytest.raises(WorkerGroupError, match=r"worker 1 on .*: frozen: stopped by a signal, \d+s without a sign"):
@@ -363,41 +351,34 @@ def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_
     assert not alive(folder)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_fork_server_takes_its_workers_along_and_the_next_attempt_has_another(backend, two, tmp_path) -> None:
-    def kill() -> None:
-        if (tmp_path / "ready").exists():
-            for process in family_of():
-                with suppress(psutil.Error):
-                    if "jobs.cluster.fork_server" in process.cmdline() and process.children():
-                        process.kill()
-
-    task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
-    sleep = worker_functions.sleep_until_told
-    with pytest.raises(WorkerGroupError, match="fork server died"):
-        run_worker_group(sleep, task, cluster=two[backend], name="attempt", directory=tmp_path, on_tick=kill)
-    assert not alive(tmp_path / "attempt")
-    (tmp_path / "stop").touch()
-    assert run_worker_group(sleep, task, cluster=two[backend], name="next", directory=tmp_path) == "stopped"
-
-
-def test_a_killed_agent_is_named_its_workers_die_and_the_next_attempt_has_another(two, tmp_path) -> None:
-    agents: list[int] = []
+@pytest.mark.parametrize(
+    ("backend", "victim", "cause"),
+    [
+        ("processes", "jobs.cluster.fork_server", "fork server died"),
+        ("ray", "jobs.cluster.fork_server", "fork server died"),
+        ("ray", "RayAgent", r"its node's agent died \(killed, or crashed\)"),
+    ],
+)
+def test_a_killed_fork_server_or_agent_takes_its_workers_along_and_the_next_attempt_has_another(
+    backend, victim, cause, two, tmp_path
+) -> None:
+    killed: list[int] = []
 
     def kill() -> None:
-        if (tmp_path / "ready").exists() and not agents:
-            for process in ray_processes():
-                if "RayAgent" in process.cmdline()[0]:
-                    agents.append(process.pid)
+        for process in family_of():
+            with suppress(psutil.Error):
+                is_victim = victim in " ".join(process.cmdline()) and process.children() != []
+                if (tmp_path / "ready").exists() and is_victim and not killed:
+                    killed.append(process.pid)
                     process.kill()
 
     task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
     sleep = worker_functions.sleep_until_told
-    with pytest.raises(WorkerGroupError, match=r"its node's agent died \(killed, or crashed\)"):
-        run_worker_group(sleep, task, cluster=two["ray"], name="attempt", directory=tmp_path, on_tick=kill)
-    wait_until(lambda: not alive(tmp_path / "attempt"), 10)
+    with pytest.raises(WorkerGroupError, match=cause):
+        run(sleep, task, two[backend], tmp_path, kill)
+    wait_until(lambda: not alive(tmp_path / "attempt"), 10 if victim == "RayAgent" else 0)
     (tmp_path / "stop").touch()
-    assert run_worker_group(sleep, task, cluster=two["ray"], name="next", directory=tmp_path) == "stopped"
+    assert run(sleep, task, two[backend], tmp_path, name="next") == "stopped"
 
 
 # ------------------------------------------------------------------------ what is too small or absent
@@ -410,7 +391,7 @@ def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
         ClusterError,
         match=r"(room for 0 of 2 workers of 1 CPUs and 32 GPUs|want 64 GPUs)[\s\S]*\ntype .*cluster.workers",
     ):
-        run_worker_group(worker_functions.add_ranks, {"x": 0}, cluster=cluster, name="gpu", directory=tmp_path)
+        run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
 
 def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -> None:
@@ -459,13 +440,15 @@ def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
     command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
     processes_started: list[subprocess.Popen[str]] = []
 
-    def start_guard(directory: Path, cpus: int) -> subprocess.Popen[str]:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    popen = subprocess.Popen
+
+    def start_guard(words: list[str], **options: Any) -> subprocess.Popen[str]:
+        process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         processes_started.append(process)
         return process
 
-    monkeypatch.setattr(embedded, "start_guard", start_guard)
-    monkeypatch.setattr(embedded, "short_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
+    monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
     with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
         connect(ClusterConfig())
     assert processes_started[0].returncode == 0 and not embedded.is_started()
@@ -575,8 +558,8 @@ def catches_sigterm(pid: int) -> bool:
 
 def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) -> None:
     context = pretrain_context(tmp_path, two["processes"], stop_requested=lambda: True)
-    nodes: Any = Places()
-    group = WorkerGroup(nodes, two["processes"], tmp_path)
+    no_nodes: Any = None
+    group = WorkerGroup(no_nodes, two["processes"], tmp_path)
     asked: list[str] = []
     has_started = False
 
@@ -588,17 +571,17 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
 
     group.links.append(AgentLink(NodeAgent("n", "", "127.0.0.1", 2, call), []))
     growth = Growth([], 60.0, lambda: 0, lambda: -1)
-    attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, Alone(), can_commit=True)
+    attempt = Attempt(context, 1, group, Watch(2, stall_s=60), growth, can_commit=True)
     with pytest.raises(Preempted, match="stopped before the workers had started, at the start: nothing was committed"):
         attempt.look()
-    assert asked == ["has_started"], "the last report may be older than a worker's start"
+    assert asked == ["stop"], "the last report may be older than a worker's start"
     has_started = True
     attempt.look()
-    assert asked == ["has_started", "has_started", "stop"], "a worker that has started is asked to commit"
+    assert asked == ["stop", "stop"], "a worker that has started is asked to commit"
     has_started = False
     left(group, 1)
     attempt.look()
-    assert asked[3:] == [], "it is asked again after a while only"
+    assert asked[2:] == [], "it is asked again after a while only"
     with pytest.raises(Preempted, match="stopped in pretrain; run the same command again to do it from its start"):
         dataclasses.replace(attempt, can_commit=False).look()
 
@@ -621,10 +604,15 @@ def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name,
     assert value == "0" or value not in str(caught.value), "the message is printed and kept"
 
 
-def test_what_malloc_is_told_stands_behind_what_the_user_tells_it() -> None:
+def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monkeypatch) -> None:
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(fork_server.ForkServer, "launch", lambda server, words, *rest: environments.append(rest[0]))
     ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
     for theirs, expected in (("glibc.malloc.hugetlb=1", f"glibc.malloc.hugetlb=1:{ours}"), ("", ours)):
-        assert with_malloc({"GLIBC_TUNABLES": theirs, "A": "b"}) == {"GLIBC_TUNABLES": expected, "A": "b"}
+        monkeypatch.setenv("GLIBC_TUNABLES", theirs)
+        server = fork_server.ForkServer(tmp_path, has_gpus=False)
+        os.close(server.lifeline)
+        assert environments.pop()["GLIBC_TUNABLES"] == expected
 
 
 def test_what_is_no_secret_is_let_through() -> None:
@@ -695,15 +683,8 @@ def test_nothing_listens_beyond_the_loopback_while_workers_work(backend, two, tm
                 directories.update(cluster_directories([process]))
         (tmp_path / "stop").touch()
 
-    config = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
-    run_worker_group(
-        worker_functions.meet_and_wait,
-        config,
-        cluster=two[backend],
-        name=f"meet-{backend}",
-        directory=tmp_path,
-        on_tick=look,
-    )
+    task = {"ready": str(tmp_path / "ready"), "stop": str(tmp_path / "stop")}
+    run(worker_functions.meet_and_wait, task, two[backend], tmp_path, look)
     # docs/design/cluster.md, "Who listens", names no other address.
     assert addresses == {"127.0.0.1"}
     # Ray opens its own directory to everybody; the one around it lets nobody through.
@@ -837,20 +818,12 @@ def test_what_on_tick_raises_ends_the_worker_group_and_leaving_ends_an_embedded_
         assert info.embedded and info.dashboard.startswith("http://127.0.0.1:") and info.nodes == 1
 
     def give_up_on_a_hang() -> None:
-        if len(list((tmp_path / "hang").glob("rank-*.json"))) == 2:
+        if len(list((tmp_path / "attempt").glob("rank-*.json"))) == 2:
             raise TimeoutError("rank 1 hangs")
 
-    config = {"rank": 1, "act": "hang"}
     with pytest.raises(TimeoutError):
-        run_worker_group(
-            worker_functions.wait_for_peers,
-            config,
-            cluster=two[backend],
-            name="hang",
-            directory=tmp_path,
-            on_tick=give_up_on_a_hang,
-        )
-    assert not alive(tmp_path / "hang")
+        run(worker_functions.wait_for_peers, {"rank": 1, "act": "hang"}, two[backend], tmp_path, give_up_on_a_hang)
+    assert not alive(tmp_path / "attempt")
     if backend == "ray":
         family = ray_processes()
         directories = cluster_directories(family)
@@ -858,32 +831,6 @@ def test_what_on_tick_raises_ends_the_worker_group_and_leaving_ends_an_embedded_
         disconnect()
         assert not psutil.wait_procs(family, timeout=1)[1]
         assert not any(directory.exists() for directory in directories)
-
-
-EARLY_DRIVER = """
-    import sys
-    from pathlib import Path
-    from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.placement import start_early
-    from jobs.cluster.worker_group import run_worker_group
-    from tests import worker_functions
-
-    if __name__ == "__main__":
-        cluster = ClusterConfig(workers=1, backend="processes")
-        start_early(cluster)
-        function = worker_functions.has_compiler
-        print(run_worker_group(function, {}, cluster=cluster, name="a", directory=Path(sys.argv[1])))
-"""
-
-
-@pytest.mark.slow
-def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> None:
-    script = tmp_path / "driver.py"
-    script.write_text(textwrap.dedent(EARLY_DRIVER))
-    command = [sys.executable, str(script), str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "True ['', True]", "malloc keeps freed memory in a thread too"
 
 
 DRIVER = """
@@ -895,13 +842,28 @@ DRIVER = """
     from tests import worker_functions
 
     if __name__ == "__main__":
-        backend, folder = sys.argv[1], Path(sys.argv[2])
+        backend, folder, function = sys.argv[1], Path(sys.argv[2]), getattr(worker_functions, sys.argv[3])
         cluster = ClusterConfig(workers=2, backend=backend)
         mine = (folder / "mine").open("w")
         start_early(cluster)
-        config = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
-        run_worker_group(worker_functions.sleep_until_told, config, cluster=cluster, name="a", directory=folder)
+        task = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
+        print(run_worker_group(function, task, cluster=cluster, name="a", directory=folder))
 """
+
+
+def start_driver(backend: str, folder: Path, function: str) -> subprocess.Popen[str]:
+    """A driver of two workers, which started early what they need."""
+    script = folder / "driver.py"
+    script.write_text(textwrap.dedent(DRIVER))
+    command = [sys.executable, str(script), backend, str(folder), function]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> None:
+    out, _ = start_driver("processes", tmp_path, "has_compiler").communicate()
+    assert out.splitlines()[-1] == "True ['', True]", "malloc keeps freed memory in a thread too"
 
 
 def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
@@ -928,10 +890,7 @@ def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
-    script = tmp_path / "driver.py"
-    script.write_text(textwrap.dedent(DRIVER))
-    command = [sys.executable, str(script), backend, str(tmp_path)]
-    driver = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    driver = start_driver(backend, tmp_path, "sleep_until_told")
     try:
         wait_until(lambda: (tmp_path / "ready").exists() or driver.poll() is not None, 120)
         family = family_of(driver.pid)

@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 
 from data.errors import ConfigError, DataError, Diverged
 from jobs.__main__ import main
-from jobs.cluster.recovery import StageFailed
+from jobs.cluster.failure import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import Assumptions, plan
 from jobs.monitor.trackers import facts_of

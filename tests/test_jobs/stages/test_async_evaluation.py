@@ -171,15 +171,13 @@ class Scripted:
         self.outcomes = list(outcomes)
         self.judged: list[int] = []
         self.has_room = True
+        self.has_training_ended = False
 
     def is_free(self) -> bool:
-        return self.has_room
+        return self.has_room or self.has_training_ended
 
     def is_wanted(self) -> bool:
         return False
-
-    def training_has_ended(self) -> None:
-        self.has_room = True
 
     def take(self) -> bool:
         return True
@@ -500,6 +498,9 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         place = spare_place_of(cluster, 0)
         assert place.is_free()
 
+        def has_started(group: WorkerGroup) -> bool:
+            return any(state.record is not None for state in group.states.values())
+
         def run_until(name: str, look: Callable[[WorkerGroup], None]) -> object:
             folder = tmp_path / name / "stage" / "attempts" / "1"
             folder.mkdir(parents=True)
@@ -515,7 +516,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         asked_for = []
 
         def ask(group: WorkerGroup) -> None:
-            if group.started() and not asked_for:
+            if has_started(group) and not asked_for:
                 assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
                 asked_for.append(placement_group([{"CPU": 1}] * cpus))
             if place.is_wanted():
@@ -528,7 +529,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         remove_placement_group(asked_for[0])
 
         def kill(group: WorkerGroup) -> None:
-            if group.started():
+            if has_started(group):
                 with suppress(ProcessLookupError):
                     os.kill(group.states[0].pid, signal.SIGKILL)
 
@@ -551,7 +552,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
         while place.is_free():
             assert time.monotonic() < deadline, "all CPUs are taken"
             time.sleep(0.1)
-        place.training_has_ended()
+        place.has_training_ended = True
         assert place.is_free() and place.take() and not place.is_wanted()
     finally:
         disconnect()
