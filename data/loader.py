@@ -9,7 +9,7 @@ What lies between a step and its images:
    lane, and writes the result into memory that it shares with the loader (`data.decoder`).
 5. The loader takes the answers in the same turn, hands each micro-batch out as it lies in the shared memory (or copies
    it where there is CUDA, into pinned memory), and gives the process its next task. A process that dies or hangs is
-   replaced (`data.decoder_process`).
+   replaced (`data.decoder.DecoderProcess`).
 6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.remote.cache.Ahead`). Samples
    whose shards are not here yet are read by range (`data.remote.ranges`).
 
@@ -36,14 +36,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoder import Arrays, BadSample, Decoder, Done, Layout, Task
-from data.decoder_process import DecoderProcess
+from data.decoder import Arrays, BadSample, Decoder, DecoderProcess, Done, Layout, Task
 from data.errors import DataError
 from data.images.augment import AugmentConfig
-from data.images.gpu import decode_rows, torchcodec
 from data.index.index import Index
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from data.remote.cache import Ahead, Cache, CacheConfig, shards_of
 from data.remote.urls import redacted
 from data.shards.reader import ShardReader
@@ -122,8 +119,10 @@ class TrainLoader:
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
-            self.decode_jpegs = torchcodec()
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            # Imported here, because only who asks for it has TorchCodec.
+            from data.images.gpu import DeviceDecoder
+
+            self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)
             # Decodes here what the GPU refused. A shallow copy, so that it shares the reader and its open shards.
             self.decoder_of_refused = copy(self.decoder)
             self.decoder_of_refused.leave_encoded = False
@@ -256,8 +255,8 @@ class TrainLoader:
         A row that the device refuses is decoded here as `decode: cpu` would, in place, label and id included.
         """
         if not done.encoded:
-            return images.to(self.device, non_blocking=True), ()
-        images, refused = decode_rows(images, done.encoded, self.decoder.cfg.reduced, self.decode_jpegs, self.device)
+            return images.to(self.device_decoder.device, non_blocking=True), ()
+        images, refused = self.device_decoder.rows(images, done.encoded)
         # One slot alone is a task too, and gives the same sample or the same replacement as in the whole micro-batch.
         arrays = self.layout.arrays(bytearray(self.layout.bytes))
         bad: tuple[BadSample, ...] = ()

@@ -24,7 +24,7 @@ from data.images.decode import reduction
 
 # b samples, H W sides of an encoded image, S image side
 
-Decode = Callable[[list[Tensor], torch.device], list[Tensor]]  # encoded bytes to (3, H, W) uint8 on the device
+Decode = Callable[..., list[Tensor]]  # encoded bytes, and `device=`, to (3, H, W) uint8 on the device
 
 
 def torchcodec() -> Decode:
@@ -36,56 +36,60 @@ def torchcodec() -> Decode:
             f"data.decode=gpu needs TorchCodec 0.16 or newer ({type(error).__name__}: {error})\n"
             "  pip install torchcodec, built for the CUDA of your torch; or data.decode=cpu"
         ) from None
-
-    def decode(sources: list[Tensor], device: torch.device) -> list[Tensor]:
-        return decode_jpeg(sources, device=device)
-
-    return decode
+    return decode_jpeg
 
 
-def decode_rows(
-    images: Tensor, encoded: Sequence[Encoded], reduced: bool, decode: Decode, device: torch.device
-) -> tuple[Tensor, list[int]]:
-    """Return `images` (b, S, S, 3) on the device, their encoded rows decoded; and the rows that were refused."""
-    # The rows lie in the loader's memory, padded by whatever stood there before: only the first bytes are the JPEG.
-    sources = []
-    for jpeg in encoded:
-        row_bytes = images[jpeg.row].flatten()
-        sources.append(row_bytes[: jpeg.bytes])
+class DeviceDecoder:
+    """Decodes the rows that were left encoded, where the model is; raises DataError without TorchCodec.
 
-    on_device = images.to(device, non_blocking=True)  # from pinned memory
-    refused = []
-    size = images.shape[1]
-    for jpeg, whole in zip(encoded, decode_all(sources, decode, device), strict=True):
-        # Sides other than the header's would make the box another part of the image.
-        if whole is None or tuple(whole.shape) != (3, *jpeg.sides):
-            refused.append(jpeg.row)
-            continue
-        y, x, h, w = jpeg.box
-        part = whole[None, :, y : y + h, x : x + w].float()
-        # The processes decode a JPEG at a reduced scale, which averages the pixels that it merges.
-        if reduced:
-            part = avg_pool2d(part, reduction(min(h, w), size))
-        # As cv2.INTER_LINEAR in `augment.fit`: half-pixel centres, no antialiasing.
-        part = interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
-        part = part.round_().clamp_(0, 255).to(torch.uint8)
-        if jpeg.flip:
-            part = part.flip(2)
-        on_device[jpeg.row] = part.permute(1, 2, 0)
-    return on_device, refused
+    `reduced` averages pixels where the processes would decode at a reduced scale.
+    """
 
+    def __init__(self, reduced: bool):
+        self.reduced = reduced
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.decode = torchcodec()
 
-def decode_all(sources: list[Tensor], decode: Decode, device: torch.device) -> Sequence[Tensor | None]:
-    """Return every image (3, H, W), None where it is refused. Raises OutOfMemoryError."""
-    try:
-        return decode(sources, device)
-    except torch.OutOfMemoryError:
-        raise  # of the GPU: it says nothing about the images
-    except RuntimeError:
-        if len(sources) == 1:
-            return [None]
-        # A bad image costs the whole call: each is decoded alone, to find it.
-        images: list[Tensor | None] = []
-        for source in sources:
-            images += decode_all([source], decode, device)
-        return images
+    def rows(self, images: Tensor, encoded: Sequence[Encoded]) -> tuple[Tensor, list[int]]:
+        """Return `images` (b, S, S, 3) on the device, their encoded rows decoded; and the rows that were refused."""
+        # The rows lie in the loader's memory, padded by whatever stood there before: only the first bytes are the JPEG.
+        sources = []
+        for jpeg in encoded:
+            row_bytes = images[jpeg.row].flatten()
+            sources.append(row_bytes[: jpeg.bytes])
+
+        on_device = images.to(self.device, non_blocking=True)  # from pinned memory
+        refused = []
+        size = images.shape[1]
+        for jpeg, whole in zip(encoded, self.decoded(sources), strict=True):
+            # Sides other than the header's would make the box another part of the image.
+            if whole is None or tuple(whole.shape) != (3, *jpeg.sides):
+                refused.append(jpeg.row)
+                continue
+            y, x, h, w = jpeg.box
+            part = whole[None, :, y : y + h, x : x + w].float()
+            # The processes decode a JPEG at a reduced scale, which averages the pixels that it merges.
+            if self.reduced:
+                part = avg_pool2d(part, reduction(min(h, w), size))
+            # As cv2.INTER_LINEAR in `augment.fit`: half-pixel centres, no antialiasing.
+            part = interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
+            part = part.round_().clamp_(0, 255).to(torch.uint8)
+            if jpeg.flip:
+                part = part.flip(2)
+            on_device[jpeg.row] = part.permute(1, 2, 0)
+        return on_device, refused
+
+    def decoded(self, sources: list[Tensor]) -> Sequence[Tensor | None]:
+        """Return every image (3, H, W), None where it is refused. Raises OutOfMemoryError."""
+        try:
+            return self.decode(sources, device=self.device)
+        except torch.OutOfMemoryError:
+            raise  # of the GPU: it says nothing about the images
+        except RuntimeError:
+            if len(sources) == 1:
+                return [None]
+            # A bad image costs the whole call: each is decoded alone, to find it.
+            images: list[Tensor | None] = []
+            for source in sources:
+                images += self.decoded([source])
+            return images

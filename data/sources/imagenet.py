@@ -130,18 +130,7 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
     Without it the classes are those of the folders in which the images lie. Raises DataError where there are neither,
     or where there are both and they differ.
     """
-    images = validation_images(path)
-    folders = class_folders_of(path, images)
-    truth = folders
-    if wnids is not None:
-        truth = validation_wnids(wnids)
-        # Where there are more of the one than of the other, `labelled_images` says so.
-        for image, folder, wnid in zip(images, folders, truth, strict=False):
-            if folder != wnid:
-                raise DataError(
-                    f"{path}: {image.name} lies in the folder {folder}, {wnids} says {wnid}\n"
-                    "  expected both to agree: sort the images into folders again, or leave wnids out"
-                )
+    truth = validation_truth(wnids, path)
     if not truth:
         raise DataError(
             f"{path}: nothing says of which classes these images are\n"
@@ -153,8 +142,27 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:
     """Return the WordNet ids of the validation images, each once, sorted; none where nothing says them."""
-    truth = class_folders_of(path, validation_images(path)) if wnids is None else validation_wnids(wnids)
-    return tuple(sorted(set(truth)))
+    return tuple(sorted(set(validation_truth(wnids, path))))
+
+
+def validation_truth(wnids: Path | None, path: Path) -> Sequence[str]:
+    """Return the WordNet id of each validation image, in the order of their names; none where nothing says them."""
+    in_folders: list[StoredImage] = []  # of a class each
+    if path.is_dir():
+        images = validation_images(path)
+        if all(image.place != path for image in images):
+            in_folders = images
+    if wnids is None:
+        return [image.place.name for image in in_folders]
+    truth = validation_wnids(wnids)
+    # Where there are more of the one than of the other, `labelled_images` says so.
+    for image, wnid in zip(in_folders, truth, strict=False):
+        if image.place.name != wnid:
+            raise DataError(
+                f"{path}: {image.name} lies in the folder {image.place.name}, {wnids} says {wnid}\n"
+                "  expected both to agree: sort the images into folders again, or leave wnids out"
+            )
+    return truth
 
 
 def real(labels: Path, path: Path, split: str = "validation") -> Iterator[Sample]:
@@ -198,16 +206,6 @@ def validation_images(path: Path) -> list[StoredImage]:
             for name, offset, size in members(content, str(path), Refusals()):
                 images.append(StoredImage(name.decode(), path, offset=offset, size=size))
     return sorted(images, key=attrgetter("name"))
-
-
-def class_folders_of(path: Path, images: Sequence[StoredImage]) -> list[str]:
-    """Return the class folder of each image; none of a tar, or where images lie in no class folder."""
-    folders = []
-    for image in images:
-        if image.place == path:
-            return []
-        folders.append(image.place.name)
-    return folders
 
 
 # --------------------------------------------------------------------------------------------------- devkit

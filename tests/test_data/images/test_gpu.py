@@ -63,7 +63,7 @@ def test_left_to_another_decoder_a_batch_is_the_same_but_for_rounding(index, pro
         images_of_calls.append(len(sources))
         return stand_in(sources, device)
 
-    monkeypatch.setattr("data.loader.torchcodec", lambda: counted)
+    monkeypatch.setattr("data.images.gpu.torchcodec", lambda: counted)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     ours = batches(index, "cpu")
     theirs = batches(index, "gpu", processes=processes)
@@ -83,10 +83,10 @@ def test_left_to_another_decoder_a_batch_is_the_same_but_for_rounding(index, pro
 
 
 def test_what_is_refused_everywhere_is_replaced_alike(index, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("data.loader.torchcodec", lambda: refuse)
+    monkeypatch.setattr("data.images.gpu.torchcodec", lambda: refuse)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for batch, other in zip(batches(index, "cpu"), batches(index, "gpu"), strict=True):
         assert torch.equal(batch.images, other.images) and torch.equal(batch.ids, other.ids)
@@ -94,10 +94,10 @@ def test_what_is_refused_everywhere_is_replaced_alike(index, monkeypatch):
 
 
 def test_a_gpu_without_memory_ends_the_worker_and_refuses_no_image(index, monkeypatch):
-    def run_out(*_):
+    def run_out(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("data.loader.torchcodec", lambda: run_out)
+    monkeypatch.setattr("data.images.gpu.torchcodec", lambda: run_out)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(torch.OutOfMemoryError):
         batches(index, "gpu")
