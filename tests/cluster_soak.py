@@ -31,7 +31,7 @@ from data.order import Ledger, Order
 from jobs.commands.demo import step_losses
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, account, read_metrics
-from tests import drives, hosts
+from tests import hosts, recipes
 from tests.hosts import ROOT, login_environment
 from tests.ray_hosts import Driver, RayHosts, a_worker_host, has_reported, is_saving, newest_nodes
 
@@ -46,7 +46,7 @@ TWIN_TIMEOUT_S = 3600.0
 OVERRIDES = ["pretrain.optim.schedule.decay=constant", "pretrain.micro_batch=1", "pretrain.log_every=5"]
 OVERRIDES += ["pretrain.save_every=25", "cluster.backoff_s=1"]
 ENDLESS = 10_000_000
-BATCH = 16  # as in drives.RECIPE
+BATCH = 16  # as in recipes.SMALL
 
 
 @dataclass
@@ -155,7 +155,7 @@ def main() -> int:
     shared = ROOT / "runs" / time.strftime("cluster-soak-%Y%m%d-%H%M%S")
     shared.mkdir(parents=True)
     recipe = shared / "small.yaml"
-    recipe.write_text(drives.RECIPE)
+    recipe.write_text(recipes.SMALL)
     run = shared / "run"
     print(f"cluster-soak: {words.minutes:g} minutes, seed {words.seed}, in {shared}", flush=True)
     with RayHosts(shared, NAMES) as cluster:

@@ -15,34 +15,7 @@ with pytest.MonkeyPatch.context() as patch:
 from data.shards.packing import pack
 from data.sources.samples import digits
 from pipeline.plan.memory_traces import Moment, Trace
-
-RECIPE = """
-run: {run}
-cluster: {{workers: 2, backend: processes, backoff_s: 0}}
-pretrain:
-  data: {{train: {shards}/train, evaluate: {shards}/test, augment: {{min_area: 0.7, flip: false}}}}
-  model: {{name: mu/8, image_size: 16, classes: 10, dropout: 0.1}}
-  optim: {{lr: 2.0e-3, schedule: {{warmup_steps: 5}}}}
-  loss: softmax
-  steps: 24
-  batch_size: 16
-  micro_batch: 4
-  precision: fp32
-  log_every: 4
-  save_every: 8
-resize: {{init: "@pretrain", image_size: 24}}
-finetune:
-  init: "@resize"
-  data: {{train: {shards}/train}}
-  model: {{classes: 10}}
-  optim: {{lr: 0.05, schedule: {{warmup_steps: 2}}}}
-  steps: 4
-  batch_size: 16
-  micro_batch: 8
-  precision: fp32
-  zero: 0
-fewshot: {{init: "@resize", probe: {{train: {shards}/train, test: {shards}/test, shots: [1]}}}}
-"""
+from tests.recipes import TINY
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +31,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(tmp_path: Path, shards: Path) -> Path:
     """A campaign of all stages that takes seconds, with its run directory beside it."""
     path = tmp_path / "tiny.yaml"
-    path.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
+    path.write_text(TINY.format(run=tmp_path / "run", shards=shards))
     return path
 
 

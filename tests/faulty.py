@@ -17,7 +17,7 @@ from typing import Any
 from data.storage import Folder
 from jobs.ownership import claim_attempt
 from pipeline.checkpoints.manifest import newest_attempt
-from tests.drives import WorkerGroup, start_from
+from tests.savers import WorkerGroup, start_from
 
 OFF, KILL, TEAR, FAIL, FAIL_FROM = range(5)
 NEVER = 1 << 30

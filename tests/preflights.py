@@ -11,7 +11,7 @@ from pipeline import process_group, versions
 from pipeline.checkpoints import stage_checkpoints
 from pipeline.monitoring.watchdog import Phases
 from pipeline.process_group import join_group
-from tests.drives import with_a_disk_of_its_own
+from tests.savers import with_a_disk_of_its_own
 
 
 def start_task(folder: Path, act: str) -> dict[str, Any]:

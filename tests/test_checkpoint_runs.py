@@ -8,8 +8,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,40 +22,28 @@ from data.order import Ledger, Order
 from jobs.__main__ import main
 from jobs.commands.demo import step_losses
 from pipeline import health
+from pipeline.artifacts import write_record
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
-from tests import drives
+from tests import run_faults
+from tests.drives import (
+    assert_same,
+    at_step,
+    finish,
+    forget,
+    incidents,
+    phase_of,
+    reports,
+    said,
+    stage,
+    start,
+    worker_log,
+    worker_pid,
+)
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 SOAK = [pytest.mark.slow, pytest.mark.timeout(3600)]
-
-
-def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = drives.RECIPE) -> Any:
-    process = drives.fork_context().Process(target=drives.drive, args=(str(run), list(overrides), patch, recipe))
-    process.start()
-    return process
-
-
-def finish(run: Path, *overrides: str, patch: str | None = None) -> int:
-    process = start(run, *overrides, patch=patch)
-    process.join()
-    return process.exitcode
-
-
-def stage(run: Path) -> Path:
-    (found,) = run.glob("pretrain-*")
-    return found
-
-
-def forget(run: Path) -> None:
-    for folder in run.glob("pretrain-*"):
-        shutil.rmtree(folder)
-
-
-def said(run: Path) -> str:
-    log = run.parent / "driver.log"
-    return log.read_text() if log.exists() else ""
 
 
 @pytest.fixture(scope="module")
@@ -75,44 +61,8 @@ def run(twin, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def assert_same(run: Path, twin: Path) -> None:
-    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the twin's bits."""
-    ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, twin))
-    assert ours.files == theirs.files and ours.ledger == theirs.ledger and ours.step == theirs.step == 40
-    weights = [(stage(r) / "weights.safetensors").read_bytes() for r in (run, twin)]
-    assert weights[0] == weights[1]
-    losses, reference = step_losses(stage(run)), step_losses(stage(twin))
-    assert reference.keys() == set(range(1, 41))
-    wrong = {step: values for step, values in losses.items() if set(values) != set(reference[step])}
-    assert not wrong, wrong
-
-
-def at_step(run: Path, process: Any, step: int, then: Callable[[], None]) -> None:
-    """Call `then` when the run, just started, has reported the step, unless it ended before."""
-    before = len(reports(run))
-    while process.is_alive():
-        if any(record["step"] >= step for record in reports(run)[before:]):
-            return then()
-        time.sleep(0.005)
-
-
-def reports(run: Path) -> list[dict[str, Any]]:
-    return [record for folder in run.glob("pretrain-*") for record in read_metrics(folder)]
-
-
 def training_set(run: Path) -> Path:
     return next(run.glob("shards-*")) / "train"
-
-
-def worker_log(run: Path, rank: int) -> str:
-    """What a rank of the newest attempt has left in its log."""
-    return (max(run.glob("pretrain-*/attempts/attempt-*")) / f"rank-{rank:05d}.log").read_text()
-
-
-def worker_pid(run: Path, rank: int) -> int:
-    """The process of a rank in the newest attempt."""
-    newest = max(run.glob("pretrain-*/attempts/attempt-*"))
-    return json.loads((newest / f"rank-{rank:05d}.json").read_text())["pid"]
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(17, marks=SOAK)])
@@ -214,12 +164,6 @@ def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_li
     assert len(shown) == 1 and int(shown[0].split()[0]) >= stopped, "a line a step, at least"
 
 
-def incidents(folder: Path) -> list[str]:
-    """The first lines of a stage's incidents, without their dates."""
-    lines = (folder / "incidents.txt").read_text().splitlines()
-    return [line[20:] for line in lines if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d worker ", line)]
-
-
 HANGS = {
     "reduce": r"worker 1 on .*, in reduce of step 12: frozen: stopped by a signal, \ds without a sign of life",
     "build": r"worker 1 on .*, in build: stuck for \ds, the others wait for it",
@@ -287,7 +231,7 @@ def test_a_rank_killed_or_slow_inside_a_save_leaves_all_ranks_of_one_mind(rounds
         forget(run)
         seed, before = SEED + 4 + number, said(run).count("killed by SIGKILL")
         assert finish(run, patch=f"suffering_in_saves {seed}") == 0, f"FAULT_SEED={SEED}\n{said(run)}"
-        kills = sum(how != "slow" for _, how in drives.fates(seed).values())
+        kills = sum(how != "slow" for _, how in run_faults.fates(seed).values())
         assert said(run).count("killed by SIGKILL; restarting from") - before == kills, (
             f"FAULT_SEED={SEED}\n{said(run)}"
         )
@@ -372,7 +316,7 @@ def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it
     process.join()
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
     # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
-    health.write_excluded(stage(run), [range(before + 2, before + 4)])
+    write_record(stage(run) / health.EXCLUDED_STEPS, {"stretches": [[before + 2, before + 4]]})
     process = start(run, patch="no_batch_behind_a_stretch")
     stop_at_the_first_batch(process, run)
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == before + 2
@@ -408,17 +352,6 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, tmp_path) -> None:
     process.join(timeout=60)
     process.kill()
     assert process.exitcode == 75 and "stopped between two batches; run the same command again" in said(run), said(run)
-
-
-def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
-    """What a rank has said last of where it is, in the file that its process holds open for its agent."""
-    for record in run.glob(f"*/attempts/attempt-{attempt:06d}/rank-{rank:05d}.json"):
-        with suppress(OSError, ValueError):
-            for handle in Path(f"/proc/{json.loads(record.read_text())['pid']}/fd").iterdir():
-                with suppress(OSError):
-                    if os.readlink(handle).endswith(".phase"):
-                        return handle.read_text()
-    return ""
 
 
 def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> None:

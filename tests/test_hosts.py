@@ -20,10 +20,11 @@ import pytest
 
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
-from tests import drives, hosts
+from tests import hosts
+from tests.drives import assert_same, said, stage, start
 from tests.hosts import ROOT, Network
 from tests.ray_hosts import Driver, RayHosts, a_worker_host, has_reported, is_saving, newest_nodes
-from tests.test_checkpoint_runs import assert_same, said, stage, start
+from tests.recipes import SMALL
 
 pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 
@@ -71,7 +72,7 @@ def cluster(both: tuple[RayHosts, Path]) -> RayHosts:
 def begin(cluster: RayHosts, run: Path, *overrides: str) -> Driver:
     """Start the small campaign on the cluster."""
     recipe = run.with_suffix(".yaml")
-    recipe.write_text(drives.RECIPE)
+    recipe.write_text(SMALL)
     return cluster.campaign(recipe, run, *OVERRIDES, *overrides)
 
 
@@ -473,7 +474,7 @@ def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shar
 def preflight(cluster: RayHosts, run: Path, *overrides: str) -> tuple[int, str]:
     """Type `python -m jobs preflight` on the head; return the exit code and what it printed."""
     recipe = cluster.network.shared / "preflight.yaml"
-    recipe.write_text(drives.RECIPE)
+    recipe.write_text(SMALL)
     words = ["python", "-m", "jobs", "preflight", str(recipe), f"run={run}", "cluster.backend=ray", *overrides]
     log = cluster.network.shared / "preflight.log"
     with log.open("w") as output:
@@ -517,7 +518,7 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     code, said_here = preflight(cluster, run)
     assert code == 69 and re.search("^FAIL workers .*, which the driver has made, is not there on h", said_here, re.M)
     recipe = shared / "alone.yaml"
-    recipe.write_text(drives.RECIPE)
+    recipe.write_text(SMALL)
     driver = Driver(cluster, [str(recipe), f"run={run}", "cluster.backend=ray", *OVERRIDES], shared / "alone")
     assert driver.wait(AGAIN_S) == 69, driver.said
     print(driver.said)

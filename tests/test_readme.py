@@ -17,7 +17,7 @@ import pytest
 import models
 from data.sources.samples import digits
 from jobs.__main__ import main
-from tests.conftest import RECIPE
+from tests.recipes import TINY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -53,7 +53,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     """What the README's names stand for in this test; stages are named once they are there (see `in_place`)."""
     folder = tmp_path_factory.mktemp("readme")
     recipe = folder / "tiny.yaml"
-    text = RECIPE.format(run=folder / "run", shards=shards)
+    text = TINY.format(run=folder / "run", shards=shards)
     text = text.replace("steps: 24", "steps: 2").replace("warmup_steps: 5", "warmup_steps: 2")
     recipe.write_text(text.replace("workers: 2", "workers: 1"))
 

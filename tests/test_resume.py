@@ -22,6 +22,7 @@ from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from tests.families import family_of
+from tests.recipes import TINY
 from tests.scrape import Scraper
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +50,9 @@ def final_files(folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, shards) -> Path:
     """The pretraining stage folder of a run that nothing disturbed."""
-    from tests.conftest import RECIPE
-
     folder = tmp_path_factory.mktemp("uninterrupted")
     recipe = folder / "tiny.yaml"
-    recipe.write_text(RECIPE.format(run=folder / "run", shards=shards))
+    recipe.write_text(TINY.format(run=folder / "run", shards=shards))
     run_campaign(load(recipe), only="pretrain", quiet=True)
     return pretrain_of(recipe)
 

@@ -18,14 +18,14 @@ import pytest
 from jobs.__main__ import main
 from jobs.cluster import fork_server, placement
 from jobs.cluster.placement import ThisMachine
-from tests.conftest import RECIPE
 from tests.drives import launch_by_fork
+from tests.recipes import TINY
 from tests.stacks import Call, numbered, recorded, recording_call, recording_worker
 
 pytestmark = pytest.mark.quick
 
 MOST_CALLS_TO_THE_MODEL = 12
-MOST_CALLS_TO_A_COMMIT = 4
+MOST_CALLS_TO_A_COMMIT = 3
 WORKER = ("jobs/cluster/worker.py", "run_worker")
 LOOP = ("pipeline/train.py", "train")
 
@@ -35,7 +35,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """Folder of what was recorded while one worker pretrained for two steps."""
     folder = tmp_path_factory.mktemp("stacks")
     recipe = folder / "tiny.yaml"
-    pretraining_alone = RECIPE.partition("resize:")[0]
+    pretraining_alone = TINY.partition("resize:")[0]
     recipe.write_text(pretraining_alone.format(run=folder / "run", shards=shards))
     with pytest.MonkeyPatch.context() as patch:
         # A fork server of its own, that no test before has warmed. It is a fork of this process, so that the patches
@@ -71,7 +71,7 @@ def test_at_most_twelve_calls_from_the_command_to_the_model(stacks: Path) -> Non
     assert len(calls) <= MOST_CALLS_TO_THE_MODEL, text
 
 
-def test_at_most_four_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
+def test_at_most_three_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
     in_the_worker = recorded(stacks, "commit")
     calls = in_the_worker[in_the_worker.index(LOOP) + 1 :]
     text = show("from the training loop to the rename of a checkpoint", calls)

@@ -27,7 +27,7 @@ from data.errors import ConfigError
 from data.files import memory_text
 from data.index.index import Index
 from data.index.names import some
-from data.mixture import shares as shares_of
+from data.order import shares as shares_of
 from jobs.commands.trial import trial_key
 from jobs.recipe import class_names
 from jobs.recipe.records import half_done_folder

@@ -23,8 +23,7 @@ from data.files import whole_file
 from data.index.document import load_index
 from data.index.index import Index
 from data.loader import TrainLoader
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from jobs.terminal import echo
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import attempt_of_stage

@@ -36,13 +36,13 @@ from pipeline.checkpoints import restore, saver, stage_checkpoints
 from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.restore import choose_together
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
-from tests import drives
+from tests import savers
 from tests.contexts import pretrain_context
 from tests.stores import Proxy, store
 
 BUCKET = "images"
 SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
-STAGE = "stage"  # the folder of drives.WorkerGroup
+STAGE = "stage"  # the folder of savers.WorkerGroup
 ALONE = SimpleNamespace(  # torch.distributed, of one worker
     get_rank=lambda: 0,
     get_world_size=lambda: 1,
@@ -65,7 +65,7 @@ def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The proxy before the store; requests are made again at once, and are given up after a second."""
     monkeypatch.setattr(bucket_module, "BACKOFF_S", 0.001)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 1.0)
-    monkeypatch.setattr(saver, "dist", torch.distributed)  # drives.WorkerGroup puts its own in its place
+    monkeypatch.setattr(saver, "dist", torch.distributed)  # savers.WorkerGroup puts its own in its place
     yield server
     server.fault_of_any = lambda method, path: None
     server.fault = lambda path: None
@@ -237,11 +237,11 @@ def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
 
 
 @pytest.fixture
-def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> drives.WorkerGroup:
+def group(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> savers.WorkerGroup:
     """A run with committed steps 10 and 20 of attempt 1, of two workers."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert claim_attempt(Bucket(run, SCRATCH)) == 1
-    made = drives.WorkerGroup(tmp_path / "run", remote=run)
+    made = savers.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(10) and made.save(20)
     return made
 
@@ -260,10 +260,10 @@ def start(run: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cho
 
 
 def assert_is_step(chosen: Chosen | None, step: int) -> None:
-    """The state is that of the step, as drives.FakeEngine made it up."""
+    """The state is that of the step, as savers.FakeEngine made it up."""
     assert chosen is not None and chosen.manifest.step == step
     reader = Reader(chosen.folder, chosen.manifest.files)
-    assert torch.equal(reader("w", "master", 0, 96), drives.known("w", "master", 0, 96) + step)
+    assert torch.equal(reader("w", "master", 0, 96), savers.known("w", "master", 0, 96) + step)
 
 
 def key(step: int, file: str, attempt: int = 1) -> str:
@@ -426,7 +426,7 @@ def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tm
     proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
     monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)
-    made = drives.WorkerGroup(tmp_path / "run", remote=run)
+    made = savers.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(30) and made.save(40)
     assert_is_step(start(run, tmp_path / "other", monkeypatch)[0], 40)
 
@@ -434,7 +434,7 @@ def test_saves_and_starts_outlast_a_store_that_fails_often(group, run, proxy, tm
 def test_a_store_that_is_away_costs_a_save_and_blames_no_checkpoint(group, run, proxy, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(bucket_module, "ATTEMPTS", 2)
     proxy.fault_of_any = lambda method, path: 503
-    made = drives.WorkerGroup(tmp_path / "run", remote=run)
+    made = savers.WorkerGroup(tmp_path / "run", remote=run)
     assert made.save(30) is None and "no answer after 2 attempts" in made.savers[0].failure
     monkeypatch.setattr(restore, "dist", ALONE)
     with pytest.raises(CheckpointError, match=r"cannot read the checkpoints: .*\n  nothing was changed"):
@@ -528,7 +528,7 @@ def test_a_commit_whose_answers_are_lost_outlives_a_save_of_the_same_step(
 def test_old_checkpoints_are_deleted_and_what_died_is_swept(run, bucket, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     claim_attempt(Bucket(run, SCRATCH))
-    made = drives.WorkerGroup(tmp_path / "run", remote=run, keep=2)
+    made = savers.WorkerGroup(tmp_path / "run", remote=run, keep=2)
     for step in (10, 20, 30):
         assert made.save(step)
     made.begin(40)  # and then it is killed
@@ -697,7 +697,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
 
     def bring() -> None:
         for name, record in records.items():
-            artifacts.bring(Bucket(run, other.parent), f"stage/{name}", record)
+            Bucket(run, other.parent).bring(f"stage/{name}", record["bytes"], record["sha256"])
 
     bring()
     assert (other / "weights.safetensors").read_bytes() == b"good weights" and not flips

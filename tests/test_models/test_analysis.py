@@ -1,17 +1,15 @@
 """Attention and positions of the paper's figures 6, 7 and 11, held to arrays made from the original's weights."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 import models
 from models import analysis
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[2].parent / "shared/golden"
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 24).view(2, 3, 16, 24)
 
 

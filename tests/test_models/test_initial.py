@@ -2,15 +2,15 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
+from tests.golden import GOLDEN, needs_golden
 
-STATS = Path(__file__).parents[2].parent / "shared/golden/init_stats.json"
+STATS = GOLDEN / "init_stats.json"
 CASES = {
     "vit_jax ViT-B_16 rep": ("B/16", 224, {"depth": 1, "representation": 768}),
     "vit_jax R26+ViT-S_32": ("R26+S/32", 224, {"depth": 1}),
@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(not STATS.is_file(), reason="the golden data is not beside this checkout")
+@needs_golden
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_starts_as_in_the_original(case):
     stats = {key.removeprefix("params/"): row for key, row in json.loads(STATS.read_text())[case].items()}

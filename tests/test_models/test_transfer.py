@@ -1,7 +1,6 @@
 """Weights carried to another size, patch, pooling or head, with nothing left unsaid."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,14 +9,12 @@ import torch
 import models
 from models import positions
 from models.transfer import check_weights
+from tests.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[2].parent / "shared/golden"
-golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 
-
-@golden
+@needs_golden
 @pytest.mark.parametrize("case", range(6))
 def test_resized_tables_are_those_of_the_original(case):
     arrays = np.load(GOLDEN / "posemb_resize.npz")

@@ -19,10 +19,9 @@ import models
 from data.files import whole_file
 from models.vit import ACTIVATIONS
 from models.weights import timm as weights_timm
+from tests.golden import GOLDEN, needs_golden
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-GOLDEN = Path(__file__).parents[2].parent / "shared/golden"
-golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 CASES = {  # file: tolerance, what the file cannot tell
     "vit_tok_linen": (1e-5, {}),
     "vit_tok_prelinen_rep": (1e-5, {}),
@@ -59,7 +58,7 @@ def random_model(name="mu/8", image_size=16, classes=5, **config) -> torch.nn.Mo
     return model.eval()
 
 
-@golden
+@needs_golden
 @pytest.mark.parametrize("case", CASES)
 def test_original_checkpoints_give_the_original_logits(case):
     atol, told = CASES[case]
@@ -74,7 +73,7 @@ def test_original_checkpoints_give_the_original_logits(case):
         assert_logits(model, channels_first(arrays["images_lowcontrast"]), arrays["logits_lowcontrast"], atol)
 
 
-@golden
+@needs_golden
 @pytest.mark.parametrize("case", [case for case in CASES if case != "bit_r8"])
 def test_stations_inside_the_original_agree(case):
     arrays = np.load(GOLDEN / f"{case}.io.npz")
@@ -89,7 +88,7 @@ def test_stations_inside_the_original_agree(case):
     torch.testing.assert_close(tokens, torch.from_numpy(encoded).view_as(tokens), atol=2e-5, rtol=0)
 
 
-@golden
+@needs_golden
 @pytest.mark.parametrize("case", CASES)
 def test_original_checkpoints_go_out_as_they_came_in(case, tmp_path):
     told = CASES[case][1]
@@ -103,7 +102,7 @@ def test_original_checkpoints_go_out_as_they_came_in(case, tmp_path):
         assert all(np.array_equal(stored[key].squeeze(), written[key].squeeze()) for key in stored.files)
 
 
-@golden
+@needs_golden
 def test_hugging_face_directory_gives_its_logits():
     arrays = np.load(GOLDEN / "hf_vit_cls/io.npz")
     model = models.load(GOLDEN / "hf_vit_cls")
@@ -111,7 +110,7 @@ def test_hugging_face_directory_gives_its_logits():
     assert_logits(model, torch.from_numpy(arrays["images_nchw"]), arrays["logits"], 1e-5)
 
 
-@golden
+@needs_golden
 def test_timm_state_dict_gives_its_logits(tmp_path):
     arrays = np.load(GOLDEN / "timm_vit.npz")
     stored = {k.removeprefix("state_dict/"): torch.from_numpy(arrays[k]) for k in arrays if "state_dict/" in k}
@@ -122,7 +121,7 @@ def test_timm_state_dict_gives_its_logits(tmp_path):
     assert_logits(model, torch.from_numpy(arrays["images_nchw"]), arrays["logits"], 1e-5)
 
 
-@golden
+@needs_golden
 @pytest.mark.parametrize(
     ("case", "atol"), [("ViT-B_16_224", 2e-5), ("R26+ViT-S_32_224", 2e-4), ("bit_pytorch_r14x05", 2e-5)]
 )

@@ -22,7 +22,7 @@ from models.weights import files
 from pipeline import artifacts, train
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.stage_checkpoints import Chosen
-from tests.conftest import RECIPE
+from tests.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
 LOGS = {"log.txt", "metrics.jsonl"}  # nothing is made of them
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """The recipe of a finished campaign of four stages."""
     folder = tmp_path_factory.mktemp("artifacts")
     recipe = folder / "tiny.yaml"
-    recipe.write_text(RECIPE.format(run=folder / "run", shards=shards))
+    recipe.write_text(TINY.format(run=folder / "run", shards=shards))
     assert main(["run", str(recipe)]) == 0
     return recipe
 
@@ -159,7 +159,7 @@ def test_whoever_reads_weights_checks_them_first(made, tmp_path, capsys, name):
 
 def test_the_way_out_that_is_printed_makes_the_same_weights_again(made, tmp_path, shards, capsys):
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(RECIPE.format(run=tmp_path / "run", shards=shards))
+    recipe.write_text(TINY.format(run=tmp_path / "run", shards=shards))
     shutil.copytree(made.parent / "run", tmp_path / "run")
     folder = stage_folder(recipe, "pretrain")
     weights = (folder / "weights.safetensors").read_bytes()

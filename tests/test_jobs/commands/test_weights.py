@@ -11,12 +11,11 @@ import torch
 
 import models
 from jobs.__main__ import main
+from tests.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[3].parent / "shared/golden"
 RUN = "s3://bucket/run/finetune-1a2b3c4d"
-golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data is not beside this checkout")
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "ours"
 
 
-@golden
+@needs_golden
 def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_original_logits(tmp_path, capsys):
     steps = [
         ["import", str(GOLDEN / "vit_tok_linen.ckpt.npz"), str(tmp_path / "in")],
@@ -48,7 +47,7 @@ def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_origina
     torch.testing.assert_close(found, torch.from_numpy(arrays["logits"]), atol=1e-5, rtol=0)
 
 
-@golden
+@needs_golden
 def test_transformers_own_numerics_are_kept_and_said_and_in_an_npz_they_are_inexact(tmp_path, capsys):
     assert main(["import", str(GOLDEN / "hf_vit_cls"), str(tmp_path / "in")]) == 0
     assert "computes gelu" in capsys.readouterr().out
@@ -68,7 +67,7 @@ def test_every_format_reads_back_to_the_same_outputs(ours, tmp_path, capsys, for
     assert ("becomes  dropout: 0.1 → 0.0" in out) == (format != "safetensors"), "what is lost is said"
 
 
-@golden
+@needs_golden
 def test_what_a_file_cannot_tell_is_asked_for_by_name(tmp_path, capsys):
     arguments = ["import", str(GOLDEN / "bv_gap_sincos_rep.ckpt.npz"), str(tmp_path / "in")]
     assert main(arguments) == 65

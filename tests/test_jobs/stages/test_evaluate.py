@@ -30,7 +30,7 @@ from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks
-from tests.conftest import RECIPE
+from tests.recipes import TINY
 
 GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
@@ -431,7 +431,7 @@ def test_a_new_set_gives_the_accuracy_that_training_would_have_given(
     accuracies = []
     for name in ("judged-later", "judged-at-once"):
         recipe = tmp_path / f"{name}.yaml"
-        recipe.write_text(RECIPE.partition("resize:")[0].format(run=tmp_path / name, shards=shards))
+        recipe.write_text(TINY.partition("resize:")[0].format(run=tmp_path / name, shards=shards))
         asked = f"pretrain.data.evaluate={shards}/train"
         if name == "judged-later":
             assert main(["run", str(recipe)]) == 0

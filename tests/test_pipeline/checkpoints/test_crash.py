@@ -17,9 +17,9 @@ from data.errors import CheckpointError
 from data.storage import Folder
 from pipeline.checkpoints.manifest import committed, newest_attempt
 from pipeline.checkpoints.reader import verify
-from tests.drives import start_from
 from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
 from tests.powercut import Recording, build
+from tests.savers import start_from
 
 ROOT = Path(__file__).parents[3]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import models
-from tests.conftest import RECIPE
+from tests.recipes import TINY
 
 ROOT = Path(__file__).parents[3]
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]
@@ -36,7 +36,7 @@ def on_a_disk(size_kb: int, script: str, tmp_path: Path, shards: Path) -> str:
     disk = tmp_path / "disk"
     disk.mkdir()
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(RECIPE.format(run=disk / "run", shards=shards).partition("resize:")[0])
+    recipe.write_text(TINY.format(run=disk / "run", shards=shards).partition("resize:")[0])
     whole_script = (
         f"disk={disk}; mount -t tmpfs -o size={size_kb}k none $disk || exit 1\n"
         f"run='{sys.executable} -m jobs run {recipe} {OPTIONS}'\n"
