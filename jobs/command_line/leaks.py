@@ -5,13 +5,11 @@ patchline subset shards/train --but leaks/leaks.json --output shards/train-clean
 """
 
 import shlex
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jobs.cluster_config import cores
 from jobs.command_line.shards import cache_config, refuse_file
 from jobs.command_line.words import Debug, make_group, stoppable
 from jobs.progress import ProgressMeter
@@ -45,10 +43,13 @@ def leaks(
     _debug: Debug = False,
 ) -> None:
     """Find training images that are also in a test set: copies, crops, mirror images, other encodings."""
+    from hashlib import sha256  # with OpenSSL, for which `--help` does not wait
+
     from data.files import write_whole
     from data.index.document import SUFFIX, load_index
     from data.leaks.report import lines, write_page
     from data.leaks.search import DOCUMENT, find_leaks
+    from jobs.cluster_config import cores
     from pipeline.evaluation import embedding
 
     folder = Path(output)
