@@ -36,7 +36,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCOPE = (
     "data/order.py",
-    "data/mixture.py",
     "data/draws.py",
     "data/index/*.py",
     "data/remote/*.py",
@@ -73,12 +72,11 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     ),
     "pipeline/engine/exact.py": ("tests/test_pipeline/engine/test_exact.py",),
     "pipeline/start.py": (*STOPS, *GOES_BACK, *SHORT, *CAMPAIGN),
-    "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT),
+    "pipeline/train.py": (*STOPS, *SAVES, *GOES_BACK, *SHORT, *CAMPAIGN, TWIN),
     "pipeline/health.py": (*GOES_BACK, *SHORT),
-    "pipeline/objectives.py": (*SHORT, TWIN),
     "pipeline/checkpoints/reader.py": GOES_BACK,
     "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
-    "pipeline/checkpoints/saver.py": CHECKPOINTS,
+    "pipeline/checkpoints/saver.py": (*CHECKPOINTS, f"{OF_CHECKPOINTS}/test_disk_space.py"),
     "pipeline/evaluate.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/evaluation/worker.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probes.py": CAMPAIGN,

@@ -327,9 +327,12 @@ def measure_order(folder: Path) -> None:
 INDEX_COSTS = """
 import sys, time
 from pathlib import Path
-import data.decoder_process
+import data.decoder
 from data.decoder import Decoder, Layout, Task
-from data.decoder_process import DecoderProcess
+try:
+    from data.decoder import DecoderProcess
+except ImportError:
+    from data.decoder_process import DecoderProcess  # where it was before
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.order import Order

@@ -14,22 +14,36 @@ What becomes of a task:
     images (4, 224, 224, 3), labels [[3, −1], [17, 4], …] and ids [[0, 21, 508], [0, 21, 77], …],
     and is answered by Done(bad=(BadSample("train-000021.tar", "n0144", "truncated"),), storage_s=0.002, decode_s=0.05)
 
-Run by `data.decoder_process` as `python -m data.decoder CONNECTION MEMORY`, two inherited file descriptors. It imports
-no torch, holds nothing that needs cleaning up, and ends when its loader does.
+The process is `python -m data.decoder CONNECTION MEMORY`, two inherited file descriptors. It imports no torch, holds
+nothing that needs cleaning up, and ends when its loader does. The loader has a `DecoderProcess` for it:
+
+1. `start` runs it, with one end of a socket pair and a piece of anonymous memory.
+2. `brief` sends it the decoder: index, order, sizes, seed.
+3. `give` sends it a task and one of the places of its memory that are free.
+4. `answer` waits for the oldest task. Where the process dies, or says nothing for `timeout_s`, a new one is started, is
+   given all pending tasks and writes them into the same places; after four processes it gives up with DataError.
+5. `lend` gives the arrays of that task, without copying them. Their place is free again when nobody holds them.
+6. `end` kills it. The kernel frees the memory with the last user of it.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import select
+import subprocess
 import sys
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
 from time import perf_counter, process_time
 from typing import NamedTuple
+from weakref import finalize
 
 import cv2
 import numpy as np
@@ -40,8 +54,7 @@ from data.errors import DataError
 from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
 from data.index.index import Index
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from data.shards.reader import ShardReader, read_labels
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
@@ -49,6 +62,8 @@ from data.shards.reader import ShardReader, read_labels
 MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
 MOST_PIXELS = 1 << 22  # of an image that is left encoded: 12 MB each once decoded
 SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
+ROOT = Path(__file__).parents[1]
+RESTARTS = 3  # times that one micro-batch may cost a process its life
 PAGE = 4096  # bytes; every micro-batch begins on a page of its own
 
 
@@ -169,33 +184,27 @@ class Decoder:
 
         # All of the task at once, because each takes the time of a request.
         self.reader.expect(arrays.ids[:rows, 1:])
-        keys = self.keys(arrays.ids[:rows])
+        keys = key_of(SEED_DOMAIN, self.seed, *arrays.ids[:rows].T)  # (rows,) what augmentation is drawn from
         bad: list[BadSample] = []
         for row in range(rows):
-            bad += self.fill_slot(task, row, int(keys[row]), arrays)
+            # The slot's own sample, or the first good one of those that replace it.
+            for attempt in range(MAX_REPLACEMENTS):
+                if attempt > 0:
+                    # The id says which sample the row really holds. Crop and flip are drawn from that sample's own
+                    # key: they do not depend on the slot that it fills.
+                    arrays.ids[row] = self.order.replacement(task.step, task.first + row, attempt)
+                    keys[row : row + 1] = key_of(SEED_DOMAIN, self.seed, *arrays.ids[row])
+                problem = self.fill(row, int(keys[row]), arrays)
+                if problem is None:
+                    break
+                bad.append(problem)
+            else:
+                raise DataError(
+                    f"{MAX_REPLACEMENTS} bad samples in a row, the last {printable(bad[-1].key)} of "
+                    f"{bad[-1].shard}: {bad[-1].reason}; `python -m jobs data check` lists them"
+                )
         decode_s = perf_counter() - start - self.storage_s
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.given_up)
-
-    def keys(self, ids: np.ndarray) -> np.ndarray:
-        """Return what each sample's augmentation is drawn from: (b, 3) ids to (b,) uint64."""
-        return key_of(SEED_DOMAIN, self.seed, *ids.T)
-
-    def fill_slot(self, task: Task, row: int, key: int, arrays: Arrays) -> list[BadSample]:
-        """Fill a row with its slot's sample or with the first good replacement; returns the bad ones before it."""
-        bad: list[BadSample] = []
-        for attempt in range(1, MAX_REPLACEMENTS + 1):
-            problem = self.fill(row, key, arrays)
-            if problem is None:
-                return bad
-            bad.append(problem)
-            # The id says which sample the row really holds. Crop and flip are drawn from that sample's own key: they
-            # do not depend on the slot that it fills.
-            arrays.ids[row] = self.order.replacement(task.step, task.first + row, attempt)
-            key = int(self.keys(arrays.ids[row : row + 1])[0])
-        raise DataError(
-            f"{MAX_REPLACEMENTS} bad samples in a row, the last {printable(bad[-1].key)} of {bad[-1].shard}: "
-            f"{bad[-1].reason}; `python -m jobs data check` lists them"
-        )
 
     def fill(self, row: int, key: int, arrays: Arrays) -> BadSample | None:
         """Read and decode the sample that a row's id names; returns what is wrong with it, if anything is."""
@@ -209,8 +218,20 @@ class Decoder:
         image = arrays.images[row]
         try:
             labels = read_labels(raw_labels, self.index, self.layout.max_labels)
-            left_encoded = self.leave_encoded and self.leave(row, encoded, key, image)
-            if not left_encoded:
+            is_left_encoded = False
+            if self.leave_encoded:
+                # The row of shared memory bounds what may be left encoded; grey and CMYK are decoded here, as are
+                # images that would take much of the GPU's memory.
+                header = read_header(encoded)
+                is_usual = header.kind == "jpeg" and header.channels == 3
+                is_small = header.height * header.width <= MOST_PIXELS and len(encoded) <= image.nbytes
+                is_left_encoded = is_usual and is_small
+            if is_left_encoded:
+                image.reshape(-1)[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+                # The same draws as in `augment`: the crop does not depend on who decodes.
+                box, flip = draw(header, Draws(key), self.cfg)
+                self.encoded.append(Encoded(row, len(encoded), (header.height, header.width), box, flip))
+            else:
                 augment(encoded, self.layout.image_size, Draws(key), self.cfg, image)
         except BadImage as error:
             return BadSample(self.index.shards[shard].name, name, str(error))
@@ -218,21 +239,6 @@ class Decoder:
         arrays.labels[row] = -1
         arrays.labels[row, : len(labels)] = labels
         return None
-
-    def leave(self, row: int, data: bytes, key: int, image: np.ndarray) -> bool:
-        """Copy a JPEG into its row, with its draws beside it; False where it does not fit or is out of the ordinary."""
-        # The row of shared memory bounds what may be left encoded; grey and CMYK are decoded here, as are images that
-        # would take much of the GPU's memory.
-        header = read_header(data)
-        if header.kind != "jpeg" or header.channels != 3 or header.height * header.width > MOST_PIXELS:
-            return False
-        if len(data) > image.nbytes:
-            return False
-        image.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
-        # The same draws as in `augment`: the crop does not depend on who decodes.
-        box, flip = draw(header, Draws(key), self.cfg)
-        self.encoded.append(Encoded(row, len(data), (header.height, header.width), box, flip))
-        return True
 
 
 def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: int = 128) -> float | None:
@@ -250,22 +256,16 @@ def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: in
     out = np.empty((image_size, image_size, 3), np.uint8)
     try:
         # The first image comes twice: before the clock starts, it loads what decoding needs.
-        measure_decoding(reader, shard, 1, cfg, out)
-        seconds = measure_decoding(reader, shard, images, cfg, out)
+        for images_of_round in (1, images):
+            start = process_time()
+            for sample in range(images_of_round):
+                # A bad image costs time in training too, so it counts.
+                with suppress(BadImage):
+                    _, encoded, _ = reader.read(shard, sample)
+                    augment(encoded, image_size, Draws(sample), cfg, out)
     except (DataError, OSError):
         return None
-    return images / max(seconds, 1e-9)
-
-
-def measure_decoding(reader: ShardReader, shard: int, images: int, cfg: AugmentConfig, out: np.ndarray) -> float:
-    """Measure the processor seconds that the first images of a shard take; `out` (S, S, 3) holds each in turn."""
-    start = process_time()
-    for sample in range(images):
-        # A bad image costs time in training too, so it counts.
-        with suppress(BadImage):
-            _, encoded, _ = reader.read(shard, sample)
-            augment(encoded, len(out), Draws(sample), cfg, out)
-    return process_time() - start
+    return images / max(process_time() - start, 1e-9)
 
 
 # ----------------------------------------------------------------------------- the process
@@ -279,7 +279,7 @@ def send_sign_of_life(connection: Connection) -> None:
 
 
 def main(connection: Connection, memory: mmap) -> None:
-    """Serve (task, offset) until the loader is gone; the first message is the decoder itself."""
+    """Answer (task, offset) until the loader is gone, which EOFError or OSError says; first comes the decoder."""
     # A mapped shard holds a file, and many shards are open at once: ask for as many files as we may have.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
@@ -295,24 +295,134 @@ def main(connection: Connection, memory: mmap) -> None:
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
     decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
-        serve(decoder, connection, memory)
+        while True:
+            task, offset = connection.recv()
+            answer: Done | Exception
+            try:
+                answer = decoder.run(task, decoder.layout.arrays(memory, offset))
+            # An exception is an answer too: the loader raises it. If it ended this process, the loader would start
+            # others on the same task, in vain.
+            except Exception as error:
+                answer = error
+            connection.send(answer)
     finally:
         # Python ends when its threads have: they would first read every sample that was asked for.
         decoder.reader.stop()
 
 
-def serve(decoder: Decoder, connection: Connection, memory: mmap) -> None:
-    """Answer one task after the other; raises EOFError and OSError when the loader is gone."""
-    while True:
-        task, offset = connection.recv()
-        answer: Done | Exception
-        try:
-            answer = decoder.run(task, decoder.layout.arrays(memory, offset))
-        # An exception is an answer too: the loader raises it. If it ended this process, the loader would start others
-        # on the same task, in vain.
-        except Exception as error:
-            answer = error
-        connection.send(answer)
+# ----------------------------------------------------------------------------- the process, for its loader
+
+
+class DecoderProcess:
+    """One decoding process, its pipe, and the memory that it shares with us.
+
+    `prefetch` tasks may be pending at most. The memory has a place for one micro-batch more, which may be lent.
+    """
+
+    def __init__(self, decoder: Decoder, prefetch: int):
+        self.decoder = decoder
+        batch_bytes = decoder.layout.bytes
+        all_bytes = (prefetch + 1) * batch_bytes
+        # Memory without a name: nothing can be left behind in /dev/shm, whoever is killed.
+        self.file = os.memfd_create("patchline-batches")
+        os.ftruncate(self.file, all_bytes)
+        self.memory = mmap(self.file, 0)
+        self.free_offsets = deque(range(0, all_bytes, batch_bytes))
+        self.pending: deque[tuple[Task, int]] = deque()  # tasks and their offsets, the oldest first
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, which then waits for its decoder."""
+        # The command may have been typed in any folder, so the module path leads to the repository; -P keeps the
+        # current folder off it. OMP_NUM_THREADS: the loader chose how many processes there are, each of them is to
+        # use one core.
+        python_path = str(ROOT)
+        if os.environ.get("PYTHONPATH"):
+            python_path += os.pathsep + os.environ["PYTHONPATH"]
+        ours, theirs = socketpair()
+        # Our copy of the child's end is closed after the start, or its death would not end the stream on our side.
+        # The child inherits these two files alone: it has no copy of our end, and so its stream ends when we are
+        # gone.
+        with theirs:
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "data.decoder", str(theirs.fileno()), str(self.file)],
+                pass_fds=(theirs.fileno(), self.file),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+            )
+        self.connection = Connection(ours.detach())
+
+    def brief(self) -> None:
+        """Send the decoder; a step of its own, so that all processes are started before the first one is waited for."""
+        # The index may be larger than what a socket holds: sending then lasts until the process has started and
+        # reads. A process that is dead already is found by `answer`.
+        with suppress(OSError):
+            self.connection.send(self.decoder)
+
+    def give(self, task: Task) -> None:
+        """Queue a task; one that a dead process cannot take is given to the next."""
+        # The last one that became free: the spare place takes no memory as long as nothing is held.
+        offset = self.free_offsets.pop()
+        self.pending.append((task, offset))
+        # A process that is dead is found by `answer`, which gives all pending tasks to the next one.
+        with suppress(OSError):
+            self.connection.send((task, offset))
+
+    def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
+        """Return the oldest task, the offset of its arrays, which `lend` must be given, and what became of it.
+
+        Raises what the process met, and DataError where the task costs one process after another its life.
+        """
+        task, offset = self.pending[0]
+        for _ in range(RESTARTS + 1):
+            answer: Done | Exception | None = None
+            # It may die, or be silent for `timeout_s`. None is a sign of life, as while a shard is arriving.
+            with suppress(EOFError, OSError):
+                while answer is None and self.connection.poll(timeout_s):
+                    answer = self.connection.recv()
+            if isinstance(answer, Exception):
+                raise answer
+            if answer is not None:
+                self.pending.popleft()
+                return task, offset, answer
+            self.restart()
+        raise DataError(
+            f"step {task.step}, slots {task.first} … {task.stop - 1}: {RESTARTS + 1} processes died or were "
+            f"silent for {timeout_s:g} s over them; `python -m jobs data check` finds bad samples"
+        )
+
+    def lend(self, offset: int) -> Arrays:
+        """Return the arrays of an answered task; no other task overwrites them while one of them is held."""
+        place = np.ndarray(self.decoder.layout.bytes, np.uint8, self.memory, offset)
+        if self.free_offsets:
+            # Every array and every tensor on the place holds it: it ends with the last of them.
+            finalize(place, self.free_offsets.append, offset).atexit = False
+        else:
+            # Others are held so long that this is the last place, and the next task needs it.
+            place = place.copy()
+            self.free_offsets.append(offset)
+        return self.decoder.layout.arrays(place)
+
+    def restart(self) -> None:
+        """Replace the process by a new one, which gets all pending tasks."""
+        # What the old process had written is written again: a task gives the same bytes whoever runs it.
+        self.stop()
+        self.start()
+        self.brief()
+        with suppress(OSError):
+            for task_and_offset in self.pending:
+                self.connection.send(task_and_offset)
+
+    def stop(self) -> None:
+        """Kill the process, and wait until it is gone."""
+        self.connection.close()
+        self.child.kill()
+        self.child.wait()
+
+    def end(self) -> None:
+        """Stop the process and give the memory back."""
+        self.stop()
+        os.close(self.file)  # the mapping goes with the last array on it
 
 
 if __name__ == "__main__":

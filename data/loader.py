@@ -9,7 +9,7 @@ What lies between a step and its images:
    lane, and writes the result into memory that it shares with the loader (`data.decoder`).
 5. The loader takes the answers in the same turn, hands each micro-batch out as it lies in the shared memory (or copies
    it where there is CUDA, into pinned memory), and gives the process its next task. A process that dies or hangs is
-   replaced (`data.decoder_process`).
+   replaced (`data.decoder.DecoderProcess`).
 6. Where shards are remote, a thread meanwhile fetches those of the coming steps (`data.remote.cache.Ahead`). Samples
    whose shards are not here yet are read by range (`data.remote.ranges`).
 
@@ -36,13 +36,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoder import Arrays, BadSample, Decoder, Done, Layout, Task
-from data.decoder_process import DecoderProcess
+from data.decoder import Arrays, BadSample, Decoder, DecoderProcess, Done, Layout, Task
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from data.remote.cache import Ahead, Cache, CacheConfig, shards_of
 from data.remote.urls import redacted
 from data.shards.reader import ShardReader
@@ -121,7 +119,7 @@ class TrainLoader:
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
-            # Imported here, because only who asks for it has TorchCodec.
+            # Imported here, because TorchCodec is optional, and no other run needs this module.
             from data.images.gpu import DeviceDecoder
 
             self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)

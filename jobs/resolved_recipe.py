@@ -9,11 +9,11 @@
   (jobs/recipe/validate.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
@@ -55,10 +55,8 @@ class SharedClasses:
 SourceModel = Callable[[str], ModelConfig | None]
 
 
-class Checks(Protocol):
-    """The checks of a kind: they raise for what cannot run, and yield what else is to be said."""
-
-    def __call__(self, stage: "Stage", there: "Available") -> Iterator["CheckResult"]: ...
+# The checks of a kind: they raise for what cannot run, and yield what else is to be said.
+Checks: TypeAlias = "Callable[[Stage, Available], Iterator[CheckResult]]"
 
 
 def no_checks(stage: "Stage", there: "Available") -> Iterator["CheckResult"]:
@@ -79,7 +77,7 @@ class StageKind:
     # Whether a set field of `inputs` names an input by its content, as all do but the images that are packed.
     is_input: Callable[[Any, str], bool] = lambda cfg, field: True
     files: tuple[str, ...] = ()  # other fields that may be relative paths
-    missing: Callable[[Any], list[str]] = lambda cfg: []  # messages about `files` at which there is nothing
+    missing: Callable[[Any], Iterable[str]] = lambda cfg: ()  # messages about `files` at which there is nothing
     makes_weights: bool = False  # which other stages may start from
     sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
     model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
@@ -88,7 +86,7 @@ class StageKind:
     keeps_head: Callable[[Any, ModelConfig | None, ModelConfig | None], bool] = lambda cfg, source, model: True
     checks: Checks = no_checks
     check_outputs: Checks = no_checks  # of a finished stage, beyond the digests of what it hands on
-    metrics: Callable[[Any], list[str]] = lambda cfg: []  # names of the numbers that it will have
+    metrics: Callable[[Any], Iterable[str]] = lambda cfg: ()  # names of the numbers that it will have
     needs_workers: bool = True  # otherwise the driver does its work
     trains: bool = False  # its config is a TrainConfig
 
@@ -216,11 +214,6 @@ class Context:
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 
     @property
-    def name(self) -> str:
-        """Return the stage's name, with which its messages begin."""
-        return self.stage.name
-
-    @property
     def directory(self) -> Path:
         """Return the stage's own folder in the run directory."""
         return self.campaign.directory(self.stage)
@@ -237,7 +230,7 @@ class Context:
     @property
     def model(self) -> ModelConfig:
         """Return the architecture that the stage ends with; a stage without one must not ask for it."""
-        assert self.stage.model is not None, f"{self.name} starts when the weights that tell its model are there"
+        assert self.stage.model is not None, f"{self.stage.name} starts when the weights that tell its model are there"
         return self.stage.model
 
 

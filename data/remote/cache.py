@@ -37,8 +37,7 @@ from data.errors import ConfigError, DataError, StorageError
 from data.files import locked, state_folder, take_lock
 from data.index.index import Index
 from data.index.shard import Shard
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from data.remote.urls import Answer, Retry, never, read_range, redacted
 
 PIECE = 16 << 20  # bytes of one request: what a broken answer costs at most
@@ -66,7 +65,7 @@ class CacheConfig:
 
 
 def no_progress() -> None:
-    """The default of `Cache.progress`: progress is not told to anybody."""
+    """Ignore progress: the default of `Cache.progress`."""
 
 
 class Cache:

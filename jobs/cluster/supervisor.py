@@ -194,7 +194,7 @@ class Attempt:
             if not group.request_stop():
                 end_if_asked(context)
             if not self.can_commit:
-                raise Preempted(f"stopped in {context.name}; run the same command again to do it from its start")
+                raise Preempted(f"stopped in {context.stage.name}; run the same command again to do it from its start")
         context.poll(group.folder, self.number)
 
 
@@ -279,7 +279,7 @@ def recover(
             return
     # c. A worker that asks for an exit code knows what it wants.
     if failure.exit_code is not None:
-        raise StageFailed(f"{context.name}: {message}", failure.exit_code, failure.kind)
+        raise StageFailed(f"{context.stage.name}: {message}", failure.exit_code, failure.kind)
 
     # d. A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever. One restart is
     # enough to know that the same exception comes again; a death, which has no kind, may have been chance.
@@ -292,7 +292,7 @@ def recover(
         exception = getattr(builtins, failure.kind, None)  # "PermissionError" and others are the system's
         is_os_error = isinstance(exception, type) and issubclass(exception, OSError)
         raise StageFailed(
-            f"{context.name}: {failure}\n"
+            f"{context.stage.name}: {failure}\n"
             f"  {history.failures} attempts in a row made no new checkpoint; the last is {start}\n"
             f"  the traceback is in {context.directory / 'incidents.txt'}",
             ExitCode.IO if is_os_error else ExitCode.INTERNAL,

@@ -27,21 +27,21 @@ from data.errors import ExitCode, PatchlineError
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
-from jobs.commands.plan import GPU_FLOPS
+from jobs.commands.plan_training import GPU_FLOPS
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import temporary_run, warn_of_unused_gpus
 from jobs.terminal import echo
 from jobs.worlds import allowed_worlds
-from pipeline.checkpoints.saver import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
-from pipeline.preflight.worker import PreflightReport, examine, look_at_node
-from pipeline.training_config import TrainConfig, batch_arithmetic
+from pipeline.preflight.worker import PreflightReport, examine, examine_node
+from pipeline.training_config import BYTES_FP32, TrainConfig, batch_arithmetic
 from pipeline.versions import code_version
 
 LARGEST_ALL_REDUCE = 2**28  # bytes
@@ -244,5 +244,5 @@ def measure_everywhere(
                 used = set()
                 for worker in measured["workers"]:
                     used.add(worker["identity"]["node"])
-                measured["spares"], silent = run_on_spare_nodes(look_at_node, task, used, cluster.start_timeout_s)
+                measured["spares"], silent = run_on_spare_nodes(examine_node, task, used, cluster.start_timeout_s)
     return measured, silent

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from data.files import whole_file
 from data.index.document import load_index
 from data.index.index import Index
 from data.loader import TrainLoader
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from jobs.terminal import echo
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import attempt_of_stage
@@ -44,13 +43,6 @@ class Rebuilt(NamedTuple):
     bad: list[BadSample]  # those that were replaced
 
 
-class Job(TypedDict):
-    """What is read here of the job in a task.json."""
-
-    train: list[str]  # indexes of the sets
-    model: dict[str, object]
-
-
 def replay(run: Path, step: str, target: str | None) -> None:
     """Print the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
 
@@ -67,7 +59,7 @@ def replay(run: Path, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
     folder = stage_of(run)
     task = artifacts.read_record(folder / artifacts.TASK)
-    job: Job = task["job"]
+    job = task["job"]
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")

@@ -21,6 +21,7 @@ from typing import Any
 import models
 from data.files import write_whole
 from jobs.monitor.status_poller import StatusPoller, View, records_since
+from jobs.recipe import sweeps
 from jobs.recipe.records import environment
 from jobs.recipe.render import config_as_known
 from jobs.resolved_recipe import Campaign, Stage
@@ -29,7 +30,8 @@ from pipeline import config
 from pipeline.monitoring.telemetry import Record
 from pipeline.versions import code_version, git_commit
 
-CLOSE_S = 30.0  # for what is still to be sent when a command ends
+CLOSE_S = 15.0  # for what is still to be sent when a command ends
+OPEN_S = 10.0  # for W&B's server to answer; its client's own limit of 90 s would hold up the end of the command
 NOT_NUMBERS = ("kind", "time", "attempt", "step")
 LONGEST_TEXT = 500  # characters of a parameter in MLflow
 
@@ -67,6 +69,8 @@ class Wandb:
                 x_disable_stats=True,
                 disable_code=True,
                 git_commit=facts.get("commit") or None,
+                init_timeout=OPEN_S,
+                finish_timeout=CLOSE_S,
             ),
         )
         # An attempt that went back to a checkpoint reports steps again: W&B's own counter would drop them.
@@ -97,9 +101,10 @@ class Mlflow:
         """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
         if not run_id:
             experiment = self.client.get_experiment_by_name(self.options.experiment)
-            experiment_id = experiment.experiment_id if experiment else ""
             if experiment is None:
                 experiment_id = self.client.create_experiment(self.options.experiment)
+            else:
+                experiment_id = experiment.experiment_id
             run_id = self.client.create_run(experiment_id, run_name=f"{view.run}/{view.stage}").info.run_id
         self.run_id = run_id
         self.client.update_run(run_id, status="RUNNING")
@@ -107,11 +112,10 @@ class Mlflow:
         # which may change, tell of this start.
         known = self.client.get_run(run_id).data.params
         parameters = []
-        for name, text in flat(facts).items():
-            if name not in known and text:
-                parameters.append(self.mlflow.entities.Param(name, text[:LONGEST_TEXT]))
-        for begin in range(0, len(parameters), 100):  # the server takes so many at once
-            self.client.log_batch(run_id, params=parameters[begin : begin + 100])
+        for name, value in sweeps.flat(facts, view.stage).items():
+            if name not in known and str(value):
+                parameters.append(self.mlflow.entities.Param(name, str(value)[:LONGEST_TEXT]))
+        self.client.log_batch(run_id, params=parameters)
         self.client.set_tag(run_id, "patchline.code", facts["code"])
         self.client.set_tag(run_id, "patchline.commit", facts["commit"])
         self.client.set_tag(run_id, "mlflow.source.git.commit", facts["commit"])
@@ -123,8 +127,7 @@ class Mlflow:
             milliseconds = int(record["time"] * 1000)
             for name, number in numbers_of(record).items():
                 metrics.append(self.mlflow.entities.Metric(name, number, milliseconds, record["step"]))
-        for begin in range(0, len(metrics), 1000):  # the server takes so many at once
-            self.client.log_batch(self.run_id, metrics=metrics[begin : begin + 1000])
+        self.client.log_batch(self.run_id, metrics=metrics)
 
     def close(self) -> None:
         self.client.set_terminated(self.run_id)
@@ -208,14 +211,3 @@ def numbers_of(record: Record) -> dict[str, float]:
         if is_number and name not in NOT_NUMBERS:
             numbers[f"{record['kind']}/{name}"] = float(value)
     return numbers
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values as texts by dotted name."""
-    texts: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            texts |= flat(value, f"{prefix}{name}.")
-        else:
-            texts[prefix + name] = str(value)
-    return texts

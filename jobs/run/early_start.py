@@ -45,17 +45,17 @@ def start_early(recipe: config.Recipe, kind: str | None = None) -> None:
     except ConfigError:
         # It is raised again where the whole recipe is validated, in the order in which a reader expects the errors.
         return
-    kinds = set()
+    kinds = []
     for name, section in recipe.values.items():
         if isinstance(section, Mapping) and name not in ("cluster", "trackers"):
-            kinds.add(section.get("kind", name))
+            kinds.append(section.get("kind", name))
     if kind is not None:
-        kinds = {kind}
+        kinds = [kind]
     # Where the last command has finished all stages, nothing may be left to be done.
     run = recipe.values.get("run", recipe.default_run)
     try:
         is_done = json.loads(Path(str(run), "status.json").read_text())["exit_code"] == ExitCode.DONE
     except (OSError, ValueError, KeyError, TypeError):
         is_done = False
-    if not is_done and not kinds.issubset(WORKERLESS_KINDS):
+    if not is_done and any(kind not in WORKERLESS_KINDS for kind in kinds):
         placement.start_early(cluster)

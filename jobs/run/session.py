@@ -67,8 +67,7 @@ def run_campaign(
             synced(campaign.storage, log) as put_files,
             status_file(campaign.run, command, log.keep),
         ):
-            session.put_files = put_files
-            return session.run(only)
+            return session.run(only, put_files)
     finally:
         for poller in session.pollers:
             poller.close()
@@ -85,14 +84,14 @@ class Session:
         self.fresh = fresh
         self.also = also
         self.pollers: list[StatusPoller] = []  # show the run elsewhere; a thread each
-        self.facts: dict[Path, dict[str, Any]] = {}  # of each stage that has begun, for the trackers
-        # Puts what has changed into the run's store; raises RunOwned where the run is ours no more.
-        self.put_files: Callable[[], None] = lambda: None
 
-    def run(self, only: str | None) -> list[dict[str, Any]]:
-        """Walk the stages, once the run is ours; returns the rows of the closing table."""
+    def run(self, only: str | None, put_files: Callable[[], None]) -> list[dict[str, Any]]:
+        """Walk the stages, once the run is ours; returns the rows of the closing table.
+
+        `put_files` puts what has changed into the run's store; it raises RunOwned where the run is ours no more.
+        """
         log = self.log
-        self.stopper = Stopper(log)
+        stopper = Stopper(log)
         # Once more: of a run in a store, the files of the last owner are here only now.
         self.campaign = with_new_evaluations(resolve_sweep(self.campaign))
         stages = stages_of(self.campaign, only)
@@ -106,7 +105,8 @@ class Session:
         unfinished = [stage for stage in stages if self.campaign.done(stage) is None]
         if any(stage.kind.needs_workers for stage in unfinished):
             self.start_workers()
-        self.pollers += start_trackers(self.campaign.trackers, self.facts, log)
+        facts: dict[Path, dict[str, Any]] = {}  # of each stage that has begun, for the trackers
+        self.pollers += start_trackers(self.campaign.trackers, facts, log)
         # What earlier commands logged has been shown already.
         for stage in self.campaign.stages:
             log.skip(self.campaign.directory(stage))
@@ -117,44 +117,40 @@ class Session:
             self.campaign = resolve_sweep(self.campaign)
             stage = self.campaign.stage(name)
             # Before the stopper is asked, or a signal between the two would be heard after the stage.
-            self.stopper.works_here = not stage.kind.needs_workers
+            stopper.works_here = not stage.kind.needs_workers
             outcome = self.campaign.done(stage)
             is_skipped = outcome is not None
             if outcome is not None:
                 self.report_skipped(stage, outcome)
-            elif self.stopper.is_asked():
+            elif stopper.is_asked():
                 raise Preempted(f"stopped before {name}; run the same command again to go on")
             else:
-                outcome = self.run_stage(stage)
-            self.stopper.works_here = False
+                # Shown from here to the end of the stage; what raises ends the command, and with it the pollers.
+                directory = self.campaign.directory(stage)
+                log.stage_file = directory / "log.txt"
+                if self.campaign.trackers.used():
+                    facts[directory] = facts_of(self.campaign, stage)
+                for poller in self.pollers:
+                    if stage.kind.needs_workers:
+                        poller.show_stage(directory)
+                context = Context(
+                    campaign=self.campaign,
+                    stage=stage,
+                    log=log,
+                    poll=self.poll,
+                    stop_requested=stopper.is_asked,
+                    check_owned=put_files,  # it looks first whether the run is still ours
+                )
+                outcome = run_stage(context, fresh=self.fresh)
+                log.stage_file = None
+                for poller in self.pollers:
+                    poller.leave_stage()
+                put_files()
+            stopper.works_here = False
             rows.append({"stage": name, "skipped": is_skipped, **outcome})
         log_table(rows, log)
         log(f"run: {self.campaign.storage.address()}")
         return rows
-
-    def run_stage(self, stage: Stage) -> dict[str, Any]:
-        """Run a stage, and show it from here to its end; what it raises ends the command, and with it the pollers."""
-        directory = self.campaign.directory(stage)
-        self.log.stage_file = directory / "log.txt"
-        if self.campaign.trackers.used():
-            self.facts[directory] = facts_of(self.campaign, stage)
-        for poller in self.pollers:
-            if stage.kind.needs_workers:
-                poller.show_stage(directory)
-        context = Context(
-            campaign=self.campaign,
-            stage=stage,
-            log=self.log,
-            poll=self.poll,
-            stop_requested=self.stopper.is_asked,
-            check_owned=self.put_files,  # it looks first whether the run is still ours
-        )
-        outcome = run_stage(context, fresh=self.fresh)
-        self.log.stage_file = None
-        for poller in self.pollers:
-            poller.leave_stage()
-        self.put_files()
-        return outcome
 
     def start_workers(self) -> None:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""

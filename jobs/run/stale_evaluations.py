@@ -27,40 +27,30 @@ PROBE_FIELDS = ("probe.train", "probe.test", "probe.shots", "probe.seeds", "prob
 def with_new_evaluations(campaign: Campaign) -> Campaign:
     """Return the campaign with a stage behind each finished one that is asked to be judged otherwise than it was."""
     stages: list[Stage] = []
+    new: list[Stage] = []
     for stage in campaign.stages:
         stages.append(stage)
-        stages += new_evaluations(campaign, stage)
+        done = campaign.done(stage)
+        if not stage.kind.trains or done is None or sweep.DIVERGED in done:
+            continue
+        cfg: TrainConfig = stage.config
+        changed = set(changed_warnings(campaign.directory(stage), stage))
+        evaluations: list[Stage] = []
+        if changed & set(ACCURACY_FIELDS) and cfg.data.evaluate is not None:
+            sets = {"evaluate": evaluate.EvaluatedSet(cfg.data.evaluate)}
+            evaluations.append(evaluation_of(campaign, stage, "evaluate", sets=sets, protocols=("top-1",)))
+        if changed & set(PROBE_FIELDS) and cfg.probe.train is not None and cfg.probe.test is not None:
+            sets = {"probe": evaluate.EvaluatedSet(cfg.probe.test, cfg.probe.train)}
+            shots = FewShotConfig(cfg.probe.shots, cfg.probe.seeds, cfg.probe.l2)
+            protocols = ("fewshot",)
+            evaluations.append(evaluation_of(campaign, stage, "probe", sets=sets, protocols=protocols, fewshot=shots))
+        stages += evaluations
+        new += evaluations
     extended = replace(campaign, stages=tuple(stages))
     there = Available(extended, looks_at_files=False)
-    for stage in stages:
-        if stage not in campaign.stages:
-            refuse(validate(stage, there))
+    for stage in new:
+        refuse(validate(stage, there))
     return extended
-
-
-def new_evaluations(campaign: Campaign, stage: Stage) -> list[Stage]:
-    """Return the stages that judge a finished stage's weights as its recipe asks now; none where that was done."""
-    if not stage.kind.trains:
-        return []
-    cfg: TrainConfig = stage.config
-    changed = fields_changed(campaign, stage)
-    judging: list[Stage] = []
-    if changed & set(ACCURACY_FIELDS) and cfg.data.evaluate is not None:
-        sets = {"evaluate": evaluate.EvaluatedSet(cfg.data.evaluate)}
-        judging.append(evaluation_of(campaign, stage, "evaluate", sets=sets, protocols=("top-1",)))
-    if changed & set(PROBE_FIELDS) and cfg.probe.train is not None and cfg.probe.test is not None:
-        sets = {"probe": evaluate.EvaluatedSet(cfg.probe.test, cfg.probe.train)}
-        shots = FewShotConfig(cfg.probe.shots, cfg.probe.seeds, cfg.probe.l2)
-        judging.append(evaluation_of(campaign, stage, "probe", sets=sets, protocols=("fewshot",), fewshot=shots))
-    return judging
-
-
-def fields_changed(campaign: Campaign, stage: Stage) -> set[str]:
-    """Return the fields of a finished stage's config that may change and have; none of one that has not finished."""
-    done = campaign.done(stage)
-    if done is None or sweep.DIVERGED in done:
-        return set()
-    return set(changed_warnings(campaign.directory(stage), stage))
 
 
 def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) -> Stage:

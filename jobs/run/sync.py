@@ -72,10 +72,20 @@ def synced(storage: Storage, log: Log) -> Iterator[Callable[[], None]]:
     if not isinstance(storage, Bucket):
         yield lambda: None
         return
+    # 1. The run is ours, and the folder holds its files.
     sync = Sync(storage, log)
     is_ours = sync.take_over()
     sync.pull(is_ours)
-    with sync.kept_alive():
+    sync.note()
+    # 2. A sign of life, and what has changed, in a thread each: a large file takes minutes, and without a sign of life
+    #    for 30 s the owner is taken for dead.
+    has_ended = threading.Event()
+    threads = []
+    for work in (sync.keep_alive, sync.keep_putting):
+        threads.append(threading.Thread(target=work, args=(has_ended,), name="sync", daemon=True))
+    for thread in threads:
+        thread.start()
+    try:
         # What the last command here could not put: workers on other nodes may need that a stage is done.
         if is_ours:
             sync.put()
@@ -88,6 +98,18 @@ def synced(storage: Storage, log: Log) -> Iterator[Callable[[], None]]:
             with suppress(StorageError, OSError):
                 sync.check_owned()
             raise
+    finally:
+        # 3. The last files, and that this command has ended.
+        has_ended.set()
+        # Before the threads are waited for: they may be asking a store that is gone.
+        storage.retry.attempts = LAST_ATTEMPTS
+        for thread in threads:
+            thread.join()
+        try:
+            sync.put()
+            sync.renew(0, is_released=True)
+        except (PatchlineError, OSError) as error:
+            log(f"the last lines of this command are in {sync.run} alone: {error}")
 
 
 @contextmanager
@@ -206,31 +228,6 @@ class Sync:
         }
         self.store.put(OWNER_FILE, json.dumps(owner).encode())
 
-    @contextmanager
-    def kept_alive(self) -> Iterator[None]:
-        """Renew owner.json, and put what has changed, in a thread each while the block works, and once at its end."""
-        self.note()
-        has_ended = threading.Event()
-        # Two of them: a large file takes minutes, and without a sign of life for 30 s the owner is taken for dead.
-        threads = []
-        for work in (self.keep_alive, self.keep_putting):
-            threads.append(threading.Thread(target=work, args=(has_ended,), name="sync", daemon=True))
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            # Before the threads are waited for: they may be asking a store that is gone.
-            self.store.retry.attempts = LAST_ATTEMPTS
-            for thread in threads:
-                thread.join()
-            try:
-                self.put()
-                self.renew(0, is_released=True)
-            except (PatchlineError, OSError) as error:
-                self.log(f"the last lines of this command are in {self.run} alone: {error}")
-
     def keep_alive(self, has_ended: threading.Event) -> None:
         """Give a sign of life, again and again, until the command ends, or another one has taken the run over."""
         beats = 0
@@ -302,31 +299,30 @@ class Sync:
         write_whole(self.run / SYNC_FILE, json.dumps({"token": self.token, "known": self.known}))
 
 
-def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> list[str]:
-    """Fetch those files of a run that are wanted and not in its local folder yet; returns their names.
+def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
+    """Fetch those files of a run that are wanted and not in its local folder yet; returns their bytes by name.
 
     How often a stage was tried is counted by its folders of attempts: those are made too. Raises StorageError.
     """
-    sizes = store.list()
-    missing: list[str] = []
+    missing: dict[str, int] = {}
     claims: list[str] = []  # of attempts
-    for name in sizes:
+    for name, size in store.list().items():
         if name.startswith(f"{ATTEMPTS}/"):
             claims.append(name)
         if is_wanted(name) and not (store.local / name).exists():
-            missing.append(name)
+            missing[name] = size
 
     def fetch(name: str) -> None:
         path = store.local / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        store.fetch(name, path, sizes[name])
+        store.fetch(name, path, missing[name])
 
     def make_attempt_folder(name: str) -> None:
         claim = json.loads(store.read(name) or b"{}")
         if claim.get("stage"):
             attempt_folder(store.local / claim["stage"], int(Path(name).stem)).mkdir(parents=True, exist_ok=True)
 
-    each(missing, fetch)
+    each(list(missing), fetch)
     each(claims, make_attempt_folder)
     return missing
 

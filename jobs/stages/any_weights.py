@@ -26,14 +26,10 @@ PREPROCESSOR_FILE = "preprocessor_config.json"  # of transformers
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
-def is_ours(path: str) -> bool:
-    """Return whether a path is a folder that a stage or `import` wrote."""
-    return (Path(path) / CONFIG).is_file()
-
-
 def is_foreign(path: str) -> bool:
-    """Return whether there are weights of another project at a path."""
-    return not is_ours(path) and files_of(path)[0].is_file()
+    """Return whether there are weights of another project at a path, and no folder that a stage or `import` wrote."""
+    is_ours = (Path(path) / CONFIG).is_file()
+    return not is_ours and files_of(path)[0].is_file()
 
 
 def files_of(path: str) -> list[Path]:

@@ -1,7 +1,7 @@
 """Evaluates the commits of one trained stage beside training (`evaluate_on: spare`), one at a time.
 
-1. While an attempt runs, a thread looks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
-   says so in a file. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
+1. While an attempt runs, a thread asks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
+   leaves a file that says so. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/evaluation/async_evaluation.py).
 2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
    that stays warm. Another one may wait; where several do, all but the newest are skipped, and each is logged.
@@ -18,10 +18,10 @@ import shutil
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from data.checks import one_line
 from data.errors import Preempted
@@ -38,8 +38,8 @@ from pipeline.monitoring.telemetry import Telemetry, duration
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
 
-LOOK_S = 1.0  # between two looks of the thread
-POLL_S = 0.2  # of the wait for the last evaluations
+POLL_S = 1.0  # between two polls of the thread
+WAIT_POLL_S = 0.2  # of the wait for the last evaluations
 NEXT_LINE_S = 60.0  # between two lines about that wait
 END_S = 10.0  # for the worker to end when its attempt does
 TRIES = 3  # of one evaluation whose worker dies or hangs; then the loop does without
@@ -55,7 +55,7 @@ class NoPlace(Exception):
 
 
 class AsyncEvaluation:
-    """Evaluates commits of a stage, from attempt to attempt; also the companion of the attempt that runs."""
+    """Evaluates commits of a stage, from attempt to attempt."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
@@ -69,34 +69,28 @@ class AsyncEvaluation:
         self.has_ended = threading.Event()  # the attempt, or the wait for the last evaluations
         self.training_has_ended = False
         self.thread = threading.Thread()
-        self.next_look = 0.0
+        self.next_poll = 0.0
         self.trouble = ""  # that was logged last
 
-    # -------------------------------------------------------------------- beside an attempt
-
-    def accompany(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Self:
-        """Get ready to work beside an attempt."""
+    @contextmanager
+    def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
+        """Evaluate commits while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
         self.cluster = dataclasses.replace(cluster, workers=1)
         if self.place is None:
             busy_cores = cluster.world * (cluster.cpus_per_worker + self.cfg.data.processes)
             self.place = spare_place_of(cluster, busy_cores)
-        return self
-
-    def __enter__(self) -> Self:
         # A disk that refuses costs that evaluation, not the attempt.
         with suppress(OSError):
             async_evaluation.request_unfinished(self.stage)
         self.start_thread()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        # After a good end the evaluation goes on: `finish` waits for it.
-        if kind is not None:
+        try:
+            yield
+        except BaseException:
+            # After a good end the evaluation goes on: `finish` waits for it.
             self.end()
+            raise
 
     def start_thread(self) -> None:
         """Start a thread, unless one lives: that of an attempt before may still wait for an answer of Ray's head."""
@@ -138,7 +132,7 @@ class AsyncEvaluation:
                     waited = duration(time.monotonic() - began)
                     self.context.log(f"training has ended; {waited} of waiting for the evaluations of steps {left}")
                     next_line = time.monotonic() + NEXT_LINE_S
-                time.sleep(POLL_S)
+                time.sleep(WAIT_POLL_S)
         finally:
             self.end()
             self.report_records()
@@ -165,23 +159,23 @@ class AsyncEvaluation:
     # -------------------------------------------------------------------- the thread
 
     def watch(self, has_ended: threading.Event) -> None:
-        """Look every second, until the attempt has ended or, after training, nothing is requested any more."""
+        """Poll every second, until the attempt has ended or, after training, nothing is requested any more."""
         while not has_ended.is_set():
             trouble = ""
             try:
-                self.look()
+                self.poll()
                 if self.training_has_ended and not async_evaluation.requested(self.stage):
                     return
             except Exception as error:
-                # The head may be away, or the disk be full: the next look tries again.
+                # The head may be away, or the disk be full: the next poll tries again.
                 trouble = f"no evaluation beside training for now: {type(error).__name__}: {error}"
             if trouble not in ("", self.trouble) and not has_ended.is_set():
                 self.context.log(trouble)
             self.trouble = trouble or self.trouble
-            has_ended.wait(POLL_S if self.training_has_ended else LOOK_S)
+            has_ended.wait(WAIT_POLL_S if self.training_has_ended else POLL_S)
 
-    def look(self) -> None:
-        """Say whether a place is free, and have the next step evaluated where one is."""
+    def poll(self) -> None:
+        """Offer a place where one is free, and have the next step evaluated there."""
         assert self.place is not None
         is_free = self.place.is_free()
         # The answer may have taken so long that another attempt runs: its workers must not ask this thread.
@@ -194,8 +188,7 @@ class AsyncEvaluation:
             offer.unlink(missing_ok=True)
         waiting = self.waiting(at_most=2)
         # What was requested before it was given up has its tries when training has ended.
-        is_worth_it = self.training_has_ended or not self.is_given_up
-        if waiting and is_free and is_worth_it:
+        if waiting and is_free and (self.training_has_ended or not self.is_given_up):
             self.evaluate(waiting[0])
 
     def waiting(self, at_most: int) -> list[int]:
@@ -213,11 +206,10 @@ class AsyncEvaluation:
             async_evaluation.skip(self.stage, step, reason)
         return waiting[-at_most:]
 
-    # -------------------------------------------------------------------- one evaluation
-
     def evaluate(self, step: int) -> None:
-        """Have one step evaluated and leave its record; where the worker fails, the request stays for the next look."""
+        """Have one step evaluated and leave its record; where the worker fails, the request stays for the next poll."""
         assert self.place is not None
+        # 1. What the worker is told, and where it writes.
         (checkpoint, *_) = [folder for folder in committed(self.stage / "checkpoints") if step_of(folder) == step]
         self.number += 1
         name = f"{self.attempt_folder.name}-step-{step:010d}-{self.number}"
@@ -227,31 +219,51 @@ class AsyncEvaluation:
         watch = Watch(1, self.cfg.stall_s, self.cluster.start_timeout_s)
         group = WorkerGroup(self.place, self.cluster, folder)
         self.running = step
+        failure: WorkerGroupError | None = None
         try:
+            # 2. Its work, which ends where somebody wants the place, or the attempt ends.
             if not self.place.take():
                 raise NoPlace("what seemed to be free was not")
-            judged = cast(AsyncOutcome, group.run(judge_beside, task, lambda: self.look_at_evaluation(group, watch)))
-            for remark in judged["remarks"]:
+            outcome = cast(AsyncOutcome, group.run(evaluate_nicely, task, lambda: self.poll_worker(group, watch)))
+            for remark in outcome["remarks"]:
                 self.context.log(remark)
-            where: dict[str, Any] = {"where": "spare", "node": judged["node"], "seconds": judged["seconds"]}
-            remark = f"  beside training, on {judged['node']} in {judged['seconds']:.2f}s"
-            record = async_evaluation.evaluation_record(step, judged["values"], where, remark)
+            where: dict[str, Any] = {"where": "spare", "node": outcome["node"], "seconds": outcome["seconds"]}
+            remark = f"  beside training, on {outcome['node']} in {outcome['seconds']:.2f}s"
+            record = async_evaluation.evaluation_record(step, outcome["values"], where, remark)
             async_evaluation.put_record(self.stage, step, record)
-            # Of a worker that did not fail the log says nothing more.
-            shutil.rmtree(folder, ignore_errors=True)
         except Ended:
-            shutil.rmtree(folder, ignore_errors=True)
+            pass
         except NoPlace as reason:
-            shutil.rmtree(folder, ignore_errors=True)
             self.context.log(f"evaluate step {step}: put off, {reason}; tried again where a place is free")
         except WorkerGroupError as error:
-            self.record_failure(step, error)
+            failure = error
         finally:
             self.running = None
             self.place.give_back()
+        # 3. Of a worker that did not fail the log says nothing more.
+        if failure is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
 
-    def look_at_evaluation(self, group: WorkerGroup, watch: Watch) -> None:
-        """Look once at the worker that evaluates.
+        # 4. A worker that asked for an exit code knew what it wanted: to try again would end in the same way.
+        self.deaths[step] += 1
+        if failure.exit_code is None and self.deaths[step] < TRIES:
+            self.context.log(
+                f"evaluate step {step}: the process beside training failed ({failure.cause}), "
+                f"{self.deaths[step]} of {TRIES} times; training is not touched, it is tried again"
+            )
+            return
+        values: dict[str, float | int | str] = {"step": step, "error": failure.cause, "where": "spare"}
+        line = f"evaluate step {step} FAILED beside training ({one_line(failure.cause)}); training goes on without it"
+        if failure.exit_code is not None:
+            values["exit_code"] = int(failure.exit_code)
+        else:
+            self.is_given_up = True
+            line += "; the next ones are judged in the loop"
+        async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
+
+    def poll_worker(self, group: WorkerGroup, watch: Watch) -> None:
+        """Look at the worker that evaluates, and skip requests that have become too many.
 
         Raises Ended, NoPlace where somebody wants the place, and WorkerGroupError where the worker is stuck.
         """
@@ -263,31 +275,12 @@ class AsyncEvaluation:
         stuck = watch.look(group.places(), group.is_frozen)
         if stuck is not None:
             raise group.evidence().silent_failure(stuck.rank, stuck.cause)
-        if time.monotonic() > self.next_look:
-            self.next_look = time.monotonic() + LOOK_S
+        if time.monotonic() > self.next_poll:
+            self.next_poll = time.monotonic() + POLL_S
             self.waiting(at_most=1)
 
-    def record_failure(self, step: int, error: WorkerGroupError) -> None:
-        """Log why a worker has failed; where trying again would not help, record that."""
-        self.deaths[step] += 1
-        is_known = error.exit_code is not None  # it knew what it wanted: to try again would end in the same way
-        if not is_known and self.deaths[step] < TRIES:
-            self.context.log(
-                f"evaluate step {step}: the process beside training failed ({error.cause}), "
-                f"{self.deaths[step]} of {TRIES} times; training is not touched, it is tried again"
-            )
-            return
-        values: dict[str, float | int | str] = {"step": step, "error": error.cause, "where": "spare"}
-        line = f"evaluate step {step} FAILED beside training ({one_line(error.cause)}); training goes on without it"
-        if is_known:
-            values["exit_code"] = int(error.exit_code or 0)
-        else:
-            self.is_given_up = True
-            line += "; the next ones are judged in the loop"
-        async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
-
-def judge_beside(task: Task) -> object:
+def evaluate_nicely(task: Task) -> object:
     """Evaluate one checkpoint at the lowest priority; what the worker of an evaluation does."""
     # On a place of its own it takes nothing from anybody; but cores are shared by whoever is on the machine.
     os.nice(NICE)

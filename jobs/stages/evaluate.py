@@ -15,7 +15,7 @@ the same at any world size, and sums are counts, or made by rank 0 in a fixed or
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -28,7 +28,6 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
@@ -101,28 +100,13 @@ class Config:
                 f"  type sets.{name}.train=…, an index or @stage/name, or leave these protocols out",
             )
 
-    def paths(self) -> dict[str, str]:
-        """Return every set by the field that names it."""
-        paths = {}
-        for name, evaluated in self.sets.items():
-            paths[f"sets.{name}.test"] = evaluated.test
-            if evaluated.train is not None:
-                paths[f"sets.{name}.train"] = evaluated.train
-        return paths
-
-    def metrics(self) -> list[str]:
-        """Return the names of the values that come out, as `document.entries_of` calls them."""
-        values: list[str] = []
-        for protocol in self.protocols:
-            values += value_names(protocol, self)
-        if len(self.sets) == 1:
-            return values
-        # Of several sets each value begins with the set's name.
-        names = []
+    def metrics(self) -> Iterator[str]:
+        """Iterate the names of the values that come out, as `document.entries_of` calls them."""
         for name in self.sets:
-            for value in values:
-                names.append(f"{name} {value}")
-        return names
+            for protocol in self.protocols:
+                for value in value_names(protocol, self):
+                    # Of several sets each value begins with the set's name.
+                    yield value if len(self.sets) == 1 else f"{name} {value}"
 
     def uses_head(self) -> bool:
         """Return whether a protocol looks at the outputs of the head."""
@@ -158,7 +142,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     leaks_path = context.campaign.resolve(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
-    all_named = requests_of(cfg, context, leaks)
+    preprocess = cfg.preprocess or f"resize({context.model.image_size})"
+    all_named = requests_of(cfg, context, preprocess, leaks)
 
     # Results that an earlier evaluation has are carried over; the workers compute the others.
     results = earlier_results(context, weights_digest)
@@ -166,12 +151,12 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     for named in all_named:
         if named.digests in results:
             source = results[named.digests]["from"]
-            context.log(f"{context.name}: {named.name} {named.request.protocol.name} carried over from {source}")
+            context.log(f"{context.stage.name}: {named.name} {named.request.protocol.name} carried over from {source}")
         else:
             unanswered.append(named)
     if unanswered:
         worker_config = WorkerConfig(
-            preprocess=preprocess_of(cfg, context),
+            preprocess=preprocess,
             max_labels=cfg.max_labels,
             micro_batch=cfg.micro_batch,
             precision=cfg.precision,
@@ -205,17 +190,11 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     return {"metrics": metrics}
 
 
-def preprocess_of(cfg: Config, context: Context) -> str:
-    """Return the evaluation ops of the stage."""
-    return cfg.preprocess or f"resize({context.model.image_size})"
-
-
-def requests_of(cfg: Config, context: Context, leaks: LeaksFile | None) -> list[NamedRequest]:
+def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
     """Return the requests set by set and protocol by protocol, in the order of the recipe.
 
     Raises DataError where a leaks.json is not about a set.
     """
-    preprocess = preprocess_of(cfg, context)
     common: dict[str, Any] = {
         "preprocess": preprocess,
         "precision": cfg.precision,
@@ -342,48 +321,44 @@ def shared_classes(cfg: Config) -> list[SharedClasses]:
 
 
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read."""
+    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
+
+    Names of classes are compared in jobs/recipe/class_names.py.
+    """
     cfg: Config = stage.config
-    paths = list(cfg.paths().values())
-    if stage.model is not None:
-        indexes: dict[str, Index] = {}
-        for path in paths:
-            for index in there.made([path]):
-                indexes[path] = index
-        check_head(cfg, stage.model, indexes, stage.name)
+    model = stage.model
+    name = stage.name
+    if model is not None:
+        check_shape(cfg.preprocess, model, f"{name}.preprocess")
+    if model is not None and cfg.uses_head():
+        require(
+            model.classes > 0,
+            f"{name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
+            f"  expected protocols of features: {', '.join(FEATURES)}",
+        )
+        require(
+            "top-5" not in cfg.protocols or model.classes >= 5,
+            f"{name}: top-5 needs 5 classes, the weights have {model.classes}\n  leave it out of {name}.protocols",
+        )
+        for set_name, evaluated in cfg.sets.items():
+            index = there.index(evaluated.test)
+            if index is not None and index.classes > model.classes:
+                unknown = range(model.classes, index.classes)[:5]
+                more = ", ".join(map(index.class_name, unknown))
+                raise DataError(
+                    f"{name}.sets.{set_name}: {evaluated.test} has {index.classes} classes, the weights "
+                    f"{model.classes}: they know no {more}\n"
+                    "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
+                )
     if there.looks_at_files:
         require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
+        paths = []
+        for evaluated in cfg.sets.values():
+            paths.append(evaluated.test)
+            if evaluated.train is not None:
+                paths.append(evaluated.train)
         training.check_usable(there.made(paths))
     yield from ()
-
-
-def check_head(cfg: Config, model: ModelConfig, indexes: Mapping[str, Index], stage: str) -> None:
-    """Raise ConfigError or DataError where a set or a protocol does not fit the weights; `indexes` are by path.
-
-    Names are compared in jobs/recipe/class_names.py.
-    """
-    check_shape(cfg.preprocess, model, f"{stage}.preprocess")
-    if not cfg.uses_head():
-        return
-    require(
-        model.classes > 0,
-        f"{stage}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
-        f"  expected protocols of features: {', '.join(FEATURES)}",
-    )
-    require(
-        "top-5" not in cfg.protocols or model.classes >= 5,
-        f"{stage}: top-5 needs 5 classes, the weights have {model.classes}\n  leave it out of {stage}.protocols",
-    )
-    for name, evaluated in cfg.sets.items():
-        index = indexes.get(evaluated.test)
-        if index is not None and index.classes > model.classes:
-            unknown = range(model.classes, index.classes)[:5]
-            more = ", ".join(map(index.class_name, unknown))
-            raise DataError(
-                f"{stage}.sets.{name}: {evaluated.test} has {index.classes} classes, the weights {model.classes}: "
-                f"they know no {more}\n"
-                "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
-            )
 
 
 KIND = StageKind(

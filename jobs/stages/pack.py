@@ -1,7 +1,7 @@
 """Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypedDict
@@ -9,12 +9,11 @@ from typing import ClassVar, TypedDict
 from data.checks import at_least, check_name
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
-from data.index.index import Index
 from data.index.shard import table_path
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import make_subset, summary
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.artifacts import DONE
@@ -50,36 +49,6 @@ class PackedSet(TypedDict):
     digest: str  # of its index
 
 
-def check_packed(folder: Path, packed: Mapping[str, PackedSet], dropped: Sequence[str]) -> None:
-    """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
-
-    `packed` has the sets of the stage's done.json; shards in `dropped` (`data.drop`) may be lost. The content
-    of a shard is compared when it is read.
-    """
-    problems: dict[Path, str] = {}  # path → what is wrong with it
-    for name, record in packed.items():
-        problems |= problems_of_set(folder / name / f"{name}{SUFFIX}", record["digest"], dropped)
-    if not problems:
-        return
-
-    # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
-    lines = [f"{folder.name} has packed {len(problems)} files that cannot be used:"]
-    for path in list(problems)[:MOST_LINES]:
-        lines.append(f"  {path}: {problems[path]}")
-    if len(problems) > MOST_LINES:
-        lines.append(f"  … and {len(problems) - MOST_LINES} more")
-    # An index that cannot be read would stop the packing as well: it has to go first.
-    unreadable = []
-    for path, problem in problems.items():
-        if problem == UNREADABLE:
-            unreadable.append(str(path))
-    removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
-    lines.append("  expected the set as the stage packed it")
-    lines.append(f"  bring them back from a copy, or {removal}")
-    lines.append("  and run its recipe again: the stage packs the same set anew")
-    raise DataError("\n".join(lines))
-
-
 def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> dict[Path, str]:
     """Return what is wrong with the files of a packed set, by path; shards in `dropped` may be lost."""
     if not index_path.is_file():
@@ -107,58 +76,44 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Pack every set into a folder of its own; safe to kill and to run again."""
-    packed = {}
-    samples_seen = 0
     sets = {}
     for name, set_config in cfg.sets.items():
         sets[name] = replace(set_config, classes_of=context.campaign.resolve(set_config.classes_of))
         if set_config.source == "subset":
             sets[name] = replace(set_config, path=context.campaign.resolve(set_config.path))
     numberings = numberings_of(sets, context.log)
+    packed: dict[str, PackedSet] = {}
+    samples_seen = 0
     for name, set_config in sets.items():
+        folder = context.directory / name
         if set_config.source == "subset":
-            index = make_subset_of(set_config, context.directory / name, name, cfg.workers, context.log)
-            packed[name] = record_of(index)
-            continue
-        progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.log, every_s=10.0)
-
-        # A default binds the progress of this set now; the name means another one in the next round.
-        def report(shards: int, samples: int, progress: Progress = progress) -> None:
-            progress(samples, f"{shards} shards")
-
-        # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
-        index = pack(
-            samples_of(set_config, numberings[name]),
-            context.directory / name,
-            name=name,
-            names=numberings[name].names,
-            shard_samples=cfg.shard_samples,
-            shard_bytes=cfg.shard_bytes,
-            classes=set_config.classes,
-            restarts=cfg.restarts,
-            workers=cfg.workers,
-            report=report,
-        )
-        packed[name] = record_of(index)
-        samples_seen += index.samples
-        context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
+            # The index of some of another set's samples; nothing is packed.
+            assert set_config.path is not None, "SetConfig refuses a subset without a path"
+            parent = load_index(set_config.path)
+            progress = ProgressMeter(f"shards looked at for {name}", len(parent.shards), log=context.log, every_s=10.0)
+            rule = subset_rule(set_config)
+            index = make_subset(parent, folder, rule, name=name, workers=cfg.workers, report=progress.of)
+            for line in summary(index, parent):
+                context.log(f"{name}: {line}")
+        else:
+            progress = ProgressMeter(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
+            # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
+            index = pack(
+                samples_of(set_config, numberings[name]),
+                folder,
+                name=name,
+                names=numberings[name].names,
+                shard_samples=cfg.shard_samples,
+                shard_bytes=cfg.shard_bytes,
+                classes=set_config.classes,
+                restarts=cfg.restarts,
+                workers=cfg.workers,
+                report=progress.packed,
+            )
+            samples_seen += index.samples
+            context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
+        packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
     return {"sets": packed, "samples_seen": samples_seen}
-
-
-def record_of(index: Index) -> PackedSet:
-    """Return the entry of a set in done.json."""
-    return {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
-
-
-def make_subset_of(cfg: SetConfig, folder: Path, name: str, workers: int, say: Callable[[str], None]) -> Index:
-    """Write the index of some of another set's samples; nothing is packed."""
-    assert cfg.path is not None, "SetConfig refuses a subset without a path"
-    parent = load_index(cfg.path)
-    progress = Progress(f"shards looked at for {name}", len(parent.shards), say=say, every_s=10.0)
-    index = make_subset(parent, folder, subset_rule(cfg), name=name, workers=workers, report=progress.of)
-    for line in summary(index, parent):
-        say(f"{name}: {line}")
-    return index
 
 
 # ------------------------------------------------------------------------ what is known before it runs
@@ -170,26 +125,48 @@ def is_input(cfg: Config, field: str) -> bool:
     return key != "path" or cfg.sets[name].source == "subset"
 
 
-def missing_sources(cfg: Config) -> list[str]:
-    """Return a message for every path of the stage's sources at which there is nothing."""
-    messages = []
+def missing_sources(cfg: Config) -> Iterator[str]:
+    """Iterate a message for every path of the stage's sources at which there is nothing."""
     for name, set_config in cfg.sets.items():
         for key, path in paths_of(set_config).items():
             if not is_there(path):
-                messages.append(f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}")
-    return messages
+                yield f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}"
 
 
 def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Refuse a finished stage whose shards are gone, but for those that some stage does without."""
+    """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
+
+    Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read.
+    """
     campaign = there.campaign
+    folder = campaign.directory(stage)
     done = campaign.done(stage)
     assert done is not None, "of finished stages alone"
     dropped: list[str] = []
     for other in campaign.stages:
         if other.kind.trains:
             dropped += other.config.data.drop
-    check_packed(campaign.directory(stage), done["sets"], dropped)
+    packed: Mapping[str, PackedSet] = done["sets"]
+    problems: dict[Path, str] = {}  # path → what is wrong with it
+    for name, record in packed.items():
+        problems |= problems_of_set(folder / name / f"{name}{SUFFIX}", record["digest"], dropped)
+    if problems:
+        # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
+        lines = [f"{folder.name} has packed {len(problems)} files that cannot be used:"]
+        for path in list(problems)[:MOST_LINES]:
+            lines.append(f"  {path}: {problems[path]}")
+        if len(problems) > MOST_LINES:
+            lines.append(f"  … and {len(problems) - MOST_LINES} more")
+        # An index that cannot be read would stop the packing as well: it has to go first.
+        unreadable = []
+        for path, problem in problems.items():
+            if problem == UNREADABLE:
+                unreadable.append(str(path))
+        removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
+        lines.append("  expected the set as the stage packed it")
+        lines.append(f"  bring them back from a copy, or {removal}")
+        lines.append("  and run its recipe again: the stage packs the same set anew")
+        raise DataError("\n".join(lines))
     yield from ()
 
 

@@ -253,36 +253,31 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
     """Return the samples of a set, read one by one, with their classes numbered; raises DataError as `source_names`."""
-    return numbered(unnumbered(cfg, numbering), numbering)
-
-
-def unnumbered(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
-    """Return the source's samples with its own class ids."""
     if cfg.source == "digits":
-        return digits(train=cfg.split == "train", image_size=cfg.image_size)
-
+        return numbered(digits(train=cfg.split == "train", image_size=cfg.image_size), numbering)
     check_paths(cfg)
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
+    known = known_set(cfg)
     if cfg.source == "table":
-        return path_table(cfg.path, cfg.root)
-    if cfg.source == "tars":
+        samples = path_table(cfg.path, cfg.root)
+    elif cfg.source == "tars":
         ids = ids_of(tars_classes(cfg.path) or numbering.names)
         # A text of the tars that the numbering calls otherwise.
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
-        return tars(cfg.path, ids)
-    known = known_set(cfg)
-    if known is not None:
-        # The word for a split says nothing where there is no choice of them.
-        has_splits = cfg.source != "imagenet-validation"
+        samples = tars(cfg.path, ids)
+    elif known is not None:
         label: str = cfg.source
-        if has_splits:
+        # The word for a split says nothing where there is no choice of them.
+        if cfg.source != "imagenet-validation":
             label = f"{cfg.task or cfg.source}, {cfg.split}"
-        return samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
-    if cfg.source == "folder":
-        return class_folders(cfg.path)
-    return image_parquet(cfg.path)
+        samples = samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
+    elif cfg.source == "folder":
+        samples = class_folders(cfg.path)
+    else:
+        samples = image_parquet(cfg.path)
+    return numbered(samples, numbering)
 
 
 def check_paths(cfg: SetConfig) -> None:

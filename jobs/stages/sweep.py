@@ -117,7 +117,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     for result in results:
         if not result.diverged:
             continue
-        context.log(f"{context.name}: {result.stage} has diverged: {result.diverged}")
+        context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
         diverged.append(result.stage)
         folder = context.campaign.directory(context.campaign.stage(result.stage))
         folders.add(str(folder / artifacts.DONE))
@@ -127,7 +127,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         if cfg.chooses:
             expected = "one that has not, to choose from"
         raise Diverged(
-            f"{context.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
+            f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
             f"  expected {expected}\n"
             f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
         )
@@ -140,7 +140,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     if best is not None:
         chosen.update(best.values)
     record = {
-        "sweep": context.name,
+        "sweep": context.stage.name,
         "metric": cfg.best,
         "rule": TIES,
         "chosen": chosen,
@@ -157,7 +157,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         parts = []
         for row in means or rows:
             part = str(row.means[cfg.best])
-            if row.name != context.name:
+            if row.name != context.stage.name:
                 part = f"{row.name} {part}"
             if row.remark:
                 part += f" ({row.remark})"
@@ -191,7 +191,7 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     diverged = done.get(DIVERGED, "")
     if best not in metrics and not diverged:
         raise DataError(
-            f"{context.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
+            f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
         )
     # What an earlier table has chosen for the run stands in the run's own record.
@@ -280,7 +280,7 @@ def in_words(values: Mapping[str, object]) -> str:
 def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
     """Log the table and write it to report.txt: the metric that decides first, then the others."""
     all_rows = [*rows, *means]
-    title = f"{context.name}, in %"
+    title = f"{context.stage.name}, in %"
     # 1. The metrics that are in any row, and the widths of the columns.
     metrics = [metric]
     width = len(title)
@@ -320,7 +320,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     cfg: Config = stage.config
     for run_name in cfg.runs:
         run_stage = there.campaign.stage(run_name)
-        metrics = run_stage.kind.metrics(run_stage.config)
+        metrics = list(run_stage.kind.metrics(run_stage.config))
         if cfg.best not in metrics:
             raise ConfigError(
                 f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"

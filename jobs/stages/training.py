@@ -61,62 +61,42 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
 
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
-    log_dropped_shards(cfg, context)
+    campaign = context.campaign
+    # 1. What is left out, and whether there is room for what is to come.
+    if cfg.data.drop:
+        whole_sets = [load_index(campaign.resolve(path) or "") for path, _weight in cfg.data.sets().values()]
+        samples = sum(index.samples for index in whole_sets)
+        dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
+        context.log(
+            f"data.drop: {len(cfg.data.drop)} shards, {dropped:,} of {samples:,} samples, are not read",
+        )
     check_disk_space(cfg, context.model, context.checkpoints)
-    make_task = partial(make_training_task, cfg, context)
-    worlds = allowed_worlds(cfg, context.campaign.cluster)
-    evaluations = async_evaluation_of(cfg, context)
+
+    # 2. Commits are evaluated beside training where the recipe asks for it, and where they can be read.
+    evaluations: AsyncEvaluation | None = None
+    if cfg.evaluate_on == "spare" and cfg.evaluate_every and (cfg.data.evaluate or cfg.probe.train):
+        if campaign.storage.is_shared:
+            evaluations = AsyncEvaluation(cfg, context)
+        else:
+            name = context.stage.name
+            context.log(f"{name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
+
+    # 3. Attempts, until one has taken all steps.
     outcome = supervise(
         train,
-        make_task,
+        partial(make_training_task, cfg, context),
         context,
-        worlds=worlds,
+        worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
         handed_on=(EXCLUDED_STEPS,),
-        accompany=evaluations.accompany if evaluations is not None else None,
+        accompany=None if evaluations is None else evaluations.beside,
     )
     if evaluations is not None:
         evaluations.finish()
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
-        artifacts.bring(context.campaign.storage, f"{context.directory.name}/{name}", record)
+        campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
     return outcome
-
-
-def async_evaluation_of(cfg: TrainConfig, context: Context) -> AsyncEvaluation | None:
-    """Return the async evaluation of commits; None where the recipe has none, or commits cannot be read."""
-    has_sets = bool(cfg.data.evaluate or cfg.probe.train)
-    if cfg.evaluate_on != "spare" or not cfg.evaluate_every or not has_sets:
-        return None
-    if not context.campaign.storage.is_shared:
-        context.log(f"{context.name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
-        return None
-    return AsyncEvaluation(cfg, context)
-
-
-def log_dropped_shards(cfg: TrainConfig, context: Context) -> None:
-    """Log how many samples `data.drop` leaves out, where it names shards."""
-    if not cfg.data.drop:
-        return
-    whole_sets = list(map(load_index, training_sets(cfg, context)))
-    samples = 0
-    for index in whole_sets:
-        samples += index.samples
-    samples_left = 0
-    for index in exclude(whole_sets, cfg.data.drop):
-        samples_left += index.samples
-    dropped = f"{samples - samples_left:,} of {samples:,} samples"
-    context.log(f"data.drop: {len(cfg.data.drop)} shards, {dropped}, are not read")
-
-
-def training_sets(cfg: TrainConfig, context: Context) -> list[str]:
-    """Return the absolute paths of the sets that are trained on, in the order of the sets' names."""
-    paths = []
-    for value, _weight in cfg.data.sets().values():
-        path = context.campaign.resolve(value)
-        assert path is not None, "sets() names no set without a path"
-        paths.append(path)
-    return paths
 
 
 def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
@@ -124,49 +104,48 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
-    init = context.campaign.resolve(cfg.init)
+    campaign = context.campaign
+    is_gpu = campaign.cluster.gpus_per_worker > 0
+    init = campaign.resolve(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
     if init is not None and not context.checkpoints.committed():
         artifacts.check_weights(Path(init), context.log)
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
-    cfg = dataclasses.replace(cfg, deepspeed=context.campaign.resolve(cfg.deepspeed))
+    cfg = dataclasses.replace(cfg, deepspeed=campaign.resolve(cfg.deepspeed))
     # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
-    cfg = with_blocks(cfg, context.model, is_gpu=context.campaign.cluster.gpus_per_worker > 0)
+    cfg = with_blocks(cfg, context.model, is_gpu=is_gpu)
+
+    # What a worker needs of its device's memory, where a plan has traced such a step: a run does not wait for a trace.
+    # Where the recipe leaves the number of workers open, this is the need of the most that it allows: each then needs
+    # the least, and no start is refused for a world that it does not have. What is traced is of whole images: a stage
+    # that never sees them needs less.
+    device_bytes: int | None = None
+    if cfg.thinning.has_whole_images:
+        most_workers = allowed_worlds(cfg, campaign.cluster)[0]
+        need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
+        if need is not None:
+            device_bytes = need.device_bytes
     job = Job(
-        run=str(context.campaign.run),
+        run=str(campaign.run),
         directory=str(context.directory),
         attempt=attempt,
         key=context.stage.key,
         code=code_version(),
         model=models.to_dict(context.model),
-        train=training_sets(cfg, context),
-        evaluate=context.campaign.resolve(cfg.data.evaluate),
+        # In the order of the sets' names.
+        train=[campaign.resolve(path) or "" for path, _weight in cfg.data.sets().values()],
+        evaluate=campaign.resolve(cfg.data.evaluate),
         init=init,
-        probe_train=context.campaign.resolve(cfg.probe.train),
-        probe_test=context.campaign.resolve(cfg.probe.test),
+        probe_train=campaign.resolve(cfg.probe.train),
+        probe_test=campaign.resolve(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
-        remote=context.campaign.remote,
-        device_bytes=bytes_if_traced(cfg, context),
+        remote=campaign.remote,
+        device_bytes=device_bytes,
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     artifacts.write_record(context.directory / artifacts.TASK, task)
     return task
-
-
-def bytes_if_traced(cfg: TrainConfig, context: Context) -> int | None:
-    """Return the bytes that a worker needs of its device's memory; None where no plan has traced such a step."""
-    # A run does not wait for a trace. Where the recipe leaves the number of workers open, this is the need of the most
-    # that it allows: each then needs the least, and no start is refused for a world that it does not have.
-    # What is traced is of whole images: a stage that never sees them needs less.
-    if not cfg.thinning.has_whole_images:
-        return None
-    is_gpu = context.campaign.cluster.gpus_per_worker > 0
-    most_workers = allowed_worlds(cfg, context.campaign.cluster)[0]
-    need = need_if_traced(cfg, context.model, most_workers, is_gpu=is_gpu)
-    if need is None:
-        return None
-    return need.device_bytes
 
 
 # ------------------------------------------------------------------------ what is known before it runs
@@ -215,19 +194,18 @@ def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
     return SharedClasses(sets)
 
 
-def metrics_of(cfg: TrainConfig) -> list[str]:
-    """Return the metrics that a trained stage will have in the end."""
-    metrics = metrics_of_probe(cfg.probe)
+def metrics_of(cfg: TrainConfig) -> Iterator[str]:
+    """Iterate the names of the metrics that a trained stage will have in the end."""
     if cfg.data.evaluate is not None:
-        metrics.insert(0, "accuracy")
-    return metrics
+        yield "accuracy"
+    yield from metrics_of_probe(cfg.probe)
 
 
-def metrics_of_probe(probe: ProbeConfig) -> list[str]:
-    """Return the metrics that a probe gives; none without its sets."""
-    if probe.train is None:
-        return []
-    return [f"{shots}shot" for shots in probe.shots]
+def metrics_of_probe(probe: ProbeConfig) -> Iterator[str]:
+    """Iterate the names of the metrics that a probe gives; none without its sets."""
+    if probe.train is not None:
+        for shots in probe.shots:
+            yield f"{shots}shot"
 
 
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:

@@ -14,8 +14,7 @@ from data.images.augment import AugmentConfig
 from data.index.document import load_index
 from data.index.index import exclude, join
 from data.loader import TrainLoader
-from data.mixture import Mixture
-from data.order import Ledger
+from data.order import Ledger, Mixture
 from jobs.__main__ import main
 from jobs.commands.replay import rebuild
 from jobs.recipe import campaign

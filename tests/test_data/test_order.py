@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import data.order
 from data.draws import key_of, permute
-from data.mixture import Mixture
-from data.order import Ledger, Order
+from data.order import Ledger, Mixture, Order
 
 pytestmark = pytest.mark.quick
 

@@ -24,8 +24,7 @@ from data.index.document import load_index
 from data.index.index import Index, exclude, join
 from data.index.shard import MappedShards, Shard, write_columns
 from data.loader import TrainLoader
-from data.mixture import Mixture
-from data.order import Order
+from data.order import Mixture, Order
 from data.shards.packing import pack
 from data.sources.samples import digits
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.decoder_process import DecoderProcess
+from data.decoder import DecoderProcess
 from data.errors import DataError, StorageError
 from data.index.index import Index
 from data.loader import TrainLoader

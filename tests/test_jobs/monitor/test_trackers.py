@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import pytest
 from data.errors import ConfigError, Preempted
 from jobs.monitor import status_poller, trackers
 from jobs.monitor.status_poller import StageStatus, View
-from jobs.monitor.trackers import Tracker, facts_of, flat, numbers_of, start_trackers
+from jobs.monitor.trackers import Tracker, facts_of, numbers_of, start_trackers
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
@@ -137,7 +138,6 @@ def test_a_stage_that_has_ended_has_its_run_closed_once_all_is_sent(stage) -> No
 
 def test_a_record_becomes_numbers_under_the_names_of_tensorboard() -> None:
     assert numbers_of(json.loads(train_line(4))) == {"train/loss": 0.25}
-    assert flat({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": "1", "a.c": "{}", "d": "None"}
 
 
 # ------------------------------------------------------------------------ a client that is no help
@@ -183,6 +183,32 @@ def test_a_package_that_is_missing_costs_a_line_that_says_what_to_type(monkeypat
 
 
 # ------------------------------------------------------------------------ the real clients
+
+
+UNREACHABLE = """
+import sys
+from pathlib import Path
+from jobs.monitor import status_poller
+from jobs.monitor.trackers import start_trackers
+from jobs.trackers_config import TrackersConfig, WandbConfig
+
+status_poller.POLL_EVERY_S = 0.01
+stage = Path(sys.argv[1])
+(poller,) = start_trackers(TrackersConfig(wandb=WandbConfig(project="vit")), {stage: {}}, print)
+poller.show_stage(stage)
+poller.close()
+"""
+
+
+@needs("wandb")
+@pytest.mark.slow  # 12 s
+def test_a_server_of_wandb_that_cannot_be_reached_does_not_hold_up_the_end(stage) -> None:
+    environment = os.environ | {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
+    began = time.monotonic()
+    words = [sys.executable, "-c", UNREACHABLE, str(stage)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert time.monotonic() - began < 45, "of the client's own 90 s"
+    assert "wandb: " in done.stdout
 
 
 def train_twice(recipe: Path, *overrides: str) -> Path:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -236,8 +236,15 @@ class Stage:
         self.attempt.mkdir(parents=True)
         self.evaluations = AsyncEvaluation(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
         self.evaluations.place = places  # type: ignore[assignment]
-        self.evaluations.accompany({}, self.attempt, ClusterConfig(backend="processes"))
         self.places = places
+        # What an attempt leaves to the calls that a test makes itself, without a thread.
+        self.evaluations.task = {}
+        self.evaluations.attempt_folder = self.attempt
+        self.evaluations.cluster = ClusterConfig(backend="processes")
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Evaluate beside an attempt, as the supervisor has it."""
+        return self.evaluations.beside({}, self.attempt, ClusterConfig(backend="processes"))
 
     def commit(self, *steps: int, suffix: str = async_evaluation.REQUESTED) -> None:
         for step in steps:
@@ -259,15 +266,15 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     made = Stage(tmp_path, Scripted())
     made.places.has_room = False
     made.commit(10, 20, 30)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert made.places.judged == [] and async_evaluation.requested(tmp_path) == [20, 30]
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop is to judge the next one itself"
     made.places.has_room = True
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     made.commit(40, 50, 60)
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
@@ -277,10 +284,10 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
 def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert async_evaluation.requested(tmp_path) == [10], "its save may be on its way"
     made.commit(20)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
 
 
@@ -290,17 +297,17 @@ def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_p
     made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), death, None, refusal, death, death, death))
     made.commit(10)
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     assert made.answers() == {10: "evaluate"}
     assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
     made.commit(20)
-    made.evaluations.look()
+    made.evaluations.poll()
     assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
     made.commit(30)
     for _ in range(3):
-        made.evaluations.look()
+        made.evaluations.poll()
     assert made.answers() == {30: "evaluate_failed"}
-    made.evaluations.look()
+    made.evaluations.poll()
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop judges"
 
 
@@ -308,7 +315,7 @@ def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> 
     made = Stage(tmp_path, Scripted())
     made.commit(10, suffix=async_evaluation.IN_LOOP)
     assert async_evaluation.due(tmp_path) == {10}
-    with made.evaluations:
+    with made.beside():
         deadline = time.monotonic() + 10
         while async_evaluation.due(tmp_path):
             assert time.monotonic() < deadline
@@ -367,11 +374,11 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
         return has_answer.wait(10)
 
     monkeypatch.setattr(made.places, "is_free", slow_head)
-    with made.evaluations:
+    with made.beside():
         assert asked.wait(10)
         made.evaluations.end()
     first = made.evaluations.thread
-    with made.evaluations:
+    with made.beside():
         assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
         has_answer.set()
         first.join(10)
