@@ -1,1 +1,1 @@
-"""What is looked at before workers train: in short at every start, at length by `jobs preflight`."""
+"""What `jobs preflight` measures on every worker and node: links, disks, storage, memory."""
