@@ -1,1 +1,1 @@
-"""What `jobs preflight` measures on every worker and node: links, disks, storage, memory."""
+"""The reports that workers and nodes make for `jobs preflight`: folder, machine, sets and links."""
