@@ -53,6 +53,7 @@ from pipeline.checkpoints.stage_checkpoints import Chosen, checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
+from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
@@ -73,7 +74,9 @@ class Contenders:
         self.metrics = self.folder / "metrics.jsonl"  # fsynced by every save of ours, as in a run
         if self.rank == 0:
             self.metrics.touch()
-        self.saver = Saver(checkpoints_in(self.folder / "ours"), quiet, keep=2, keep_every=0, max_failed_saves=1)
+        phases = Phases(self.folder, self.rank, 600.0)
+        ours = checkpoints_in(self.folder / "ours")
+        self.saver = Saver(ours, quiet, phases, keep=2, keep_every=0, max_failed_saves=1)
         self.rows: Rows = {}
         self.number = 0  # of the round
 
@@ -133,7 +136,7 @@ class Contenders:
             time.sleep(0.001)  # the loop would train here, and go on until all have written
         dist.barrier()
         commit = time.monotonic()
-        self.saver.finish()
+        self.saver.finish(manifest.step)
         self.add("ours, loop blocked", blocked + time.monotonic() - commit)
         dist.barrier()
         self.add("ours, until durable", time.monotonic() - began)

@@ -18,8 +18,8 @@ Every request is made again when it fails (`data.remote.urls.Retry`); what never
 the address. Credentials come from the environment, as those for remote shards do.
 """
 
+import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +34,7 @@ from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole
 from data.remote.urls import CLIENTS, Retry, client, forget_credentials, redacted
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 
 ATTEMPTS = 10  # to have one request answered: about a minute of a store that refuses at once
 DISCARD_ATTEMPTS = 3  # of a request: the save has failed already, perhaps because the store is gone
@@ -57,7 +58,7 @@ class Bucket:
 
     is_shared = False
     sees_at_once = True
-    has_all_sets_here = False
+    has_sets_here = False
     set_aside_as = f"with a {REFUSED} each"
     bring_back = f"repair one and delete its {REFUSED}"
 
@@ -169,9 +170,9 @@ class Bucket:
         if (self.local / name).exists():
             self.put_file(name, self.local / name)
 
-    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
+    def bring(self, name: str, size: int, sha256: str) -> None:
         path = self.local / name
-        if is_good(path):
+        if has_bytes(path, size, sha256):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         # Under a temporary name, because the driver sends whatever changes in the run's folder, over the good one too.
@@ -180,7 +181,7 @@ class Bucket:
             # Where the transfer was at fault, a second one is right.
             for _ in range(2):
                 self.fetch(name, temporary, size)
-                if is_good(temporary):
+                if has_bytes(temporary, size, sha256):
                     os.replace(temporary, path)
                     return
         finally:
@@ -189,9 +190,6 @@ class Bucket:
             f"{self.address(name)} has changed: fetched twice, its sha256 is not that of its record\n"
             "  bring the object back from a copy, then run the same command again"
         )
-
-    def free_bytes(self, name: str) -> float:
-        return math.inf
 
     # ------------------------------------------------------------------------ sets
 
@@ -287,12 +285,11 @@ class Bucket:
         self.put(f"{folder}/{name}/{REFUSED}", marker.encode())
         return f"marked {REFUSED} in the store"
 
-    def retire(self, folder: str, name: str) -> str:
+    def retire(self, folder: str, name: str) -> None:
         files = self.list(f"{folder}/{name}")
         # Without a manifest it is none: what is left when this is interrupted is swept by a later attempt.
         self.delete([f"{folder}/{name}/{MANIFEST}"])
         self.delete(files)
-        return ""
 
     def sweep(self, folder: str, attempt: int) -> None:
         reason = json.dumps({"swept by attempt": attempt}).encode()
@@ -310,11 +307,19 @@ class Bucket:
             self.delete(f"{folder}/{name}/{file}" for file in files if file not in (MANIFEST, SWEPT))
 
 
-def each(values: Iterable[Any], act: Callable[[Any], None]) -> None:
+def each(values: Iterable[Value], act: Callable[[Value], None]) -> None:
     """Call a function with each of the values, several at once; raises the first error when all have ended."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for future in [threads.submit(act, value) for value in values]:
             future.result()
+
+
+def has_bytes(path: Path, size: int, sha256: str) -> bool:
+    """Return whether there is a file of this size and digest."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with naming(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def check_store_url(url: str) -> str:

@@ -7,8 +7,8 @@ How a file is written whole, in order:
 4. the folder is flushed, so that a power cut cannot take the name away again.
 A reader therefore finds the old file, the new file or none, and never a part of one.
 
-Every file gets the mode that the umask gives, whoever wrote its bytes. An error of the disk names the file; `explain`
-says it in words, with the room that there is.
+Every file gets the mode that the umask gives, by whatever code its bytes are written. An error of the disk names the
+file; `explain` says it in words, with the room that there is.
 """
 
 import errno
@@ -134,7 +134,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file at `path` by `content`; nobody ever reads a part of it."""
+    """Replace the file at `path` by `content`; no reader ever finds a part of it."""
     encoded = content.encode() if isinstance(content, str) else content
     with naming(path, len(encoded)), whole_file(path) as temporary:
         temporary.write_bytes(encoded)
@@ -160,7 +160,7 @@ def write_with_reserve(path: Path, text: str, reserve_bytes: int) -> None:
 
 
 def create_exclusively(path: Path, content: str | bytes) -> bool:
-    """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
+    """Create a file that must not exist yet, whole from its first moment; False where another process was first.
 
     Raises StorageError where the file system has no hard links, which make this possible.
     """
@@ -287,21 +287,19 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def size_text(size_bytes: float) -> str:
-    """Return a number of bytes as people say it of disks and links: 23.4 MB."""
-    return in_units(size_bytes, 1000, ("kB", "MB", "GB"))
+def size_text(size_bytes: float, base: int = 1000, units: Sequence[str] = ("kB", "MB", "GB")) -> str:
+    """Return a number of bytes as people say it of disks and links: 23.4 MB.
 
-
-def memory_text(size_bytes: float) -> str:
-    """Return a number of bytes as people say it of memory: 22.3 MiB."""
-    return in_units(size_bytes, 1024, ("KiB", "MiB", "GiB"))
-
-
-def in_units(size_bytes: float, base: int, units: Sequence[str]) -> str:
-    """Return a number of bytes in the largest unit, each `base` of the one before, that it has at least one of."""
+    It is in the largest of the units, each `base` of the one before, that it has at least one of.
+    """
     size = size_bytes / base
     for unit in units[:-1]:
         if size < base:
             return f"{size:.1f} {unit}"
         size /= base
     return f"{size:.1f} {units[-1]}"
+
+
+def memory_text(size_bytes: float) -> str:
+    """Return a number of bytes as people say it of memory: 22.3 MiB."""
+    return size_text(size_bytes, 1024, ("KiB", "MiB", "GiB"))

@@ -4,7 +4,7 @@ In:  {"key": "1a2b…", "seconds": 3.2}
 Out: {"key": "1a2b…", "seconds": 3.2, "sha256": "9f3c…"}, an entry a line
 
 The digest is of the text, not of the values: a changed bit is found wherever it lies, also in the blanks, and a torn
-file lacks its end. Whoever reads a record says what to do about a bad one.
+file lacks its end. Its reader says what to do about a bad one.
 
 A `Journal` is the record of long work, a sealed line for each piece that is finished: a killed command goes on where it
 stopped.
@@ -69,7 +69,7 @@ class Journal:
     def __init__(self, path: Path, setting: object) -> None:
         self.path = path
         self.header = seal({"setting": setting}, lines=False)
-        self.records: dict[str, Any] = {}  # JSON: whoever adds a record knows what it is
+        self.records: dict[str, Any] = {}  # JSON: the caller of `add` knows what it is
 
     def __enter__(self) -> Journal:
         lines = self.path.read_bytes().splitlines() if self.path.exists() else []

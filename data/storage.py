@@ -40,7 +40,6 @@ from data.files import (
     MANIFEST,
     SET_NAME,
     create_exclusively,
-    free_bytes,
     make_folder,
     sync,
     write_durably,
@@ -67,7 +66,7 @@ class Folder:
 
     is_shared = True  # every node sees the files under `local` as they are written
     sees_at_once = False  # a network file system may show a file some seconds late
-    has_all_sets_here = True  # they take room on this node's disk; else only the one that a start has fetched does
+    has_sets_here = True  # they take room on this node's disk; of a store's only the one that a start has fetched does
     set_aside_as = "as bad-*"  # how `set_aside` keeps a bad set, for people
     bring_back = "bring one back from a copy as step-*"  # how a person makes it a set again
 
@@ -79,7 +78,7 @@ class Folder:
         return str(self.local / name)
 
     def create_once(self, name: str, content: bytes) -> bool:
-        """Create a file that must not exist yet, whole from its first moment; False where somebody else was first.
+        """Create a file that must not exist yet, whole from its first moment; False where another process was first.
 
         The content must be the caller's own. Raises StorageError where the storage cannot promise this, OSError.
         """
@@ -124,12 +123,11 @@ class Folder:
     def send(self, name: str) -> None:
         """Make a file that was written under `local` one of the run's: here it is that already."""
 
-    def bring(self, name: str, size: int, is_good: Callable[[Path], bool]) -> None:
-        """Make sure that this node has a file of `size` bytes under `local`: whoever wrote it has written it here."""
+    def bring(self, name: str, size: int, sha256: str) -> None:
+        """Make sure that this node has a file of `size` bytes and this digest under `local`; all nodes see it here.
 
-    def free_bytes(self, name: str) -> float:
-        """Return for how many bytes there is room where a file is written; infinite for a store."""
-        return free_bytes(self.local / name)
+        Raises CheckpointError where the storage has other bytes, StorageError, OSError.
+        """
 
     def staged(self, folder: str, name: str, attempt: int) -> str:
         """Return the name of the folder in which the files of a set are written before it is published."""
@@ -204,8 +202,8 @@ class Folder:
         os.rename(path, aside)
         return f"kept as {aside.name}"
 
-    def retire(self, folder: str, name: str) -> str:
-        """Delete a set; returns what could not be deleted of it, "" where all is gone.
+    def retire(self, folder: str, name: str) -> Path | None:
+        """Delete a set; returns what could not be deleted of it, None where all is gone.
 
         Where this raises OSError or StorageError, the set is whole, or it is none any more.
         """
@@ -214,7 +212,7 @@ class Folder:
         sync(doomed.parent)
         # What is left of it when this fails is swept by the next attempt, as any temporary folder.
         shutil.rmtree(doomed, ignore_errors=True)
-        return str(doomed) if doomed.exists() else ""
+        return doomed if doomed.exists() else None
 
     def sweep(self, folder: str, attempt: int) -> None:
         """Delete what attempts before this one have staged, and make sure that they do not publish it any more."""

@@ -15,7 +15,6 @@ import hashlib
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,28 +200,13 @@ def fetch_weights(storage: Storage, stage: str) -> None:
     for name in WEIGHT_FILES:
         if name in files:
             try:
-                bring(storage, f"{stage}/{name}", files[name])
+                storage.bring(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
             except CheckpointError as error:
                 raise DataError(str(error)) from None
     # Class names that an earlier owner has left here are not of these weights.
     if CLASSES not in files:
         (folder / CLASSES).unlink(missing_ok=True)
     check_weights(folder, lambda text: None)
-
-
-def bring(storage: Storage, name: str, record: FileRecord) -> None:
-    """Make sure that this node has a file of the run in the bytes of its record.
-
-    Raises CheckpointError where the storage has other bytes, StorageError, OSError.
-    """
-    storage.bring(name, record["bytes"], partial(has_bytes_of, record))
-
-
-def has_bytes_of(record: FileRecord, path: Path) -> bool:
-    """Return whether there is a file with the bytes of a record."""
-    if not path.is_file() or path.stat().st_size != record["bytes"]:
-        return False
-    return digest_of(path)["sha256"] == record["sha256"]
 
 
 # ------------------------------------------------------------------------ errors

@@ -1,7 +1,7 @@
 """Typed configuration: how a recipe becomes frozen dataclasses, and the effect of a change on a resume.
 
-1. `read_recipe` reads the recipe, once a command: `read_yaml` puts the `key=value` overrides on top, `plain_yaml`
-   resolves interpolations such as ${oc.env:USER}, `with_home` paths such as ~/runs.
+1. `read_recipe` reads the recipe, once a command: `with_overrides` puts `key=value` overrides on top and resolves
+   interpolations such as ${oc.env:USER}, `with_home` paths such as ~/runs.
 2. `build` makes one frozen dataclass of a section: its defaults < the recipe's differences < the overrides.
 3. `tagged` separates the fields that a resume may change from those that it may not; `digest` makes a stage's key of
    the latter.
@@ -70,13 +70,7 @@ class Recipe:
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, or env:NAME, with `key=value` overrides on top. Raises ConfigError as `read_yaml`."""
-    values = with_home(plain_yaml(read_yaml(path, overrides)))
-    return Recipe(values, str(path), f"runs/{path.stem}")
-
-
-def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
-    """Read a recipe file, or env:NAME, and put `key=value` overrides on top; the values are not typed yet.
+    """Read a recipe file, or env:NAME, whose text is that of a variable, with `key=value` overrides on top.
 
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
@@ -86,8 +80,14 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
             "=" in override,
             f"{override!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
         )
+    variable = str(path).removeprefix(IN_ENVIRONMENT)
+    is_in_environment = variable != str(path)
+    require(
+        not is_in_environment or variable in os.environ,
+        f"no recipe in the environment variable {variable}, which is not set",
+    )
     try:
-        recipe = _load(path)
+        recipe = OmegaConf.create(os.environ[variable]) if is_in_environment else OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}\n  recipes that ship: ls jobs/recipes") from None
     except IsADirectoryError:
@@ -96,45 +96,29 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     require(isinstance(recipe, DictConfig), f"{path} holds no mapping; a recipe is `key: value` lines")
     assert isinstance(recipe, DictConfig)
-    return _merged(recipe, overrides)
+    return Recipe(with_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
 
 
-def with_overrides(values: Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Return nested plain values with `key=value` overrides on top. Raises ConfigError for one that cannot be read."""
-    return plain_yaml(_merged(OmegaConf.create(dict(values)), overrides))
+def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
+    """Return nested plain values with `key=value` overrides on top, and interpolations resolved.
 
-
-def _merged(recipe: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the values with `key=value` overrides on top."""
-    try:
+    Environment values are in clear from here on. Raises ConfigError for an override that cannot be read, and for an
+    interpolation of nothing.
+    """
+    base = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
+    quoted = []
+    for override in overrides:
         # key='@stage/part': bare, a value that begins with @ is not YAML.
-        quoted = []
-        for override in overrides:
-            key, reference_follows, rest = override.partition("=@")
-            if reference_follows:
-                override = f"{key}='@{rest}'"
-            quoted.append(override)
-        dotlist = OmegaConf.from_dotlist(quoted)
-        merged = OmegaConf.merge(recipe, dotlist)
+        key, reference_follows, rest = override.partition("=@")
+        if reference_follows:
+            override = f"{key}='@{rest}'"
+        quoted.append(override)
+    try:
+        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(quoted))
     except Exception as error:  # whatever the YAML parser or the merge raises: the user's text is wrong
         raise ConfigError(f"cannot read the overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def _load(path: Path) -> Any:
-    """Return the values of a YAML file; of "env:NAME" they are the text of an environment variable."""
-    variable = str(path).removeprefix(IN_ENVIRONMENT)
-    if variable == str(path):
-        return OmegaConf.load(path)
-    require(variable in os.environ, f"no recipe in the environment variable {variable}, which is not set")
-    return OmegaConf.create(os.environ[variable])
-
-
-def plain_yaml(values: DictConfig) -> dict[str, object]:
-    """Return nested plain values with interpolations resolved: environment values are in clear from here on."""
     try:
-        return OmegaConf.to_container(values, resolve=True)  # type: ignore[return-value]
+        return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from None
 
@@ -175,10 +159,15 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
     assert isinstance(values, Mapping)
     # OmegaConf's own message for an unknown key suggests no other name, so names are checked first.
     _check_names(kind, values, where)
-    values = _with_numbers(kind, values)
+    # OmegaConf makes a number of a text of digits only where nothing else than a number is expected.
+    hints = get_type_hints(kind)
+    converted = dict(values)
+    for name, value in values.items():
+        if is_number_or_section(hints[name]) and isinstance(value, str):
+            converted[name] = int(value)
     try:
         base = OmegaConf.structured(defaults or kind)
-        merged = OmegaConf.merge(base, values)
+        merged = OmegaConf.merge(base, converted)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = where
@@ -187,7 +176,14 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
         reason = str(error).splitlines()[0]
         if "missing mandatory value" in reason:
             raise ConfigError(f"{key} is missing and has no default") from None
-        expected = _expected_type(kind, error.full_key or "")
+        hint: Any = kind
+        for part in (error.full_key or "").split("."):
+            if dataclasses.is_dataclass(hint):
+                hint = get_type_hints(hint).get(part)
+        # Of a Literal OmegaConf's message already says what is allowed.
+        expected = ""
+        if hint is not None and get_origin(hint) is not Literal and not dataclasses.is_dataclass(hint):
+            expected = f"; expected {getattr(hint, '__name__', hint)}"
         raise ConfigError(f"{key}: {reason}{expected}") from None
     except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
         raise ConfigError(f"{where}: {error}") from None
@@ -196,35 +192,42 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
 def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: str) -> None:
     """Raise ConfigError for a key that `kind` has no field for, at any depth, or a value where a section belongs."""
     hints = get_type_hints(kind)
-    known = []
-    for field in dataclasses.fields(kind):
-        known.append(field.name)
+    known = [field.name for field in dataclasses.fields(kind)]
     for name, value in values.items():
         if name not in known:
             from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
 
             raise ConfigError(f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
         path = f"{where}.{name}"
-        if holds_whole_numbers(hints[name]) and value is not None:
-            _check_whole_numbers(value, path)
-        inner = section_kind(hints[name])
-        if inner is not None and is_number_or_section(hints[name]) and not isinstance(value, Mapping):
-            names = []
-            for field in dataclasses.fields(inner):
-                names.append(field.name)
-            expected = f"expected a whole number, or a section with the keys {', '.join(names)}"
+        hint = hints[name]
+        # `tuple[int, ...]`, `list[int] | None`: of an entry that is no whole number, OmegaConf names no key.
+        for candidate in (hint, *get_args(hint)):
+            if value is None or get_origin(candidate) not in (list, tuple) or get_args(candidate)[0] is not int:
+                continue
+            is_right = isinstance(value, list | tuple) and all(map(_is_whole_number, value))
+            require(is_right, f"{path} is {value}, expected whole numbers\n  type for example {path}=[1,5]")
+        inner = section_kind(hint)
+        if inner is not None and is_number_or_section(hint) and not isinstance(value, Mapping):
+            names = ", ".join(field.name for field in dataclasses.fields(inner))
+            expected = f"expected a whole number, or a section with the keys {names}"
             require(_is_whole_number(value), f"{path} is {value!r}, {expected}")
             continue
         if inner is None or value is None:
             continue
         require(isinstance(value, Mapping), f"{path} is {value!r}, expected a section of {inner.__name__} fields")
         # Under `mixture` the keys are names that the user chose, and only what stands below them can be wrong.
-        if not is_named(hints[name]):
+        if not is_named(hint):
             _check_names(inner, value, path)
             continue
         for key, section in value.items():
             if isinstance(section, Mapping):
                 _check_names(inner, section, f"{path}.{key}")
+
+
+def _is_whole_number(value: object) -> bool:
+    """Return whether a value is a whole number; a text of digits is taken for one, as everywhere in a recipe."""
+    is_number = isinstance(value, int | str) and not isinstance(value, bool)
+    return is_number and str(value).strip().lstrip("+-").isdecimal()
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
@@ -240,57 +243,9 @@ def is_number_or_section(hint: object) -> bool:
     return int in get_args(hint) and section_kind(hint) is not None
 
 
-def holds_whole_numbers(hint: object) -> bool:
-    """Return whether a field of this type is a list of whole numbers: `tuple[int, ...]`, `list[int] | None`."""
-    for candidate in (hint, *get_args(hint)):
-        if get_origin(candidate) in (list, tuple) and get_args(candidate)[0] is int:
-            return True
-    return False
-
-
-def _check_whole_numbers(value: object, path: str) -> None:
-    """Raise ConfigError unless a value is a list of whole numbers: of an entry that is none, OmegaConf names no key."""
-    is_right = isinstance(value, list | tuple)
-    if isinstance(value, list | tuple):
-        is_right = all(map(_is_whole_number, value))
-    require(is_right, f"{path} is {value}, expected whole numbers\n  type for example {path}=[1,5]")
-
-
-def _is_whole_number(value: object) -> bool:
-    """Return whether a value is a whole number; a text of digits is taken for one, as everywhere in a recipe."""
-    is_number = isinstance(value, int | str) and not isinstance(value, bool)
-    return is_number and str(value).strip().lstrip("+-").isdecimal()
-
-
-def _with_numbers(kind: type[ConfigDataclass], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with numbers for texts of digits where a number or a section is expected.
-
-    OmegaConf makes a number of a text where only a number is expected.
-    """
-    hints = get_type_hints(kind)
-    converted = dict(values)
-    for name, value in values.items():
-        if is_number_or_section(hints[name]) and isinstance(value, str):
-            converted[name] = int(value)
-    return converted
-
-
 def is_named(hint: object) -> bool:
     """Return whether a field of this type holds sections under names that the user chooses: `dict[str, Inner]`."""
     return get_origin(hint) is dict
-
-
-def _expected_type(kind: type[ConfigDataclass], key: str) -> str:
-    """Return "; expected int" for a dotted key; "" where OmegaConf's message already says what is allowed."""
-    for part in key.split("."):
-        hint: Any = get_type_hints(kind).get(part)
-        if hint is None or get_origin(hint) is Literal:
-            return ""
-        if not dataclasses.is_dataclass(hint):
-            return f"; expected {getattr(hint, '__name__', hint)}"
-        assert isinstance(hint, type)
-        kind = hint
-    return ""
 
 
 # ------------------------------------------------------------------------------------------------ configs as data
@@ -318,41 +273,28 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
     tag_of_field: Tags = getattr(type(config), "RESUME", {})
     values: dict[str, object] = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in later and has_default(field, value):
-            continue
-        own = tag_of_field.get(field.name, outer)
-        sections = _sections(field.name, value)
-        for path, section in sections.items():
-            values |= tagged(section, tag, f"{prefix}{path}.", own)
+        name = field.name
+        value = getattr(config, name)
+        if name in later:
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            # In kind too: a seed of 0 is not a missing seed. And to Python 0 and False are equal, and a recipe's digest
+            # tells them apart.
+            if type(value) is type(default) and value == default:
+                continue
+        own = tag_of_field.get(name, outer)
+        # The configs that the field holds: {"optim": …}, or {"mixture.a": …, "mixture.b": …}.
+        sections: dict[str, object] = {name: value}
+        if isinstance(value, dict):
+            sections = {f"{name}.{key}": entry for key, entry in value.items()}
+        if sections and all(dataclasses.is_dataclass(entry) for entry in sections.values()):
+            for path, section in sections.items():
+                values |= tagged(section, tag, f"{prefix}{path}.", own)  # type: ignore[arg-type]  # a dataclass
         # An empty mapping holds no section and stands for itself; a later entry in it is a change.
-        if not sections and own == tag:
-            values[prefix + field.name] = value
+        elif own == tag:
+            values[prefix + name] = value
     return as_json(values)
-
-
-def has_default(field: dataclasses.Field[object], value: object) -> bool:
-    """Return whether a value is its field's default, in kind too: a seed of 0 is not a missing seed."""
-    default = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
-    # To Python 0 and False are equal, and a recipe's digest tells them apart.
-    return type(value) is type(default) and value == default
-
-
-def _sections(name: str, value: object) -> dict[str, ConfigDataclass]:
-    """Return the configs that a field holds: {"optim": …}, {"mixture.a": …, "mixture.b": …}, or {} for a value."""
-    entries: dict[str, object] = {name: value}
-    if isinstance(value, dict):
-        entries = {}
-        for key, entry in value.items():
-            entries[f"{name}.{key}"] = entry
-    sections: dict[str, ConfigDataclass] = {}
-    for path, entry in entries.items():
-        if not dataclasses.is_dataclass(entry) or isinstance(entry, type):
-            return {}
-        sections[path] = entry
-    return sections
 
 
 def as_json(values: object) -> dict[str, object]:

@@ -14,7 +14,6 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -113,11 +112,6 @@ class Health:
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
 
-    @property
-    def has_given_up(self) -> bool:
-        """Return whether so many steps in a row were not finite that the run goes back, or ends."""
-        return self.skipped_in_a_row >= self.cfg.max_skipped
-
     def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
 
@@ -140,7 +134,8 @@ class Health:
             )
         # The earlier stretches stay in the file: a run that falls back behind them must exclude them again.
         if dist.get_rank() == 0:
-            write_excluded(self.directory, [*self.excluded, range(last_committed, step)])
+            pairs = [[stretch.start, stretch.stop] for stretch in (*self.excluded, range(last_committed, step))]
+            write_record(self.directory / EXCLUDED_STEPS, {"stretches": pairs})
         # The file must be there before any worker's error reaches the driver, which then starts the next attempt.
         dist.barrier()
         raise WentBack(f"{happened}: back to step {last_committed}, steps {last_committed + 1} … {step} are excluded")
@@ -165,9 +160,3 @@ def read_excluded(directory: Path) -> list[range]:
         stretches = [read_record(path)["stretches"]]
     dist.broadcast_object_list(stretches, src=0)
     return [range(first, stop) for first, stop in stretches[0]]
-
-
-def write_excluded(directory: Path, stretches: Sequence[range]) -> None:
-    """Write the file that the next attempt reads; rank 0 only."""
-    pairs = [[stretch.start, stretch.stop] for stretch in stretches]
-    write_record(directory / EXCLUDED_STEPS, {"stretches": pairs})

@@ -144,7 +144,7 @@ class Place(NamedTuple):
 def network_line() -> str:
     """Collective: say over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
 
-    It is "" for a single worker, which talks to nobody.
+    It is "" for a single worker, which has no other to talk to.
     """
     if dist.get_world_size() == 1:
         return ""
@@ -163,7 +163,11 @@ def describe_network(backend: str, places: Sequence[Place]) -> str:
 
     A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2".
     """
-    chooser = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    label = backend
+    chooser = "GLOO_SOCKET_IFNAME"
+    if backend == "nccl":
+        label = "NCCL"
+        chooser = "NCCL_SOCKET_IFNAME"
     names = {name for place in places for name in place.settings}
     parts = []
     for name in (chooser, *sorted(names - {chooser})):
@@ -178,7 +182,6 @@ def describe_network(backend: str, places: Sequence[Place]) -> str:
         elif len(shown) > LONGEST_LIST:
             text += f" and {len(shown) - LONGEST_LIST} nodes more"
         if name == chooser:
-            label = "NCCL" if backend == "nccl" else backend
             parts.append(f"network: {label} over {text}")
         else:
             parts.append(f"{name}={text}")
@@ -250,8 +253,8 @@ def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Diffe
     for name in names:
         values = []
         for worker in workers:
-            device_values = {"device": worker["device"], "GPU driver": worker["driver"]}
-            values.append(device_values[name] if name in DEVICE else worker["packages"][name])
+            of_worker = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(of_worker[name])
         others = [number for number, value in enumerate(values) if value != values[0]]
         if others:
             first = others[0]
@@ -329,7 +332,7 @@ def check_start(
     """Collective: refuse a worker group that would not train as one; rank 0 logs with `log`.
 
     `code` is the digest of the driver's code, `claimed` when it claimed the attempt. Without `is_shared` the run
-    directory is each node's own, and nobody looks for files of another. `device_bytes` is what a worker needs of its
+    directory is each node's own, and no node looks for files of another. `device_bytes` is what a worker needs of its
     device, where that is known. Raises ClusterError, on all workers alike.
     """
     # 1. In a folder that is listed anew, and with patience, where a network file system is late.

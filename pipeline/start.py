@@ -14,6 +14,7 @@ Everything here is collective: all workers of the group do it together, and in t
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,22 +35,23 @@ from pipeline import artifacts, config
 from pipeline.checkpoints import restore
 from pipeline.checkpoints.manifest import Manifest, attempt_folder, attempt_of_stage
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
-from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.settings import deepspeed_config
+from pipeline.engine.settings import Settings, deepspeed_config
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import check_start, device_name, join_group, network_line, processor
 from pipeline.training_config import (
+    BYTES_BF16,
+    BYTES_FP32,
     Arithmetic,
     TrainConfig,
     batch_arithmetic,
     cache_line,
     check_model,
-    exact_gradient_bytes,
     steps_of,
     training_order,
 )
@@ -92,15 +94,10 @@ class Job:
         """Return the file by which this node's agent passes on that the worker group is to stop."""
         return node_folder(self.attempt_folder) / STOP_FILE
 
-    def set_paths(self) -> set[str]:
-        """Return the paths of every set that the stage reads."""
-        optional = (self.evaluate, self.probe_train, self.probe_test)
-        return {*self.train, *(path for path in optional if path is not None)}
-
 
 @dataclass(frozen=True)
 class Worker:
-    """Holds what one worker trains with; nothing here is replaced while the stage trains."""
+    """Holds what a worker trains with; nothing here is replaced while the stage trains."""
 
     cfg: TrainConfig
     job: Job
@@ -140,7 +137,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Joined:
-    """Holds what a worker has once it is one of the group, before it has anything to train."""
+    """Holds what a worker has once it belongs to the group, before it has anything to train."""
 
     phases: Phases
     device: torch.device
@@ -157,15 +154,36 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     Raises ConfigError, DataError, CheckpointError, and ClusterError where the workers do not fit together.
     """
     joined = join(cfg, job)
-    chosen = choose_together(cfg, job, joined)
-    # Weights that a checkpoint replaces are not read: they may have gone.
-    worker = build(cfg, job, joined, init=job.init if chosen is None else None)
-    progress, manifest = load(worker, joined, chosen)
+    checkpoints = joined.checkpoints
+    log = joined.telemetry.log
 
+    # 1. The checkpoint to go on from; None where none was ever committed. Rank 0 sweeps and looks for the newest while
+    #    the others wait: the watchdog must blame rank 0 alone.
+    with joined.phases.led("restore", 0, joined.rank == 0):
+        chosen = restore.choose_together(checkpoints, job.attempt, log)
+    if chosen is not None:
+        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
+        check_stage(cfg, job, chosen.manifest, checkpoints.address)
+
+    # 2. Everything that trains. Weights that a checkpoint replaces are not read: they may have gone.
+    worker = build(cfg, job, joined, init=job.init if chosen is None else None)
+
+    # 3. The checkpoint is loaded, or an older one where its bytes are bad.
+    progress = Progress(step=0, bad_samples=0, ledger=Ledger.start(worker.index.digest, cfg.seed))
+    manifest = None
+    if chosen is not None:
+        joined.phases.enter("load", 0)
+        manifest = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, log).manifest
+        check_stage(cfg, job, manifest, checkpoints.address)
+        # A stage killed between its last commit and its end need not save that step a second time.
+        worker.saver.last_committed = manifest.step
+        progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
+
+    # 4. The lines that say how the attempt starts.
     report_start(worker, progress, manifest)
     # A slow collective is most often one over the wrong interface.
     if joined.rank == 0 and joined.network:
-        joined.telemetry.log(joined.network)
+        log(joined.network)
     if isinstance(worker.engine, ExactEngine):
         # Measured in every attempt, because the nodes and the links between them may be others now.
         report_exact(worker.engine, cfg, joined.telemetry, progress.step)
@@ -185,9 +203,15 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
     network = network_line()
     directory = Path(job.directory)
     storage = job.storage
+    # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines. In a
+    # folder that is the driver's too, the driver has left this very task.
+    is_drivers_folder = storage.is_shared
+    if not storage.is_shared:
+        with suppress(OSError, DataError):
+            left = artifacts.read_record(directory / artifacts.TASK)["job"]
+            is_drivers_folder = (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
     stage = directory.relative_to(job.run).as_posix()
-    # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines.
-    checkpoints = StageCheckpoints(storage, stage, sends_metrics=storage.is_shared or is_drivers_folder(job))
+    checkpoints = StageCheckpoints(storage, stage, sends_metrics=is_drivers_folder)
     telemetry = Telemetry(directory, rank, job.attempt)
     check_start(
         run=Path(job.run),
@@ -204,27 +228,15 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
     return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
 
 
-def choose_together(cfg: TrainConfig, job: Job, joined: Joined) -> Chosen | None:
-    """Collective: return the checkpoint to go on from; None where none was ever committed.
-
-    Raises CheckpointError, also where it is of another stage.
-    """
-    # Rank 0 sweeps and looks for the newest checkpoint while the others wait: the watchdog must blame rank 0 alone.
-    with joined.phases.led("restore", 0, joined.rank == 0):
-        chosen = restore.choose_together(joined.checkpoints, job.attempt, joined.telemetry.log)
-    if chosen is not None:
-        # A checkpoint that somebody copied here from another stage would load without an error where the shapes agree.
-        check_stage(cfg, job, chosen.manifest, joined.checkpoints.address)
-    return chosen
-
-
 def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worker:
     """Collective: build what this worker trains with; `init` are the weights that it starts from, if any.
 
     Raises ConfigError, DataError, StorageError.
     """
     joined.phases.enter("build", 0)
-    sets = {path: load_index(path) for path in job.set_paths()}
+    optional = (job.evaluate, job.probe_train, job.probe_test)
+    paths = {*job.train, *(path for path in optional if path is not None)}
+    sets = {path: load_index(path) for path in paths}
     training_sets = [sets[path] for path in job.train]
     index, order = training_order(cfg, training_sets)
     # The batch does not depend on the world; how it is shared does, and the world may be another one in every attempt.
@@ -241,6 +253,7 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
     saver = Saver(
         joined.checkpoints,
         joined.telemetry,
+        joined.phases,
         keep=cfg.keep,
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
@@ -268,34 +281,6 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         saver=saver,
         health=Health(cfg, Path(job.directory), joined.checkpoints, joined.telemetry),
     )
-
-
-def load(worker: Worker, joined: Joined, chosen: Chosen | None) -> tuple[Progress, Manifest | None]:
-    """Collective: fill the engine with the checkpoint, and return how far the stage has come.
-
-    The manifest is of what was loaded, which may be older than what was chosen. Raises CheckpointError.
-    """
-    if chosen is None:
-        ledger = Ledger.start(worker.index.digest, worker.cfg.seed)
-        return Progress(step=0, bad_samples=0, ledger=ledger), None
-    job = worker.job
-    worker.phases.enter("load", 0)
-    checkpoints = joined.checkpoints
-    chosen = restore.load_together(worker.engine.load, checkpoints, chosen, job.attempt, worker.telemetry.log)
-    check_stage(worker.cfg, job, chosen.manifest, checkpoints.address)  # it may be an older one than before
-    manifest = chosen.manifest
-    # A stage killed between its last commit and its end need not save that step a second time.
-    worker.saver.last_committed = manifest.step
-    return Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger)), manifest
-
-
-def is_drivers_folder(job: Job) -> bool:
-    """Tell whether the stage's folder of this node is the driver's too: it has left the very task there."""
-    try:
-        left = artifacts.read_record(Path(job.directory) / artifacts.TASK)["job"]
-    except (OSError, DataError):
-        return False
-    return (left["attempt"], left["claimed"]) == (job.attempt, job.claimed)
 
 
 def fetch_init(storage: Storage, init: str) -> None:
@@ -341,7 +326,7 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
     return model
 
 
-def engine_settings(cfg: TrainConfig, accumulation: int) -> dict[str, Any]:
+def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
     """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
 
     Raises ConfigError where the user's DeepSpeed file holds more than tuning.
@@ -437,17 +422,22 @@ def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, st
     if dist.get_rank() != 0:
         return
     world = dist.get_world_size()
-    mb = sum(engine.sizes.values()) * exact_gradient_bytes(cfg, world) / 1e6
+    # Of every parameter a worker holds at most a micro-batch's gradient in the precision of computing and, in fp32, its
+    # part's sum, one sum for each level of the worker's subtree, and the optimizer's share.
+    levels = (cfg.exact_parts // world).bit_length() - 1
+    of_a_parameter = BYTES_FP32 * (1 + levels + 1 / world)
+    of_a_parameter += BYTES_BF16 if cfg.precision == "bf16" else BYTES_FP32
+    mb = sum(engine.sizes.values()) * of_a_parameter / 1e6
     line = (
         f"exact in {cfg.exact_parts} parts: every step waits {tree_s:.3f}s for the sum over {world} workers "
         f"(one all-reduce: {plain_s:.3f}s); up to {mb:,.1f} MB of gradients a worker"
     )
     # What the last bits of a gradient depend on beside the config: with 2 threads instead of 1, 20,218,211 of the
     # 21,669,514 gradient elements of S/16 differed (docs/exact.md).
-    processor = torch.backends.cpu.get_cpu_capability()
+    computes_on = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available():
-        processor = torch.cuda.get_device_name()
-    now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": processor}
+        computes_on = torch.cuda.get_device_name()
+    now = {"threads": torch.get_num_threads(), "torch": torch.__version__, "processor": computes_on}
     # Read before this attempt's own record is written.
     earlier = read_metrics(telemetry.directory, "exact")
     telemetry.report("exact", {"step": step, "sum_s": tree_s, "all_reduce_s": plain_s, **now}, line)

@@ -28,7 +28,7 @@ from pipeline.config import Tags, require, tags
 
 # b samples of a micro-batch, N patches of an image, K of them kept
 
-PATCH_DROPOUT = 2  # keeps these draws apart from others of the same seed, step and sample (objectives.DROPOUT is 1)
+PATCH_DROPOUT = 2  # keeps these draws apart from others of the same seed, step and sample (batches.DROPOUT is 1)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / φ, the step of SplitMix64's counter
 
 
@@ -86,11 +86,6 @@ class Phase:
     patches: int  # of an image; 0 for a model without
     kept: int | None  # patches of an image; None: all
 
-    def flops(self, model: ModelConfig, images: int) -> int:
-        """Return the operations to train on `images` images in this phase."""
-        smaller = replace(model, image_size=(self.image_size, self.image_size))
-        return models.training_flops(smaller, images, self.kept)
-
 
 def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig) -> list[Phase]:
     """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
@@ -130,16 +125,9 @@ def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_
     for phase in in_order:
         common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
         if common:
-            total += phase.flops(model, len(common) * batch_size)
+            smaller = replace(model, image_size=(phase.image_size, phase.image_size))
+            total += models.training_flops(smaller, len(common) * batch_size, phase.kept)
     return total
-
-
-def share_of_operations(cfg: TokenDroppingConfig, model: ModelConfig) -> float:
-    """Return the operations of a stage as a share of those on whole images, whatever its number of steps."""
-    if not cfg.is_on:
-        return 1.0
-    many = range(10_000)  # enough that where a phase ends is rounded to nothing
-    return flops_of(phases(cfg, len(many), model), model, many, 1) / models.training_flops(model, len(many))
 
 
 def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:

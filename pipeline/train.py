@@ -19,7 +19,7 @@ import json
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,7 +30,7 @@ import models
 from data.errors import DataError, Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
-from pipeline.batches import begin_forward, first_shard_of, micro_batches, next_batch
+from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch
 from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
@@ -38,7 +38,6 @@ from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
-from pipeline.objectives import OBJECTIVES
 from pipeline.optimization import learning_rate
 from pipeline.start import Job, Progress, Worker, set_up
 from pipeline.token_dropping import flops_of, phases
@@ -100,11 +99,11 @@ def train(task: Mapping[str, Any]) -> StageResult:
             # the stretch on the spot, without a commit.
             if progress.step >= first_step:
                 if saver.in_flight:
-                    finish_save(worker, progress)
+                    saver.finish(progress.step)
                 if saver.last_committed != progress.step:
                     report_training(worker, progress, rate, has_line=False)
                     begin_save(worker, progress)
-                    finish_save(worker, progress)
+                    saver.finish(progress.step)
             progress.step = next_step
             batches = micro_batches(worker, next_step)
             continue
@@ -113,17 +112,18 @@ def train(task: Mapping[str, Any]) -> StageResult:
         step = progress.step
         rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
         planned = worker.order.batch(step)  # of all workers
-        first_shard = first_shard_of(worker, planned)
-        sums = StepSums(loss=torch.zeros((), device=worker.device))
+        loss_sum = torch.zeros((), device=worker.device)  # of this worker, as are the next two
+        bad_samples = 0
+        ids: list[list[int]] = []  # each (epoch, shard, sample)
         for number in range(accumulation):
-            batch = next_batch(worker, batches, step, first_shard)
-            sums.bad_samples += health.count_bad(batch)
-            sums.ids += batch.ids.tolist()
+            batch = next_batch(worker, batches, step, planned)
+            bad_samples += health.count_bad(batch)
+            ids += batch.ids.tolist()
             images = begin_forward(worker, step, batch)
             micro_batch_loss = objective(worker, step, images, batch)
             phases.enter("backward", step)
             engine.backward(micro_batch_loss * weight)
-            sums.loss = sums.loss + micro_batch_loss.detach()
+            loss_sum = loss_sum + micro_batch_loss.detach()
             # Their memory is free before the optimizer steps, which needs some of its own.
             del batch, images, micro_batch_loss
             phases.enter("reduce", step)
@@ -132,62 +132,58 @@ def train(task: Mapping[str, Any]) -> StageResult:
 
         # 3. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up
         # alone. Nothing else in a step has the host wait for the device.
-        mean_loss, bad_of_all, stopping, all_written = agree(worker, rate, sums.loss, sums.bad_samples)
+        mean_loss, bad_of_all, stopping, all_written = agree(worker, rate, loss_sum, bad_samples)
         # The ledger is over the planned ids; a bad sample's replacement is counted and does not change it.
         progress.ledger = progress.ledger.update(step, *planned)
         progress.step += 1
         progress.bad_samples += bad_of_all
-        count_step(worker, progress, mean_loss, sums.ids)
+        count_step(worker, progress, mean_loss, ids)
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
-        due = due_after(worker, progress.step, first_step, stopping=stopping)
+        step = progress.step
+        is_last = step == worker.steps
+        has_line = step % cfg.log_every == 0 or step == first_step or is_last or stopping
+        is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
+        # An evaluation beside training reads the checkpoint.
+        is_planned = step % cfg.save_every == 0 or (is_evaluated and cfg.evaluate_on == "spare")
+        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
+        is_saved = (is_planned and health.skipped_in_a_row == 0) or is_last or stopping
         # A commit implies its metrics: the record of its steps is written before the save begins.
-        if due.has_line or due.is_saved:
-            report_training(worker, progress, rate, has_line=due.has_line)
-        if saver.in_flight and (all_written or due.is_saved):  # on slow storage a new save waits for the one before
-            finish_save(worker, progress)
-        if due.is_saved:
+        if has_line or is_saved:
+            report_training(worker, progress, rate, has_line=has_line)
+        if saver.in_flight and (all_written or is_saved):  # on slow storage a new save waits for the one before
+            saver.finish(step)
+        if is_saved:
             begin_save(worker, progress)
         # An evaluation beside training waits for the commit; the steps do not.
-        is_async = due.is_evaluated and due.is_saved and request_async(worker, progress.step)
-        if due.is_evaluated and not is_async and not stopping:
-            stopping = not evaluate_here(worker, progress, rate)
-        if stopping and progress.step < worker.steps:
+        is_async = is_evaluated and is_saved and request_async(worker, step)
+        if is_evaluated and not is_async and not stopping:
+            # What is due is committed first, because an evaluation may fail.
+            if saver.in_flight:
+                saver.finish(step)
+            if not evaluate_between(worker, progress):
+                # Asked to stop meanwhile: the step is saved, where it is not committed.
+                stopping = True
+                if saver.last_committed != step:
+                    report_training(worker, progress, rate, has_line=False)
+                    begin_save(worker, progress)
+        if stopping and not is_last:
             # A save of this step has begun above: it is committed before the workers end.
             if saver.in_flight:
-                finish_save(worker, progress)
-            end_saving(worker, progress)
-            is_committed = saver.last_committed == progress.step
-            how = "after committing it" if is_committed else "which could not be committed"
-            raise Preempted(f"stopped at step {progress.step} {how}; run the same command again to go on")
+                saver.finish(step)
+            saver.end(step)
+            how = "after committing it" if saver.last_committed == step else "which could not be committed"
+            raise Preempted(f"stopped at step {step} {how}; run the same command again to go on")
 
     # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
     if saver.in_flight:
-        finish_save(worker, progress)
+        saver.finish(progress.step)
     while saver.last_committed != progress.step:
         begin_save(worker, progress)
-        finish_save(worker, progress)
-    end_saving(worker, progress)
+        saver.finish(progress.step)
+    saver.end(progress.step)
     evaluate_at_the_end(worker, progress)
     return end(worker, progress)
-
-
-@dataclass
-class StepSums:
-    """Adds up what the micro-batches of a step come to on this worker."""
-
-    loss: torch.Tensor  # (), on the device
-    bad_samples: int = 0
-    ids: list[list[int]] = field(default_factory=list)  # of its samples, each (epoch, shard, sample)
-
-
-@dataclass(frozen=True)
-class Due:
-    """Says what a finished step asks for."""
-
-    has_line: bool  # in the log
-    is_saved: bool
-    is_evaluated: bool
 
 
 def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
@@ -197,7 +193,8 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     after too many bad samples, CheckpointError where the save in flight is the last that may fail.
     """
     health = worker.health
-    norm = worker.engine.gradient_norm()
+    saver = worker.saver
+    norm = worker.engine.gradient_norm
     worker.window.losses.append(mean_loss)
     worker.window.norms.append(norm)
     health.count_step(progress.step, mean_loss, norm, progress.ledger.hex, ids)
@@ -208,56 +205,24 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     bad_share = (
         f"{progress.bad_samples} bad samples among {samples_seen} seen, more than max_bad_fraction {allowed} allows"
     )
-    if are_too_many_bad and worker.saver.in_flight and worker.rank == 0:
-        # Where that save fails, its error takes the place of the one below, and nobody would hear of the bad samples.
+    if are_too_many_bad and saver.in_flight and worker.rank == 0:
+        # Where that save fails, its error takes the place of the one below, and the bad samples would stay unsaid.
         worker.telemetry.log(f"step {progress.step}: {bad_share}")
-    if health.has_given_up or are_too_many_bad:
+    has_given_up = health.skipped_in_a_row >= worker.cfg.max_skipped
+    if has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be excluded with them.
-        # After bad samples: the run ends, and a save that nobody waits for would stay behind half written.
-        if worker.saver.in_flight:
-            finish_save(worker, progress)
-        end_saving(worker, progress)
-    if health.has_given_up:
+        # After bad samples: the run ends, and a save without a worker that waits for it would stay behind half written.
+        if saver.in_flight:
+            saver.finish(progress.step)
+        saver.end(progress.step)
+    if has_given_up:
         health.go_back_or_end(progress.step)
     if are_too_many_bad:
         raise DataError(
             f"{bad_share}\n"
             f"  see log.txt for names; python -m jobs data check {' or '.join(worker.job.train)} counts them by reason"
         )
-
-
-def due_after(worker: Worker, step: int, first_step: int, *, stopping: bool) -> Due:
-    """Return what a finished step asks for; `first_step` is the first that this attempt takes."""
-    cfg = worker.cfg
-    is_last = step == worker.steps
-    is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
-    # An evaluation beside training reads the checkpoint.
-    may_be_async = is_evaluated and cfg.evaluate_on == "spare"
-    # A commit amid non-finite steps would pass for progress since the last time that the run went back.
-    is_calm = worker.health.skipped_in_a_row == 0
-    is_planned = is_calm and (may_be_async or step % cfg.save_every == 0)
-    return Due(
-        has_line=step % cfg.log_every == 0 or step == first_step or is_last or stopping,
-        is_saved=is_planned or is_last or stopping,
-        is_evaluated=is_evaluated,
-    )
-
-
-def evaluate_here(worker: Worker, progress: Progress, rate: float) -> bool:
-    """Collective: evaluate amid the steps, with all that is due committed; False where asked to stop meanwhile.
-
-    Then a save of the step has begun, where it is not committed.
-    """
-    # First, because an evaluation may fail.
-    if worker.saver.in_flight:
-        finish_save(worker, progress)
-    if evaluate_between(worker, progress):
-        return True
-    if worker.saver.last_committed != progress.step:
-        report_training(worker, progress, rate, has_line=False)
-        begin_save(worker, progress)
-    return False
 
 
 def notice_sigterm(asked: threading.Event) -> None:
@@ -338,7 +303,6 @@ def training_values(worker: Worker, progress: Progress, rate: float, window: Win
 
 def begin_save(worker: Worker, progress: Progress) -> None:
     """Begin to save this moment; the caller has finished the save before."""
-    worker.phases.enter("save", progress.step)
     manifest = Manifest(
         step=progress.step,
         samples_seen=worker.health.samples_seen(progress.step),
@@ -354,22 +318,6 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         bad_samples=progress.bad_samples,
     )
     worker.saver.begin(worker.engine.fragments(), manifest)
-
-
-def finish_save(worker: Worker, progress: Progress) -> None:
-    """Collective: wait for the save in flight, and commit it. Raises CheckpointError."""
-    worker.phases.enter("save", progress.step)
-    worker.saver.finish()
-
-
-def end_saving(worker: Worker, progress: Progress) -> None:
-    """Collective: wait until rank 0 has deleted what the commits have made superfluous.
-
-    Where one worker ends, the others are killed a moment later: no old checkpoint is left half deleted by that.
-    """
-    with worker.phases.led("save", progress.step, worker.rank == 0):
-        worker.saver.wait_for_deleting()
-    dist.barrier()
 
 
 def end(worker: Worker, progress: Progress) -> StageResult:

@@ -184,61 +184,52 @@ class TrainConfig:
         require((self.steps is None) != (self.passes is None), "give steps or passes, one of them")
         more_than_0(self, "steps passes")
         at_least(self, 1, "batch_size micro_batch log_every save_every max_skipped max_failed_saves")
-        self._check_exact_parts()
+        parts = self.exact_parts
+        is_power_of_two = parts & (parts - 1) == 0  # 0 too
+        require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
+        if parts > 0:
+            # A part is made of whole micro-batches: a micro-batch has one gradient, which two parts cannot share.
+            unit = parts * self.micro_batch
+            require(
+                self.batch_size % unit == 0 and not self.uneven,
+                f"exact_parts {parts} needs a batch_size of equal parts of whole micro-batches; {self.batch_size} is "
+                f"not a multiple of {parts} × micro_batch {self.micro_batch} = {unit}, or uneven is on",
+            )
+            require(
+                not self.deepspeed,
+                "exact_parts sums and steps without DeepSpeed, whose settings in your deepspeed file would do nothing\n"
+                "  leave out one of them",
+            )
         if self.data.mixture:
             # Every set must get at least one sample of a batch.
             check_shares(self.batch_size, [part.weight for part in self.data.mixture.values()])
         require(self.keep >= 2, f"keep is {self.keep}, expected 2 or more: one checkpoint alone can be bad")
-
-    def _check_exact_parts(self) -> None:
-        parts = self.exact_parts
-        is_power_of_two = parts & (parts - 1) == 0  # 0 too
-        require(parts >= 0 and is_power_of_two, f"exact_parts is {parts}, expected 0 (off), 1, 2, 4, 8, …")
-        if parts == 0:
-            return
-        # A part is made of whole micro-batches: a micro-batch has one gradient, which two parts cannot share.
-        unit = parts * self.micro_batch
-        require(
-            self.batch_size % unit == 0 and not self.uneven,
-            f"exact_parts {parts} needs a batch_size of equal parts of whole micro-batches; {self.batch_size} is not a "
-            f"multiple of {parts} × micro_batch {self.micro_batch} = {unit}, or uneven is on",
-        )
-        require(
-            not self.deepspeed,
-            "exact_parts sums and steps without DeepSpeed, whose settings in your deepspeed file would do nothing\n"
-            "  leave out one of them",
-        )
 
 
 def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -> ModelConfig:
     """Return the architecture that a `model:` section describes.
 
     A section without a name holds only what it changes of `source`, the model of the weights that it starts from.
-    Raises ConfigError with what the models package found.
+    Raises ConfigError with what the models package found, and where a number is none.
     """
     options = dict(values)
     try:
         if "name" not in options and source is not None:
-            return with_finite_numbers(models.from_dict({**models.to_dict(source), **options}))
-        # A masked model has no head, whatever number of classes the set has.
-        if str(options.get("name")).startswith("Masked-"):
-            options["classes"] = 0
-        name = options.pop("name")
-        require(isinstance(name, str), f"model.name is {name!r}, expected one such as B/16, R50+B/16 or BiT-R50x1")
-        image_size = options.pop("image_size")
-        classes = options.pop("classes")
-        return with_finite_numbers(models.config_of(name, image_size, classes, **options))
+            model = models.from_dict({**models.to_dict(source), **options})
+        else:
+            # A masked model has no head, whatever number of classes the set has.
+            if str(options.get("name")).startswith("Masked-"):
+                options["classes"] = 0
+            name = options.pop("name")
+            require(isinstance(name, str), f"model.name is {name!r}, expected one such as B/16, R50+B/16 or BiT-R50x1")
+            image_size = options.pop("image_size")
+            classes = options.pop("classes")
+            model = models.config_of(name, image_size, classes, **options)
     except KeyError as error:
         raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model: {error}") from None
-
-
-def with_finite_numbers(model: ModelConfig) -> ModelConfig:
-    """Return the architecture as it is; raise ConfigError where a field that is a number holds a text or no number.
-
-    A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
-    """
+    # A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
     for part in fields(model):
         if isinstance(part.default, float):
             value = getattr(model, part.name)
@@ -385,7 +376,7 @@ def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
     )
     unit = cfg.micro_batch * world
     if cfg.batch_size % unit != 0 and not cfg.uneven:
-        # The message names sizes that work, so that nobody has to find them by trial.
+        # The message names sizes that work, so that a user need not find them by trial.
         below = cfg.batch_size // unit * unit
         above = below + unit
         # The nearest batch may be thousands of times as large as the one that was asked for: then the mistake is in
@@ -425,18 +416,3 @@ def steps_of(cfg: TrainConfig, samples: int) -> int:
         return cfg.steps
     assert cfg.passes is not None
     return max(1, round(cfg.passes * samples / cfg.batch_size))
-
-
-def exact_gradient_bytes(cfg: TrainConfig, world: int) -> float:
-    """Return the bytes of gradients that `exact_parts` holds at most for each parameter.
-
-    They are a micro-batch's gradient in the precision of computing and, in fp32, its part's sum, one sum for each level
-    of the worker's subtree, and the optimizer's share.
-    """
-    levels = (cfg.exact_parts // world).bit_length() - 1
-    sums = BYTES_FP32 * (1 + levels)
-    optimizer_share = BYTES_FP32 / world
-    micro_batch = BYTES_FP32
-    if cfg.precision == "bf16":
-        micro_batch = BYTES_BF16
-    return micro_batch + sums + optimizer_share

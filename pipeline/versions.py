@@ -36,7 +36,7 @@ def code_version() -> str:
 
 @cache
 def git_commit() -> str:
-    """Return the commit of this checkout, with "-dirty" where files differ from it; "" where nobody knows.
+    """Return the commit of this checkout, with "-dirty" where files differ from it; "" where it is not known.
 
     A submitted job has a copy without git, and is told by `submit`.
     """

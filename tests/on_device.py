@@ -16,6 +16,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
+from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
 
@@ -101,10 +102,12 @@ def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
         losses = steps(engine, 0, 4, micro_batch, device)
         folder = Path(task["folder"]) / f"zero-{zero}"
         checkpoints = checkpoints_in(folder / "checkpoints")
-        saver = Saver(checkpoints, Telemetry(folder, rank, 1), keep=2, keep_every=0, max_failed_saves=1)
+        telemetry = Telemetry(folder, rank, 1)
+        phases = Phases(folder, rank, 120.0)
+        saver = Saver(checkpoints, telemetry, phases, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 4 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(engine.fragments(), manifest.Manifest(4, updates=4, attempt=1, world=world, zero=zero, **described))
-        saver.finish()
+        saver.finish(4)
         saved = state_of(engine)
         steps(engine, 4, 6, micro_batch, device)
         chosen = restore.choose_together(checkpoints, 2, print)

@@ -89,7 +89,7 @@ def steps(
             sums = engine.end_micro_batch(1e-2, torch.tensor([rank + 1.0, 0.5], dtype=torch.float64))
             total += loss.item() / accumulation
         assert sums == [world * (world + 1) / 2, world / 2], sums
-        found.append((total, engine.gradient_norm(), engine.updates))
+        found.append((total, engine.gradient_norm, engine.updates))
     return found
 
 
@@ -128,8 +128,7 @@ def go_back_and_repeat(task: dict[str, Any]) -> dict[str, Any]:
     before = steps(engine, 0, 3)
     kept, updates = whole_state(engine), engine.updates
     ahead = steps(engine, 3, 6)
-    engine.restore(lambda name, kind, at, count: kept[name][kind][at : at + count])
-    engine.updates = updates
+    engine.load(lambda name, kind, at, count: kept[name][kind][at : at + count], updates)
     back = digest(whole_state(engine)) == digest(kept)
     with engine.averaged(), torch.no_grad():
         logits = engine.engine(batch_of(0)[0].to(engine.dtype)).float()
@@ -234,7 +233,7 @@ def one_step_of_h14(task: dict[str, Any]) -> dict[str, Any]:
     engine.backward(loss)
     engine.end_micro_batch(3e-4)
     after = next(f.tensors["master"].detach() for f in engine.fragments())
-    outcome = {"loss": loss.item(), "norm": engine.gradient_norm(), "updates": engine.updates}
+    outcome = {"loss": loss.item(), "norm": engine.gradient_norm, "updates": engine.updates}
     outcome |= {"moved": float((after - before).abs().max()), "memory_gb": memory_gb()}
     engine.close()
     dist.destroy_process_group()
@@ -248,12 +247,13 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
     if task["save"]:
         steps(engine, 0, 3)
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
-        saver = Saver(checkpoints_in(folder), quiet, keep=2, keep_every=0, max_failed_saves=1)
+        phases = Phases(folder.parent, dist.get_rank(), 120.0)
+        saver = Saver(checkpoints_in(folder), quiet, phases, keep=2, keep_every=0, max_failed_saves=1)
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(
             engine.fragments(), manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described)
         )
-        saver.finish()
+        saver.finish(3)
     else:
         checkpoints = checkpoints_in(folder)
         found = restore.choose_together(checkpoints, 2, print)

@@ -42,9 +42,9 @@ from data.loader import Batch, Wait, copied, moved_ahead
 from models import vit
 from models.catalog import FAMILIES
 from pipeline import config
+from pipeline.batches import OBJECTIVES
 from pipeline.checkpoints.saver import host_memory
 from pipeline.evaluation.features import normalise
-from pipeline.objectives import OBJECTIVES
 from pipeline.plan.memory_traces import Kind
 from pipeline.plan.tracer import LiveBytes, TracedWorker, fake_workers, fused_attention
 from pipeline.start import Worker, build_engine

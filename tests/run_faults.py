@@ -26,7 +26,8 @@ from data.evaluation import EvaluationBatch, EvaluationSet
 from data.loader import Batch
 from jobs import terminal
 from jobs.cluster import agent, worker_group
-from pipeline import objectives, start, train
+from pipeline import batches as training_batches
+from pipeline import start, train
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.evaluation import features, protocols
@@ -350,12 +351,12 @@ def slow_probe() -> None:
 
 def poison(steps: range, factor: float = torch.nan) -> None:
     """The loss of these steps is not a number, or another one."""
-    original = objectives.OBJECTIVES["classification"]
+    original = training_batches.OBJECTIVES["classification"]
 
     def poisoned_loss(worker: start.Worker, step: int, *args: Any) -> torch.Tensor:
         return original(worker, step, *args) * (factor if step in steps else 1.0)
 
-    objectives.OBJECTIVES["classification"] = poisoned_loss
+    training_batches.OBJECTIVES["classification"] = poisoned_loss
 
 
 def poisoned_stretch() -> None:
@@ -391,18 +392,18 @@ def hold_saves_until(step: int) -> None:
 
 def first_of(act: Callable[..., None]) -> None:
     """Have a worker do this before each micro-batch's forward pass."""
-    original = objectives.OBJECTIVES["classification"]
+    original = training_batches.OBJECTIVES["classification"]
 
     def with_act(worker: start.Worker, step: int, *args: Any) -> torch.Tensor:
         act(worker, step, *args)
         return original(worker, step, *args)
 
-    objectives.OBJECTIVES["classification"] = with_act
+    training_batches.OBJECTIVES["classification"] = with_act
 
 
 def infinite_in_one_micro_batch(step: int) -> None:
     """The gradient of worker 1's first micro-batch of the step after `step` is infinite."""
-    original = objectives.OBJECTIVES["classification"]
+    original = training_batches.OBJECTIVES["classification"]
     seen = []
 
     def poisoned_loss(worker: start.Worker, at_step: int, *args: Any) -> torch.Tensor:
@@ -412,7 +413,7 @@ def infinite_in_one_micro_batch(step: int) -> None:
             loss = loss * torch.inf
         return loss
 
-    objectives.OBJECTIVES["classification"] = poisoned_loss
+    training_batches.OBJECTIVES["classification"] = poisoned_loss
 
 
 def all_in_one_step(step: int) -> None:

@@ -89,10 +89,13 @@ class Quiet:
     def sync(self) -> None:
         pass
 
+    def enter(self, phase: str, step: int) -> None:
+        """Be the worker's phases too."""
+
 
 def saver_of(checkpoints: StageCheckpoints, telemetry: Any = None, keep: int = 1000) -> Saver:
     """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
-    return Saver(checkpoints, telemetry or Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
+    return Saver(checkpoints, telemetry or Quiet(), Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
 
 
 class WorkerGroup:
@@ -151,7 +154,7 @@ class WorkerGroup:
         """As the loop does, which goes on while old checkpoints are deleted."""
         for saver in self.savers[1:]:
             saver.thread = None
-        return self.savers[0].finish()
+        return self.savers[0].finish(self.savers[0].manifest.step)
 
     def save(self, step: int) -> Manifest | None:
         self.begin(step)
@@ -191,11 +194,10 @@ def save_known(task: dict[str, Any]) -> None:
     for zero in task["zeros"]:
         folder = Path(task["run"]) / f"world-{world}-zero-{zero}"
         made = engine(zero, *task.get("size", ()))
-        made.restore(known)
-        made.updates = 7
+        made.load(known, 7)
         saver = saver_of(checkpoints_in(folder))
         saver.begin(made.fragments(), manifest(7, 1, world, zero))
-        assert saver.finish() is not None, saver.failure
+        assert saver.finish(7) is not None, saver.failure
         made.close()
 
 
@@ -246,7 +248,7 @@ def load_damaged(task: dict[str, Any]) -> list[dict[str, Any]]:
     for step in (10, 20):
         made.restore(lambda name, kind, start, count, step=step: known(name, kind, start, count) + step)
         saver.begin(made.fragments(), manifest(step, 1, 2))
-        assert saver.finish() is not None, saver.failure
+        assert saver.finish(step) is not None, saver.failure
     made.close()
 
     preadv = os.preadv
@@ -317,5 +319,5 @@ def save_apart(task: dict[str, Any]) -> str:
         with_a_disk_of_its_own(task["run"])
     saver = saver_of(checkpoints_in(run / "stage" / "checkpoints"))
     saver.begin(FakeEngine(rank, 2, 10).fragments(), manifest(10, 1, 2))
-    saver.finish()
+    saver.finish(10)
     return saver.failure

@@ -22,6 +22,7 @@ from data.order import Ledger, Order
 from jobs.__main__ import main
 from jobs.commands.demo import step_losses
 from pipeline import health
+from pipeline.artifacts import write_record
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
@@ -315,7 +316,7 @@ def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it
     process.join()
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
     # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
-    health.write_excluded(stage(run), [range(before + 2, before + 4)])
+    write_record(stage(run) / health.EXCLUDED_STEPS, {"stretches": [[before + 2, before + 4]]})
     process = start(run, patch="no_batch_behind_a_stretch")
     stop_at_the_first_batch(process, run)
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == before + 2

@@ -36,6 +36,7 @@ from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.log import write_status
 from pipeline import artifacts, health
+from pipeline.artifacts import write_record
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.monitoring.telemetry import Telemetry
 from tests.test_pipeline.monitoring.test_telemetry import REPORT
@@ -124,7 +125,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
         stages = {stage.name: loaded.directory(stage) for stage in loaded.stages}
         assert main(["export", str(stages["pretrain"]), str(folder / "exported"), "--format", "safetensors"]) == 0
         stop_packing_in_the_middle(folder / "stopped")
-        health.write_excluded(folder, [range(10, 17), range(30, 31)])
+        write_record(folder / health.EXCLUDED_STEPS, {"stretches": [[10, 17], [30, 31]]})
         yield Made(folder, recipe, folder / "run", stages)
 
 
@@ -341,7 +342,7 @@ def test_three_hundred_flips_over_every_file_are_found_or_harmless(made, capsys)
 
 
 def test_any_bit_of_the_excluded_steps_is_found(tmp_path):
-    health.write_excluded(tmp_path, [range(10, 17), range(30, 31)])
+    write_record(tmp_path / health.EXCLUDED_STEPS, {"stretches": [[10, 17], [30, 31]]})
     file = tmp_path / health.EXCLUDED_STEPS
     assert artifacts.read_record(file)["stretches"] == [[10, 17], [30, 31]]
     for bit in range(8 * file.stat().st_size):

@@ -25,7 +25,7 @@ from tests.stacks import Call, numbered, recorded, recording_call, recording_wor
 pytestmark = pytest.mark.quick
 
 MOST_CALLS_TO_THE_MODEL = 12
-MOST_CALLS_TO_A_COMMIT = 4
+MOST_CALLS_TO_A_COMMIT = 3
 WORKER = ("jobs/cluster/worker.py", "run_worker")
 LOOP = ("pipeline/train.py", "train")
 
@@ -71,7 +71,7 @@ def test_at_most_twelve_calls_from_the_command_to_the_model(stacks: Path) -> Non
     assert len(calls) <= MOST_CALLS_TO_THE_MODEL, text
 
 
-def test_at_most_four_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
+def test_at_most_three_calls_from_the_loop_to_a_committed_checkpoint(stacks: Path) -> None:
     in_the_worker = recorded(stacks, "commit")
     calls = in_the_worker[in_the_worker.index(LOOP) + 1 :]
     text = show("from the training loop to the rename of a checkpoint", calls)

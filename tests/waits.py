@@ -165,15 +165,15 @@ def compute_as_on_a_gpu(waits: Waits) -> None:
 def seen(waits: Waits) -> Iterator[None]:
     """Within the block the training loop's waits are noted, step by step."""
     learning_rate = train.learning_rate
-    start_state = Engine._start_state
+    make = Engine.__init__
     once_the_first_is_there = batches.once_the_first_is_there
 
     def begin_step(*args: Any) -> float:
         waits.begin_step()
         return learning_rate(*args)
 
-    def mark_counts(engine: Engine) -> None:
-        start_state(engine)
+    def mark_counts(engine: Engine, *args: Any, **options: Any) -> None:
+        make(engine, *args, **options)
         for state in engine.state.optimizer.state.values():
             if "step" in state:
                 mark(state["step"])
@@ -185,14 +185,14 @@ def seen(waits: Waits) -> Iterator[None]:
             yield batch
 
     train.learning_rate = begin_step  # type: ignore[assignment]
-    Engine._start_state = mark_counts  # type: ignore[method-assign]
+    Engine.__init__ = mark_counts  # type: ignore[method-assign]
     batches.once_the_first_is_there = mark_batches
     try:
         with Calls(waits), Operations(waits):
             yield
     finally:
         train.learning_rate = learning_rate
-        Engine._start_state = start_state  # type: ignore[method-assign]
+        Engine.__init__ = make  # type: ignore[method-assign]
         batches.once_the_first_is_there = once_the_first_is_there
 
 

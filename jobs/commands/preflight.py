@@ -34,14 +34,14 @@ from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_m
 from jobs.run.session import temporary_run, warn_of_unused_gpus
 from jobs.terminal import echo
 from jobs.worlds import allowed_worlds
-from pipeline.checkpoints.saver import BYTES_FP32, bytes_to_come, checkpoint_bytes
+from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
 from pipeline.preflight.worker import PreflightReport, examine, look_at_node
-from pipeline.training_config import TrainConfig, batch_arithmetic
+from pipeline.training_config import BYTES_FP32, TrainConfig, batch_arithmetic
 from pipeline.versions import code_version
 
 LARGEST_ALL_REDUCE = 2**28  # bytes

@@ -95,7 +95,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
         evaluations.finish()
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
-        artifacts.bring(campaign.storage, f"{context.directory.name}/{name}", record)
+        campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
     return outcome
 
 

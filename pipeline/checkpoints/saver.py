@@ -46,11 +46,11 @@ from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
 from pipeline.monitoring.telemetry import Telemetry
+from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import BYTES_FP32, TrainConfig
 
 METRICS = "metrics.jsonl"
-BYTES_FP32 = 4
 HEADER_BYTES = 4096  # of a worker's file and of the manifest, roughly
 DELETING_S = 60.0  # the longest wait for a deletion: a storage that hangs in one must not hold up the run
 
@@ -59,13 +59,14 @@ class Saver:
     """Saves in the background, one save at a time.
 
     `begin` costs the loop a copy in host memory; `finish` commits what the threads of all workers have written;
-    `wait_for_deleting` ends the work.
+    `end` waits for what is deleted.
     """
 
     def __init__(
         self,
         checkpoints: StageCheckpoints,
         telemetry: Telemetry,
+        phases: Phases,
         *,
         keep: int,
         keep_every: int,
@@ -75,6 +76,7 @@ class Saver:
     ) -> None:
         self.checkpoints = checkpoints
         self.telemetry = telemetry
+        self.phases = phases
         self.keep = keep
         self.keep_every = keep_every
         self.max_failed_saves = max_failed_saves
@@ -109,6 +111,7 @@ class Saver:
         A fragment is (parameter, its first element here, flat fp32 views by kind: "master", "exp_avg", …).
         """
         assert not self.in_flight
+        self.phases.enter("save", manifest.step)
         self.began = time.monotonic()
         self.manifest = manifest
         file = f"rank-{dist.get_rank():05d}.safetensors"
@@ -158,8 +161,8 @@ class Saver:
         except StorageError as error:
             self.result = WrittenFile(file, error=str(error))  # which names the object
 
-    def finish(self) -> Manifest | None:
-        """Collective: wait for every worker's file, commit, report and prune.
+    def finish(self, step: int) -> Manifest | None:
+        """Collective: wait for every worker's file, commit, report and prune; the loop has come to this step.
 
         Returns the manifest, or None on every worker where the save failed. Raises CheckpointError, on all workers
         alike, where a newer attempt owns the run and after `max_failed_saves` failures in a row.
@@ -167,6 +170,7 @@ class Saver:
         # 1. Every worker's file is written. What is said of them is gathered in the loop's thread: a thread of its own
         #    inside a collective would wait for ever for a dead worker.
         assert self.thread is not None
+        self.phases.enter("save", step)
         finish_began = time.monotonic()
         self.thread.join()
         self.thread = None
@@ -220,11 +224,11 @@ class Saver:
         #    room again. Too many in a row are one.
         if committed is None:
             self.failures_in_a_row += 1
-            step = self.manifest.step
+            failed_step = self.manifest.step
             self.telemetry.report(
                 "checkpoint_failed",
-                {"step": step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
-                f"checkpoint step {step} FAILED ({self.failure}); the weights are still in memory, the one "
+                {"step": failed_step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
+                f"checkpoint step {failed_step} FAILED ({self.failure}); the weights are still in memory, the one "
                 f"before it stays; {self.failures_in_a_row} of {self.max_failed_saves} failures in a row",
             )
             if self.failures_in_a_row >= self.max_failed_saves:
@@ -239,6 +243,15 @@ class Saver:
             self.expected_bytes = committed.total_bytes
         self.stalled_s += time.monotonic() - finish_began
         return committed
+
+    def end(self, step: int) -> None:
+        """Collective: wait until rank 0 has deleted what the commits have made superfluous.
+
+        Where one worker ends, the others are killed a moment later: no old checkpoint is left half deleted by that.
+        """
+        with self.phases.led("save", step, dist.get_rank() == 0):
+            self.wait_for_deleting()
+        dist.barrier()
 
     def wait_for_deleting(self) -> None:
         """Wait until the old checkpoints are gone that a commit has made superfluous, or say that they are not yet."""
@@ -341,7 +354,7 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     At its fullest the disk holds one checkpoint more than are kept there: the oldest goes only when the newest is
     whole. What the next start sweeps away before its first save is room already.
     """
-    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_all_sets_here else 1
+    kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_sets_here else 1
     # Of this disk alone: what lies in an object store needs no room here.
     existing = Folder(checkpoints.local).published("")
     to_come = kept + 1 - min(len(existing), kept)
@@ -367,11 +380,13 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
 def check_room(checkpoints: StageCheckpoints, manifest: Manifest, needed_bytes: int) -> None:
     """Raise CheckpointError where the disk has no room for a save of so many bytes, OSError where it does not tell.
 
-    What the workers have written already counts as room: they do not wait for each other.
+    What the workers have written already counts as room: they do not wait for each other. A store has room for all.
     """
     storage = checkpoints.storage
+    if not storage.has_sets_here:
+        return
     staged = checkpoints.staged_name(manifest)
-    free = storage.free_bytes(staged)
+    free = free_bytes(storage.local / staged)
     if free < needed_bytes and free + sum(storage.list(staged).values()) < needed_bytes:
         raise CheckpointError(
             f"No space left on device: {checkpoints.address} ({size_text(needed_bytes)} needed, {size_text(free)} free)"

@@ -199,8 +199,8 @@ class StageCheckpoints:
             if is_milestone or step in needed:
                 continue
             rest = self.storage.retire(self.folder, name)
-            if rest:
-                left.append(rest)
+            if rest is not None:
+                left.append(str(rest))
             removed.append(name)
         if left:
             raise OSError(f"{', '.join(left)}: could not be deleted whole, the next start tries again")

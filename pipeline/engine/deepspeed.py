@@ -1,8 +1,8 @@
 """DeepSpeed's insides, at each ZeRO stage: the only file with names that DeepSpeed's documentation lacks.
 
 1. `import_deepspeed` imports the package, and checks that what `NAMES` says of its modules is there.
-2. DeepSpeed makes its optimizer, which holds fp32 masters and moments. `state_of` checks the names of that optimizer,
-   and returns a ZeroState: Replicas at ZeRO 0, Partitions at 1 and 2, Shards at 3.
+2. DeepSpeed makes its optimizer, which holds fp32 masters and moments. STATES has a ZeroState for it, which checks the
+   names of that optimizer: Replicas at ZeRO 0, Partitions at 1 and 2, Shards at 3.
 3. Every step: `gradients` gives what this worker owns of the averaged gradient, as the few flat tensors that the
    optimizer steps. The engine adds up their norm over the workers, and decides. `apply` has the optimizer step, and
    brings the weights that compute up to the masters; or `drop` makes the gradient, and the step, not have been.
@@ -18,7 +18,7 @@ Out: one fp32 tensor for each parameter group on rank 0, and after `apply` the s
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
@@ -168,23 +168,18 @@ def over_gloo() -> bool:
 
 
 class ZeroState(ABC):
-    """Knows what differs from stage to stage; `zero` is the optimizer that DeepSpeed has made, at stage 0 torch's."""
+    """Knows what differs from stage to stage; `zero` is the optimizer that DeepSpeed has made, at stage 0 torch's.
+
+    `optimizer` is torch's. `flats` are the fp32 tensors that it steps on this worker; its state hangs on them.
+    """
 
     is_shared = True  # every worker owns a part of the gradient, not all of it
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, flats: list[Tensor]) -> None:
         self.engine = engine  # DeepSpeed's
         self.zero = engine.optimizer
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return torch's optimizer."""
-        return self.zero.optimizer
-
-    @property
-    @abstractmethod
-    def flats(self) -> list[Tensor]:
-        """Return the fp32 tensors that the optimizer steps on this worker; its state hangs on them."""
+        self.optimizer = optimizer
+        self.flats = flats
 
     @abstractmethod
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
@@ -204,8 +199,9 @@ class ZeroState(ABC):
 
     def note_norm(self, norm: float) -> None:
         """Tell DeepSpeed, which counts the steps that were skipped, the gradient's norm; infinite for a skipped one."""
-        self.zero.overflow = math.isinf(norm)
-        self.zero._global_grad_norm = norm
+        if self.is_shared:  # DeepSpeed has no count of them at stage 0
+            self.zero.overflow = math.isinf(norm)
+            self.zero._global_grad_norm = norm
 
     @abstractmethod
     def apply(self) -> None:
@@ -230,15 +226,9 @@ class Replicas(ZeroState):
 
     is_shared = False
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return torch's optimizer."""
-        return self.zero
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """Return the parameters themselves."""
-        return [p for group in self.zero.param_groups for p in group["params"]]
+    def __init__(self, engine: Any) -> None:
+        zero = engine.optimizer
+        super().__init__(engine, zero, [p for group in zero.param_groups for p in group["params"]])
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Return an equal part of what every worker has, for the last worker a shorter one."""
@@ -259,9 +249,6 @@ class Replicas(ZeroState):
         """Return the gradient of every parameter that has one."""
         return [p.grad for p in self.flats if p.grad is not None]
 
-    def note_norm(self, norm: float) -> None:
-        """Do nothing: DeepSpeed has no count here."""
-
     def apply(self) -> None:
         """Do nothing: `step` of DeepSpeed's engine, called next, is the optimizer's. In the others it takes no step.
 
@@ -278,18 +265,15 @@ class Partitions(ZeroState):
     """ZeRO 1 and 2: a flat fp32 tensor for each parameter group holds this worker's part of it."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        check_names(self.zero, "the optimizer of ZeRO 1 and 2")
+        zero = engine.optimizer
+        check_names(zero, "the optimizer of ZeRO 1 and 2")
+        super().__init__(engine, zero.optimizer, zero.single_partition_of_fp32_groups)  # a master for each group
         for p in engine.module.parameters():
             check_names(p, "a parameter of ZeRO 1 and 2")
             if p._hp_mapping is not None:
                 check_names(p._hp_mapping, "the mapping of a parameter of ZeRO 1 and 2")
-        self.zero.step = self.begin_accumulation
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """Return the masters of each parameter group."""
-        return self.zero.single_partition_of_fp32_groups
+        # `apply` or `drop` is called in place of DeepSpeed's own step.
+        zero.step = lambda: None
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Return what this worker's flat partition holds of the parameter, perhaps nothing: DeepSpeed has a map."""
@@ -308,6 +292,8 @@ class Partitions(ZeroState):
 
     def gradients(self) -> list[Tensor]:
         """Put the reduced gradients end to end, in fp32; what they lay in is free afterwards."""
+        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
         zero = self.zero
         for group, flat in enumerate(self.flats):
             zero.free_grad_in_param_list(zero.params_not_in_partition[group])
@@ -320,13 +306,9 @@ class Partitions(ZeroState):
             zero._release_preflattened_grad_buffers(group)
             zero.averaged_gradients[group] = None
             zero.all_grad_tensors[group] = None
+        # The next accumulation counts anew, as behind DeepSpeed's own step.
+        zero.micro_step_id = INITIAL_MICRO_STEP_ID
         return [flat.grad for flat in self.flats]  # type: ignore[misc]
-
-    def begin_accumulation(self) -> None:
-        """Take the place of DeepSpeed's own step: `apply` or `drop` has been called, what is left is to count anew."""
-        from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-
-        self.zero.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def apply(self) -> None:
         """Step group by group, then gather the weights of all workers."""
@@ -350,25 +332,21 @@ class Shards(ZeroState):
     """ZeRO 3: the flat tensors of a sub-group hold this worker's part of every parameter in it."""
 
     def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        check_names(self.zero, "the optimizer of ZeRO 3")
+        zero = engine.optimizer
+        check_names(zero, "the optimizer of ZeRO 3")
+        super().__init__(engine, zero.optimizer, zero.fp32_partitioned_groups_flat)  # a master for each sub-group
         for p in engine.module.parameters():
             check_names(p, "a parameter of ZeRO 3")
         # `apply` or `drop` is called in place of DeepSpeed's own step.
-        self.zero.step = lambda: None
+        zero.step = lambda: None
         # At the end of every backward pass DeepSpeed's host waits until the gradients are reduced, and the device has
         # nothing to do until the next micro-batch is launched. Nothing is read there: it is enough that what the device
         # computes next waits for the stream of the reduction.
-        stream = self.zero.reduce_and_partition_stream
+        stream = zero.reduce_and_partition_stream
         if stream is not None:  # a CPU has none
             from deepspeed.accelerator import get_accelerator
 
             stream.synchronize = lambda: get_accelerator().current_stream().wait_stream(stream)
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """Return the masters of each sub-group."""
-        return self.zero.fp32_partitioned_groups_flat
 
     def owned(self, p: Any, kinds: tuple[str, ...]) -> Part:
         """Return one of the equal parts that every parameter is cut into, without the padding of the last."""
@@ -414,13 +392,6 @@ class Shards(ZeroState):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def state_of(stage: int, engine: Any) -> ZeroState:
-    """Return what knows a ZeRO stage, around an engine that DeepSpeed has made.
-
-    Raises ConfigError where DeepSpeed's optimizer or its parameters lack a name that is used here.
-    """
-    if stage == 0:
-        return Replicas(engine)
-    if stage == 3:
-        return Shards(engine)
-    return Partitions(engine)
+# By ZeRO stage, to be made of DeepSpeed's engine; raises ConfigError where DeepSpeed's optimizer or its parameters lack
+# a name that is used here.
+STATES: dict[int, Callable[[Any], ZeroState]] = {0: Replicas, 1: Partitions, 2: Partitions, 3: Shards}

@@ -20,17 +20,17 @@ element 5 on. DeepSpeed's own checkpoints are not used: they cannot cross stages
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.engine.deepspeed import Part, import_deepspeed, one_optimizer_class, state_of
+from pipeline.engine.deepspeed import STATES, Part, import_deepspeed, one_optimizer_class
 from pipeline.engine.flat_blocks import FlatBlocks
-from pipeline.engine.settings import bucket_size
+from pipeline.engine.settings import Settings, bucket_size
 from pipeline.optimization import STATE, OptimConfig, build_optimizer
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
@@ -59,7 +59,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: dict[str, Any], polyak: float = 0.0
+        self, model: nn.Module, decayed: Set[str], optim: OptimConfig, settings: Settings, polyak: float = 0.0
     ) -> None:
         """Collective. `decayed` names the parameters with weight decay, `settings` are `deepspeed_config`'s.
 
@@ -77,8 +77,9 @@ class Engine:
         settings = {**settings, "gradient_clipping": 0.0}
         is_bf16 = "bf16" in settings
         self.dtype = torch.bfloat16 if is_bf16 else torch.float32
-        self._updates = 0
-        self._norm = 0.0
+        self.updates = 0  # of the optimizer so far; skipped steps are none
+        # The global norm of the last step's averaged gradient before clipping; not finite where the step was skipped.
+        self.gradient_norm = 0.0
         self.sizes: dict[str, int] = {}  # elements of every parameter, by its name in the plain model
         # DeepSpeed rounds the weights in place to bf16, so the fp32 values are copied before it sees the model.
         masters: dict[str, Tensor] = {}
@@ -98,29 +99,26 @@ class Engine:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=settings, dist_init_required=False
             )
-        self.state = state_of(self.zero, self.engine)
+        self.state = STATES[self.zero](self.engine)
         self.model: nn.Module = self.engine.module
         self.forward: nn.Module = self.engine  # what a training step computes logits with
 
         # DeepSpeed made its masters from weights that it had rounded to bf16: put the ones before rounding there.
         if is_bf16:
-
-            def read_master(name: str, kind: str, start: int, count: int) -> Tensor:
-                return masters[name][start : start + count]
-
-            self.restore(read_master, ("master",))
+            with torch.no_grad():
+                for name, start, tensors in self.fragments(("master",), held=True):
+                    view = tensors["master"]
+                    view.copy_(masters[name][start : start + view.numel()])
+                self.state.refresh()
             masters.clear()
-        self._start_state()
 
-    def _start_state(self) -> None:
-        """Allocate the optimizer's state before its first update."""
         # Torch makes an optimizer's state at its first update; a checkpoint of step 0 and a resume need it earlier.
         optimizer = self.state.optimizer
         for flat in self.state.flats:
             state = optimizer.state[flat]
             for name in self.state_names:
                 state[name] = torch.zeros_like(flat)
-            if self.polyak:
+            if polyak:
                 state["average"].copy_(flat.detach())
             # Adam counts its updates in a tensor. Torch's fused kernel wants it on the device, the others on the CPU.
             if "exp_avg" in self.state_names:
@@ -138,64 +136,65 @@ class Engine:
         Collective then: returns the sums over the workers of their `numbers` (n,), float64, on the device. They travel
         with the gradient's norm, so that the host waits for the device once a step.
         """
-        self._set_rate(rate)
-        # Asked before the step, because the step moves on to the next micro-batch.
-        is_stepping = self.engine.is_gradient_accumulation_boundary()
-        sums: list[float] = []
-        if is_stepping:
-            sums = self._take_step(numbers)
-        # At stage 0 the optimizer steps in here; at the others it has, in `_take_step`, and this only counts.
-        self.engine.step()
-        # A skipped step is no update: it must not pull the average
-        # towards the masters once more.
-        if is_stepping and math.isfinite(self._norm):
-            self._count_update()
-        return sums
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = rate
+        # Asked before DeepSpeed's step, which moves on to the next micro-batch. Until the last one it only counts.
+        if not self.engine.is_gradient_accumulation_boundary():
+            self.engine.step()
+            return []
+        with torch.no_grad():
+            # 1. The squares of this worker's part. Where every worker has the whole gradient (ZeRO 0), rank 0 gives its
+            #    norm and the others add 0.
+            gradients = self.state.gradients()
+            vector = sum_of_squares(gradients).reshape(1)
+            if not self.state.is_shared and dist.get_rank() != 0:
+                vector = torch.zeros_like(vector)
+            if numbers is not None:
+                vector = torch.cat([vector, numbers])
 
-    @torch.no_grad()
-    def _take_step(self, numbers: Tensor | None) -> list[float]:
-        """Clip and update; a gradient that is not finite touches nothing, on any worker. Returns sums of `numbers`."""
-        gradients = self.state.gradients()
-        squares = sum_of_squares(gradients)
-        # Where every worker has the whole gradient (ZeRO 0), rank 0 gives its norm and the others add 0.
-        if not self.state.is_shared and dist.get_rank() != 0:
-            squares = torch.zeros_like(squares)
-        norm, sums = norm_and_sums(squares, numbers)
-        # All workers have read the same bits, so all of them skip the step together.
-        is_finite = math.isfinite(norm)
-        self._norm = norm if is_finite else math.inf
-        self.state.note_norm(self._norm)
-        if not is_finite:
-            self.state.drop()
-            return sums
-        factor = clipping(norm, self.clip)
-        if factor < 1:
-            torch._foreach_mul_(gradients, factor)
-        # A group's gradient is free once the optimizer has stepped it; this list would keep all of them.
-        del gradients
-        self.state.apply()
+            # 2. The sums over all workers. The host waits here until the device has computed everything so far.
+            dist.all_reduce(vector)
+            squares, *sums = vector.tolist()
+            norm = math.sqrt(squares)
+
+            # 3. All workers have read the same bits, so all of them skip a step together: a gradient that is not finite
+            #    touches nothing, on any worker.
+            is_finite = math.isfinite(norm)
+            self.gradient_norm = norm if is_finite else math.inf
+            self.state.note_norm(self.gradient_norm)
+            if is_finite:
+                factor = clipping(norm, self.clip)
+                if factor < 1:
+                    torch._foreach_mul_(gradients, factor)
+                # A group's gradient is free once the optimizer has stepped it; this list would keep all of them.
+                del gradients
+                self.state.apply()
+            else:
+                self.state.drop()
+
+        # 4. At stage 0 the optimizer steps in here; at the others it has, and this only counts.
+        self.engine.step()
+        # A skipped step is no update: it must not pull the average towards the masters once more.
+        if is_finite:
+            self._count_update()
         return sums
 
     @torch.no_grad()
     def _count_update(self) -> None:
         """Note that the optimizer has changed the masters."""
-        self._updates += 1
+        self.updates += 1
         if not self.polyak:
             return
         for flat in self.state.flats:
             self.state.optimizer.state[flat]["average"].mul_(self.polyak).add_(flat, alpha=1 - self.polyak)
-
-    def _set_rate(self, rate: float) -> None:
-        for group in self.state.optimizer.param_groups:
-            group["lr"] = rate
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Collective: within the block the model's weights are the average; the masters come back unchanged."""
         self._swap_average()
         yield
-        # Not where the block raises: a worker that does so alone would wait here for the others, and nobody would hear
-        # of its error. An engine whose block has raised is of no more use.
+        # Not where the block raises: a worker that does so alone would wait here for the others, and no log would
+        # have its error. An engine whose block has raised is of no more use.
         self._swap_average()
 
     @torch.no_grad()
@@ -208,28 +207,18 @@ class Engine:
             average.copy_(master)
         self.state.refresh()
 
-    def gradient_norm(self) -> float:
-        """Return the global norm of the last step's averaged gradient before clipping.
-
-        It is not finite where the step was skipped.
-        """
-        return self._norm
-
-    def fragments(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
+    def fragments(self, kinds: tuple[str, ...] = (), *, held: bool = False) -> Iterator[Fragment]:
         """Iterate views of the fp32 masters and state that this worker owns; every element has exactly one owner.
 
-        `kinds` are "master" and names of states; all of them, where none is named.
+        `kinds` are "master" and names of states; all of them, where none is named. With `held`, views of what this
+        worker holds: the same, but at stage 0 every parameter whole.
         """
         kinds = kinds or ("master", *self.state_names)
-        return self._cut({name: self.state.owned(p, kinds) for name, p in self.model.named_parameters()})
-
-    def held(self, kinds: tuple[str, ...] = ()) -> Iterator[Fragment]:
-        """Iterate views of what this worker holds: as `fragments`, but at stage 0 every parameter whole."""
-        kinds = kinds or ("master", *self.state_names)
-        return self._cut({name: self.state.held(p, kinds) for name, p in self.model.named_parameters()})
-
-    def _cut(self, parts: Mapping[str, Part]) -> Iterator[Fragment]:
-        """Cut parts of DeepSpeed's parameters, which are flat ones of whole blocks, into those of the model's own."""
+        part_of = self.state.held if held else self.state.owned
+        parts: dict[str, Part] = {}
+        for name, p in self.model.named_parameters():
+            parts[name] = part_of(p, kinds)
+        # DeepSpeed's parameters are flat ones of whole blocks: their parts are cut into those of the model's own.
         for name, member in self.members.items():
             start, views = parts[member.holder]
             length = 0
@@ -245,57 +234,38 @@ class Engine:
     @torch.no_grad()
     def restore(self, read: ReadState, kinds: tuple[str, ...] = ()) -> None:
         """Collective: fill the state in place with what `read` returns; bring the weights that compute up to it."""
-        # At stage 0 every worker holds everything. Each reads an equal part, and they tell each other.
-        if not self.state.is_shared:
-            read = shared_over_workers(read, next(self.model.parameters()).device)
-        for name, start, tensors in self.held(kinds):
+        world = dist.get_world_size()
+        for name, start, tensors in self.fragments(kinds, held=True):
             for kind, view in tensors.items():
-                view.copy_(read(name, kind, start, view.numel()))
+                count = view.numel()
+                if self.state.is_shared or world == 1:
+                    view.copy_(read(name, kind, start, count))
+                    continue
+                # At stage 0 every worker holds everything. Each reads an equal part, and they tell each other. The last
+                # parts may be shorter, and a collective wants all of one length.
+                part = math.ceil(count / world)
+                first = min(dist.get_rank() * part, count)
+                stop = min(first + part, count)
+                mine = torch.zeros(part, device=view.device)
+                if first < stop:
+                    mine[: stop - first] = read(name, kind, start + first, stop - first)
+                whole = torch.empty(part * world, device=view.device)
+                dist.all_gather_into_tensor(whole, mine)
+                view.copy_(whole[:count])
         self.state.refresh()
 
     def load(self, read: ReadState, updates: int) -> None:
         """Collective: fill the state from a checkpoint that was saved after so many updates."""
         self.restore(read)
         self.updates = updates
-
-    @property
-    def updates(self) -> int:
-        """Count the optimizer updates so far; skipped steps are none."""
-        return self._updates
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        self._updates = count
         # Adam's bias correction depends on a count of its own.
         for state in self.state.optimizer.state.values():
             if "step" in state:
-                state["step"].fill_(count)
+                state["step"].fill_(updates)
 
     def close(self) -> None:
         """Give back DeepSpeed's hooks and buffers."""
         self.engine.destroy()
-
-
-def shared_over_workers(read: ReadState, device: torch.device) -> ReadState:
-    """Return a collective function that gives every worker what `read` gives, of which each reads an equal part."""
-    world = dist.get_world_size()
-    rank = dist.get_rank()
-    if world == 1:
-        return read
-
-    def read_a_part(name: str, kind: str, start: int, count: int) -> Tensor:
-        part = math.ceil(count / world)
-        first = min(rank * part, count)
-        stop = min(first + part, count)
-        # The last parts may be shorter, and a collective wants all of one length.
-        mine = torch.zeros(part, device=device)
-        if first < stop:
-            mine[: stop - first] = read(name, kind, start + first, stop - first)
-        whole = torch.empty(part * world, device=device)
-        dist.all_gather_into_tensor(whole, mine)
-        return whole[:count]
-
-    return read_a_part
 
 
 # ------------------------------------------------------------------------------------------------ the norm
@@ -319,20 +289,6 @@ def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
         # What `torch.nn.utils.get_total_norm` is made of: one kernel for all of them on a GPU.
         norms.append(torch.stack(torch._foreach_norm(tails)))
     return torch.cat(norms).double().square().sum()
-
-
-def norm_and_sums(squares: Tensor, numbers: Tensor | None) -> tuple[float, list[float]]:
-    """Collective: return the root of the workers' squares, and the sums of their numbers (n,), float64.
-
-    The host waits here until the device has computed everything so far.
-    """
-    parts = [squares.reshape(1)]
-    if numbers is not None:
-        parts.append(numbers)
-    vector = torch.cat(parts)
-    dist.all_reduce(vector)
-    total, *sums = vector.tolist()
-    return math.sqrt(total), sums
 
 
 def clipping(norm: float, limit: float) -> float:

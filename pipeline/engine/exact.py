@@ -18,13 +18,13 @@ import statistics
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.engine.engine import Engine, clipping
+from pipeline.engine.settings import Settings
 from pipeline.optimization import OptimConfig
 
 
@@ -83,7 +83,7 @@ class ExactEngine(Engine):
         model: nn.Module,
         decayed: Set[str],
         optim: OptimConfig,
-        settings: dict[str, Any],
+        settings: Settings,
         polyak: float = 0.0,
         *,
         parts: int,
@@ -102,10 +102,7 @@ class ExactEngine(Engine):
         self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
         self._sums: list[Tensor] = []  # of 2ⁿ parts each, waiting for their neighbours; the largest first
         self._seen = 0  # micro-batches of this step
-        self._plans = self._plan()
-
-    def _plan(self) -> list[FlatPlan]:
-        """Find, for each flat tensor of the optimizer, where its elements lie in the whole gradient."""
+        # Where the elements of each flat tensor of the optimizer lie in the whole gradient.
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
         total = 0
         for name, size in self.sizes.items():
@@ -117,14 +114,14 @@ class ExactEngine(Engine):
         plans: dict[int, FlatPlan] = {}
         for flat in self.state.flats:
             plans[flat.untyped_storage()._cdata] = FlatPlan(flat, [])
-        for fragment in self.held(("master",)):
+        for fragment in self.fragments(("master",), held=True):
             view = fragment.tensors["master"]
             plan = plans[view.untyped_storage()._cdata]
             in_flat = view.storage_offset() - plan.flat.storage_offset()
             in_whole = first_of[fragment.name] + fragment.start
             count = view.numel()
             plan.places.append((slice(in_flat, in_flat + count), slice(in_whole, in_whole + count)))
-        return list(plans.values())
+        self._plans = list(plans.values())
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss` / (accumulation × world) to that of its part."""
@@ -152,24 +149,20 @@ class ExactEngine(Engine):
         self._seen += 1
         if self._seen % self.part_length:
             return []
-        self._close_part(self._seen // self.part_length)
-        if self._seen < self.part_length * self.parts_here:
-            return []
-        self._seen = 0
-        return self._step(rate, numbers)
-
-    def _close_part(self, count: int) -> None:
-        """Add up neighbouring sums of equally many parts, as a binary counter carries; `count` parts are closed now.
-
-        After the fourth part (100 in binary: two carries) the sums of parts 3, and of 1 + 2, are waiting to be added.
-        """
+        # Neighbouring sums of equally many parts are added up, as a binary counter carries. After the fourth part (100
+        # in binary: two carries) the sums of parts 3, and of 1 + 2, are waiting to be added.
         assert self._part is not None
         finished = self._part
         self._part = None
-        carries = (count & -count).bit_length() - 1  # zeros at the end of `count`
+        closed_parts = self._seen // self.part_length
+        carries = (closed_parts & -closed_parts).bit_length() - 1  # zeros at its end
         for _ in range(carries):
             finished = self._sums.pop().add_(finished)
         self._sums.append(finished)
+        if closed_parts < self.parts_here:
+            return []
+        self._seen = 0
+        return self._step(rate, numbers)
 
     @torch.no_grad()
     def _step(self, rate: float, numbers: Tensor | None) -> list[float]:
@@ -187,14 +180,15 @@ class ExactEngine(Engine):
             on_device += numbers.unbind()
         # Read together: the host waits for the device once a step.
         norm, loss, *sums = torch.stack(on_device).tolist()
-        self._norm = norm
+        self.gradient_norm = norm
         self.loss = loss
         # All workers hold the same bits, so all of them skip the step together, without asking one another.
-        if not math.isfinite(self._norm):
+        if not math.isfinite(norm):
             return sums
         if self.clip:
-            gradient.mul_(clipping(self._norm, self.clip))
-        self._set_rate(rate)
+            gradient.mul_(clipping(norm, self.clip))
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = rate
 
         # Each flat gets its elements of the gradient; elements that are padding get 0.
         for number, plan in enumerate(self._plans):

@@ -8,7 +8,7 @@ gathering. The 392 of H/14 become 72, and a step costs the host little more than
 2. When the block is called, views of the two are put where its layers look for their weights and biases; when it
    returns they are taken away. At ZeRO 3 they would keep the gathered block in memory. Until the backward pass
    autograd's saved views do so all the same: only `checkpoint_blocks` frees it earlier.
-3. Outside the engine nobody knows of it: `members` says which elements of which parameter are those of today.
+3. Nothing outside the engine knows of it: `members` says which elements of which parameter are those of today.
 
 In:  a block "blocks.0" with norm1.weight and norm1.bias of 32 elements, attention.qkv.weight (96, 32), …
 Out: parameters "blocks.0.flat_decayed", "blocks.0.flat_rest", and {"blocks.0.norm1.weight": Member(rest, 0, 32),
@@ -66,11 +66,11 @@ class Flat:
     spots: list[Spot] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
 class Views:
     """Gives the layers of one block their weights and biases while the block computes."""
 
-    def __init__(self, flats: list[Flat]) -> None:
-        self.flats = flats
+    flats: list[Flat]
 
     def put(self, block: nn.Module, inputs: object) -> None:
         """Cut the flat parameters, and put each view where its layer looks for it."""
@@ -102,30 +102,39 @@ class FlatBlocks:
         self.decayed = set(decayed)
         self._views: list[tuple[nn.Module, Views]] = []  # of each block
         for block_name, block in models.blocks(model).items():
-            self._views.append((block, Views(self._flatten(block_name, block))))
+            names_of: dict[str, list[str]] = {DECAYED: [], REST: []}  # in the block
+            for name, _ in block.named_parameters():
+                is_decayed = f"{block_name}.{name}" in self.decayed
+                names_of[DECAYED if is_decayed else REST].append(name)
+            flats = []
+            for flat_name, names in names_of.items():
+                if names:
+                    flats.append(self._flatten(block_name, block, flat_name, names))
+            self._views.append((block, Views(flats)))
 
-    def _flatten(self, block_name: str, block: nn.Module) -> list[Flat]:
-        """Replace the parameters of one block, and note their places."""
-        members: dict[str, list[str]] = {DECAYED: [], REST: []}  # names in the block
-        for name, _ in block.named_parameters():
-            is_decayed = f"{block_name}.{name}" in self.decayed
-            members[DECAYED if is_decayed else REST].append(name)
-
-        flats = []
-        for flat_name, names in members.items():
-            if not names:
-                continue
-            holder = f"{block_name}.{flat_name}"
-            start = 0
-            for name in names:
-                size = self.members[f"{block_name}.{name}"].size
-                self.members[f"{block_name}.{name}"] = Member(holder, start, size)
-                self.decayed.discard(f"{block_name}.{name}")
-                start += size
-            if flat_name == DECAYED:
-                self.decayed.add(holder)
-            flats.append(join(block, flat_name, names))
-        return flats
+    def _flatten(self, block_name: str, block: nn.Module, flat_name: str, names: list[str]) -> Flat:
+        """Take these parameters out of a block's layers, and give the block a new one that holds them end to end."""
+        holder = f"{block_name}.{flat_name}"
+        flat = Flat(flat_name)
+        values: list[Tensor] = []
+        start = 0
+        for name in names:
+            layer_name, _, own_name = name.rpartition(".")
+            layer = block.get_submodule(layer_name)
+            parameter = layer.get_parameter(own_name)
+            values.append(parameter.detach().flatten())
+            flat.sizes.append(parameter.numel())
+            spot = Spot(layer, own_name, parameter.shape)
+            delattr(layer, own_name)
+            spot.fill(NOTHING)
+            flat.spots.append(spot)
+            self.members[f"{block_name}.{name}"] = Member(holder, start, parameter.numel())
+            self.decayed.discard(f"{block_name}.{name}")
+            start += parameter.numel()
+        if flat_name == DECAYED:
+            self.decayed.add(holder)
+        block.register_parameter(flat_name, nn.Parameter(torch.cat(values)))
+        return flat
 
     @contextmanager
     def while_deepspeed_is_made(self) -> Iterator[None]:
@@ -149,21 +158,3 @@ class FlatBlocks:
             block.register_forward_pre_hook(views.put)
             # Also where the block raises, which recomputing does on purpose once it has what the backward pass needs.
             block.register_forward_hook(views.take_away, always_call=True)
-
-
-def join(block: nn.Module, flat_name: str, members: list[str]) -> Flat:
-    """Take these parameters out of the block's layers, and give the block a new one that holds them end to end."""
-    flat = Flat(flat_name)
-    values: list[Tensor] = []
-    for member in members:
-        layer_name, _, name = member.rpartition(".")
-        layer = block.get_submodule(layer_name)
-        parameter = layer.get_parameter(name)
-        values.append(parameter.detach().flatten())
-        flat.sizes.append(parameter.numel())
-        spot = Spot(layer, name, parameter.shape)
-        delattr(layer, name)
-        spot.fill(NOTHING)
-        flat.spots.append(spot)
-    block.register_parameter(flat_name, nn.Parameter(torch.cat(values)))
-    return flat

@@ -29,7 +29,7 @@ from models.checks import did_you_mean
 from pipeline.config import require
 from pipeline.engine.deepspeed import check_zero_section
 
-Settings: TypeAlias = Mapping[str, Any]  # one section of a DeepSpeed configuration, as JSON has it
+Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a section of one, as JSON has it
 
 # Keys of zero_optimization and the ZeRO stages at which DeepSpeed 0.19.8 reads them. They decide when and in what
 # pieces data moves; test_engine.py trains by two workers with all of them at odd values to the same bits. With
@@ -122,7 +122,7 @@ DERIVED = ("train_batch_size",)  # what DeepSpeed works out of our settings; "au
 
 def deepspeed_config(
     *, zero: int, precision: str, micro_batch: int, accumulation: int, clip: float, user_file: str | None
-) -> dict[str, Any]:
+) -> Settings:
     """Return our DeepSpeed settings, with the tuning of the user's own ds_config.json in them.
 
     Raises ConfigError where that file sets anything else.
@@ -136,7 +136,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         # DeepSpeed would add bf16 gradients in bf16, which rounds at every worker: 0.8 % off over 64, 1.6 % over 256.
         "communication_data_type": "fp32",
-        # DeepSpeed's speed, which nobody reads, has the host wait for the device twice a micro-batch.
+        # DeepSpeed's speed, which is not read here, has the host wait for the device twice a micro-batch.
         "timers": {"throughput": {"enabled": False}},
         "zero_optimization": {"stage": zero},
     }
@@ -153,7 +153,7 @@ def deepspeed_config(
     return merge_file(ours, user_file, zero)
 
 
-def merge_file(ours: Settings, path: str, zero: int) -> dict[str, Any]:
+def merge_file(ours: Settings, path: str, zero: int) -> Settings:
     """Return our settings with the tuning of the user's file in them.
 
     Raises ConfigError for a file that cannot be read, for a key that may not be set, at this stage or at all, and for
@@ -189,10 +189,10 @@ def merge_file(ours: Settings, path: str, zero: int) -> dict[str, Any]:
     return merged
 
 
-def read_json(path: str, where: str) -> dict[str, Any]:
+def read_json(path: str, where: str) -> Settings:
     """Return the mapping that a JSON file holds. Raises ConfigError where there is none, or a key twice."""
 
-    def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_doubles(pairs: list[tuple[str, Any]]) -> Settings:
         section: dict[str, Any] = {}
         for key, value in pairs:
             require(key not in section, f"{where}: {key} stands there twice\n  expected each key once; remove one")
@@ -210,7 +210,7 @@ def read_json(path: str, where: str) -> dict[str, Any]:
     return content
 
 
-def merge_zero(ours: Settings, section: object, zero: int, where: str) -> dict[str, Any]:
+def merge_zero(ours: Settings, section: object, zero: int, where: str) -> Settings:
     """Return our zero_optimization with the user's tuning; raises ConfigError for any other key."""
     name = "zero_optimization"
     require(
@@ -282,7 +282,7 @@ def bucket_size(parameters: int) -> int:
     return min(parameters, MOST_IN_A_BUCKET)
 
 
-def reduction_line(zero_optimization: Mapping[str, Any], parameters: int, world: int, exact_parts: int = 0) -> str:
+def reduction_line(zero_optimization: Settings, parameters: int, world: int, exact_parts: int = 0) -> str:
     """Return in what pieces, and when, the gradients of so many parameters are summed over the workers.
 
     `zero_optimization` is that section of `engine.deepspeed_config`. Returns "" where there is one worker.

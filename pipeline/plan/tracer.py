@@ -45,11 +45,11 @@ from models import ModelConfig, vit
 from models.catalog import FAMILIES
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
+from pipeline.batches import OBJECTIVES
 from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
 from pipeline.evaluation.features import normalise
-from pipeline.objectives import OBJECTIVES
 from pipeline.plan.memory_traces import Kind, Moment
 from pipeline.start import Worker, build_engine
 from pipeline.training_config import TrainConfig

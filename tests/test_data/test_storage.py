@@ -697,7 +697,7 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
 
     def bring() -> None:
         for name, record in records.items():
-            artifacts.bring(Bucket(run, other.parent), f"stage/{name}", record)
+            Bucket(run, other.parent).bring(f"stage/{name}", record["bytes"], record["sha256"])
 
     bring()
     assert (other / "weights.safetensors").read_bytes() == b"good weights" and not flips

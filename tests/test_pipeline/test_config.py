@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import ClassVar, get_args, get_type_hints
 
 import pytest
-from omegaconf import OmegaConf
 
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
@@ -174,7 +173,7 @@ def test_values_override_defaults_of_nested_configs():
 def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp_path: Path):
     file = tmp_path / "r.yaml"
     file.write_text("a: {b: 1}\n")
-    values = config.plain_yaml(config.read_yaml(file, ["a.b=2", "a.c=@stage/part", "d=[1, 2]"]))
+    values = config.read_recipe(file, ["a.b=2", "a.c=@stage/part", "d=[1, 2]"]).values
     assert values == {"a": {"b": 2, "c": "@stage/part"}, "d": [1, 2]}
 
 
@@ -182,16 +181,16 @@ def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp
 def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
     (tmp_path / "r.yaml").write_text(text)
     with pytest.raises(ConfigError):
-        config.read_yaml(tmp_path / "r.yaml")
+        config.read_recipe(tmp_path / "r.yaml")
 
 
 def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no recipe at"):
-        config.read_yaml(tmp_path / "none.yaml")
+        config.read_recipe(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
-        config.read_yaml(tmp_path)
+        config.read_recipe(tmp_path)
     with pytest.raises(ConfigError, match="expected key=value"):
-        config.read_yaml(tmp_path / "none.yaml", ["steps"])
+        config.read_recipe(tmp_path / "none.yaml", ["steps"])
 
 
 def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.MonkeyPatch):
@@ -200,9 +199,9 @@ def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.Mo
 
 
 def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
-    assert config.plain_yaml(OmegaConf.create({"a": 1, "b": "${a}"})) == {"a": 1, "b": 1}
+    assert config.with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
     with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found$"):
-        config.plain_yaml(OmegaConf.create({"b": "${missing}"}))
+        config.with_overrides({"b": "${missing}"}, [])
 
 
 def test_a_batch_that_does_not_fit_names_the_nearest_that_do():

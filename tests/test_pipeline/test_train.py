@@ -145,7 +145,7 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     """Then the error of the save, with its own exit code, is the only one that comes out."""
     events: list[str] = []
 
-    def fail() -> None:
+    def fail(step: int) -> None:
         events.append("the save fails")
         raise CheckpointError("3 saves in a row failed")
 
@@ -154,11 +154,10 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
     worker = SimpleNamespace(
         rank=0,
-        engine=SimpleNamespace(gradient_norm=lambda: 1.0),
+        engine=SimpleNamespace(gradient_norm=1.0),
         cfg=cfg,
         health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
         job=SimpleNamespace(train=["digits"]),
-        phases=SimpleNamespace(enter=lambda phase, step: None),
         saver=SimpleNamespace(in_flight=True, finish=fail),
         telemetry=telemetry,
         window=SimpleNamespace(losses=[], norms=[]),

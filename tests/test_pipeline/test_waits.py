@@ -13,7 +13,7 @@ from tests.reference_loop import Plan
 
 # DeepSpeed learns in the first steps of ZeRO 3 in which order weights are gathered, and has the workers compare it.
 STEPS = 4
-THE_NORM = "tolist in engine.py:norm_and_sums"
+THE_NORM = "tolist in engine.py:end_micro_batch"
 # Of DeepSpeed: behind the optimizer's step the parameters that are never partitioned are gathered.
 THE_GATHERING = "device.synchronize in partition_parameters.py:_allgather_params_coalesced"
 EXPECTED = {0: [THE_NORM], 1: [THE_NORM], 2: [THE_NORM], 3: [THE_NORM, THE_GATHERING]}

@@ -35,10 +35,18 @@ from data.storage import Folder
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
-from pipeline import train
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints import reader, saver, stage_checkpoints
-from pipeline.checkpoints.manifest import SCHEMA, Manifest, committed, digest, read_manifest, sealed, step_of
+from pipeline.checkpoints.manifest import (
+    SCHEMA,
+    ChunkedRecord,
+    Manifest,
+    committed,
+    digest,
+    read_manifest,
+    sealed,
+    step_of,
+)
 from pipeline.checkpoints.reader import MOST_OPEN, Reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring import watchdog
@@ -138,43 +146,44 @@ def test_a_fragment_that_is_nowhere_is_an_error_and_not_a_zero(group) -> None:
         reader("w", "master", 0, 96)
 
 
-def save_flat(folder: Path, state: torch.Tensor, cuts: list[int], world: int) -> list[str]:
-    """Files of a world that cut the flat state evenly, as ZeRO 1 and 2 do; parameters begin at `cuts`."""
-    names = []
-    part = -(-len(state) // world)
+CUTS = [0, 100, 20_000, 20_001, 31_000, 48_000]  # of a flat state, where its parameters begin and end
+
+
+def ranges_of(rank: int, world: int, cuts: list[int], *, is_parted: bool) -> Iterator[tuple[str, int, int, int]]:
+    """(parameter, where it begins, first, stop) of what a worker owns of a flat state.
+
+    ZeRO 1 and 2 cut the whole state evenly, ZeRO 3 every parameter.
+    """
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        begin_cutting, length = (begin, end - begin) if is_parted else (0, cuts[-1])
+        part = -(-length // world)
+        start = begin_cutting + rank * part
+        first, stop = max(begin, start), min(end, start + part)
+        if first < stop:
+            yield f"p{number}", begin, first, stop
+
+
+def save_cut(
+    folder: Path, state: torch.Tensor, cuts: list[int], world: int, *, is_parted: bool
+) -> dict[str, ChunkedRecord]:
+    """Write the files of a world that saved the flat state; returns their records."""
+    records = {}
     for rank in range(world):
         views = {}
-        for number, (begin, end) in enumerate(pairwise(cuts)):
-            first, stop = max(begin, rank * part), min(end, (rank + 1) * part)
-            if first < stop:
-                views[f"p{number}|master|{first - begin}"] = state[first:stop].clone()
-        names.append(f"rank-{rank:05d}.safetensors")
-        save_file(views, folder / names[-1])
-    return names
+        for parameter, begin, first, stop in ranges_of(rank, world, cuts, is_parted=is_parted):
+            views[f"{parameter}|master|{first - begin}"] = state[first:stop].clone()
+        path = folder / f"rank-{rank:05d}.safetensors"
+        save_file(views, path)
+        records[path.name] = digest(memoryview(path.read_bytes()))
+    return records
 
 
-def save_parted(folder: Path, state: torch.Tensor, cuts: list[int], world: int) -> list[str]:
-    """Files of a world that cut every parameter evenly, as ZeRO 3 does."""
-    names = []
-    for rank in range(world):
-        views = {}
-        for number, (begin, end) in enumerate(pairwise(cuts)):
-            part = -(-(end - begin) // world)
-            first, stop = begin + rank * part, min(end, begin + (rank + 1) * part)
-            if first < stop:
-                views[f"p{number}|master|{first - begin}"] = state[first:stop].clone()
-        names.append(f"rank-{rank:05d}.safetensors")
-        save_file(views, folder / names[-1])
-    return names
-
-
-@pytest.mark.parametrize("save", [save_flat, save_parted])
+@pytest.mark.parametrize("is_parted", [False, True], ids=["save_flat", "save_parted"])
 @pytest.mark.parametrize("world", [8, 64])
-def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(save, world, tmp_path, monkeypatch) -> None:
+def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(is_parted, world, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(manifests, "LEAST_CHUNK", 512)
     state = torch.arange(48_000.0)
-    cuts = [0, 100, 20_000, 20_001, 31_000, 48_000]
-    files = {name: digest(memoryview((tmp_path / name).read_bytes())) for name in save(tmp_path, state, cuts, world)}
+    files = save_cut(tmp_path, state, CUTS, world, is_parted=is_parted)
     sizes = [file["bytes"] for file in files.values()]
     head_bytes = max(sizes) - len(state) * 4 // world
     for next_world in (world // 2, world, world * 2):
@@ -183,17 +192,10 @@ def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(save, wor
             reader = Reader(tmp_path, files, (rank + 0.5) / next_world)
             ranges = 0
             read_bytes = 0
-            part = len(state) // next_world
-            for number, (begin, end) in enumerate(pairwise(cuts)):
-                first, stop = max(begin, rank * part), min(end, (rank + 1) * part)
-                if save is save_parted:
-                    part_of_it = -(-(end - begin) // next_world)
-                    first, stop = begin + rank * part_of_it, min(end, begin + (rank + 1) * part_of_it)
-                if first < stop:
-                    count = stop - first
-                    ranges += 1
-                    read_bytes += 4 * count
-                    assert torch.equal(reader(f"p{number}", "master", first - begin, count), state[first:stop])
+            for parameter, begin, first, stop in ranges_of(rank, next_world, CUTS, is_parted=is_parted):
+                ranges += 1
+                read_bytes += 4 * (stop - first)
+                assert torch.equal(reader(parameter, "master", first - begin, stop - first), state[first:stop])
             files_here = len(reader.opened)
             assert files_here <= (1 if next_world == world else 4)
             opened += files_here
@@ -210,8 +212,7 @@ def test_a_worker_opens_and_hashes_what_it_needs_however_much_there_is(save, wor
 def test_a_checkpoint_of_more_files_than_a_process_may_open_is_read_whole(share, tmp_path) -> None:
     world = MOST_OPEN + 100
     state = torch.arange(4.0 * world)
-    names = save_flat(tmp_path, state, [0, len(state)], world)
-    records = {name: digest(memoryview((tmp_path / name).read_bytes())) for name in names}
+    records = save_cut(tmp_path, state, [0, len(state)], world, is_parted=False)
     used = max(map(int, os.listdir("/proc/self/fd"))) + 1  # the limit is one of the highest number
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + MOST_OPEN + 20, before[1]))
@@ -259,62 +260,42 @@ def test_every_flipped_bit_is_found_named_and_the_one_before_loaded(group, tmp_p
     print(f"{found} of 300 flipped bits found")
 
 
-def truncate(file: Path, rng: random.Random) -> str:
-    file.write_bytes(file.read_bytes()[: rng.randrange(1, file.stat().st_size)])
+def damage(how: str, file: Path, rng: random.Random) -> str:
+    """Damage a set of files; returns the name of the file that is bad now."""
+    content = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(content[: rng.randrange(1, len(content))])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "longer":
+        file.write_bytes(content + b"\0" * rng.randrange(1, 9))
+    elif how == "one too many":
+        file = Path(shutil.copy(file, file.with_name(f"rank-{rng.randrange(2, 100):05d}.safetensors")))
+    else:
+        file.unlink()
+        if how == "a folder":
+            file.mkdir()
+        elif how == "a pipe":
+            os.mkfifo(file)
     return file.name
-
-
-def empty(file: Path, rng: random.Random) -> str:
-    file.write_bytes(b"")
-    return file.name
-
-
-def lengthen(file: Path, rng: random.Random) -> str:
-    file.write_bytes(file.read_bytes() + b"\0" * rng.randrange(1, 9))
-    return file.name
-
-
-def remove(file: Path, rng: random.Random) -> str:
-    file.unlink()
-    return file.name
-
-
-def add(file: Path, rng: random.Random) -> str:
-    extra = file.with_name(f"rank-{rng.randrange(2, 100):05d}.safetensors")
-    shutil.copy(file, extra)
-    return extra.name
-
-
-def folder_instead(file: Path, rng: random.Random) -> str:
-    file.unlink()
-    file.mkdir()
-    return file.name
-
-
-def pipe_instead(file: Path, rng: random.Random) -> str:
-    file.unlink()
-    os.mkfifo(file)
-    return file.name
-
-
-DAMAGES = [truncate, empty, lengthen, remove, add, folder_instead]
 
 
 def test_every_damaged_set_of_files_is_found_and_named(group, tmp_path) -> None:
     rng, good = random.Random(SEED), tmp_path / "good"
     shutil.copytree(group.folder, good)
     names = sorted(p.name for p in committed(group.folder)[0].iterdir())
+    ways = ["cut", "empty", "longer", "not there", "one too many", "a folder"]
     for number in range(100):
-        damage = DAMAGES[number % len(DAMAGES)]
-        file = committed(group.folder)[0] / names[number // len(DAMAGES) % len(names)]
-        named = damage(file, rng)
+        how = ways[number % len(ways)]
+        file = committed(group.folder)[0] / names[number // len(ways) % len(names)]
+        named = damage(how, file, rng)
         step, said = pick(group.folder)
-        assert step == 10 and named in said[0], f"{damage.__name__} {file.name}: {said} (FAULT_SEED={SEED})"
+        assert step == 10 and named in said[0], f"{how} {file.name}: {said} (FAULT_SEED={SEED})"
         back(group.folder, good)
 
 
 def test_a_pipe_in_place_of_a_file_does_not_hold_the_start(group) -> None:
-    pipe_instead(committed(group.folder)[0] / "rank-00001.safetensors", random.Random(0))
+    damage("a pipe", committed(group.folder)[0] / "rank-00001.safetensors", random.Random(0))
     assert pick(group.folder)[0] == 10
 
 
@@ -719,7 +700,7 @@ def test_where_the_next_save_does_not_fit_beside_an_old_checkpoint_nobody_hears_
     for step in (10, 20):
         group.save(step)
     group.begin(30)
-    monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: group.savers[0].expected_bytes - 1)
     threading.Timer(0.2, slow_disk.may_delete.set).start()
     assert group.finish_only() is not None
     assert group.told[-1] == ["step-0000000020", "step-0000000030"]
@@ -783,11 +764,13 @@ def test_all_workers_wait_for_rank_0_which_deletes_in_the_phase_that_it_leads(tm
     events: list[str] = []
     phases = watchdog.Phases.__new__(watchdog.Phases)
     monkeypatch.setattr(phases, "enter", lambda phase, step: events.append(phase))
-    monkeypatch.setattr(train.dist, "barrier", lambda: events.append("barrier"))
-    waiting = SimpleNamespace(wait_for_deleting=lambda: events.append("deleting"))
+    monkeypatch.setattr(saver.dist, "barrier", lambda: events.append("barrier"))
+    made = savers.saver_of(checkpoints_in(tmp_path))
+    made.phases = phases
+    monkeypatch.setattr(made, "wait_for_deleting", lambda: events.append("deleting"))
     for rank in (0, 1):
-        worker = SimpleNamespace(rank=rank, phases=phases, saver=waiting)
-        train.end_saving(worker, SimpleNamespace(step=7))  # type: ignore[arg-type]
+        monkeypatch.setattr(saver.dist, "get_rank", lambda rank=rank: rank)
+        made.end(7)
     assert events == ["save", "deleting", "wait", "barrier", "save", "wait", "deleting", "barrier"]
 
 
@@ -835,7 +818,7 @@ def test_what_a_save_has_written_already_counts_as_room(tmp_path, monkeypatch) -
     group = savers.WorkerGroup(tmp_path / "run")
     group.temporary(10).mkdir(parents=True)
     (group.temporary(10) / "rank-00000.safetensors").write_bytes(bytes(60_000))
-    monkeypatch.setattr(folder_storage, "free_bytes", lambda folder: 40_000)
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: 40_000)
     manifest = savers.manifest(10, 1, 2)
     saver.check_room(group.checkpoints, manifest, 100_000)
     with pytest.raises(CheckpointError, match=r"\(100.1 kB needed, 40.0 kB free\)"):

@@ -21,7 +21,7 @@ from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.commands.preflight import stage_requirements
 from jobs.recipe.campaign import load
-from pipeline.objectives import patches_to_keep
+from pipeline.batches import patches_to_keep
 from pipeline.plan import memory, memory_traces
 from pipeline.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
 from pipeline.plan.memory_traces import Kind, Moment, Trace, step_to_trace
