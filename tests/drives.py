@@ -110,28 +110,43 @@ def own(run: str, directory: str, number: int) -> None:
 
 
 def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
+    """Start a run in a process of its own, and return the process."""
     process = fork_context().Process(target=drive, args=(str(run), list(overrides), patch, recipe))
     process.start()
     return process
 
 
-def finish(run: Path, *overrides: str, patch: str | None = None) -> int:
+def finish(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> int:
+    """Start a run and return the exit code with which it ends."""
+    process = start(run, *overrides, patch=patch, recipe=recipe)
+    process.join()
+    return process.exitcode
+
+
+def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> int:
+    """Start a run, send it SIGTERM once it has reported a step, and return the exit code with which it ends."""
     process = start(run, *overrides, patch=patch)
+    at_step(run, process, step, lambda: os.kill(process.pid, signal.SIGTERM))
+    process.join(timeout=120)
+    process.kill()  # where it has not heard; an exit code stays as it is
     process.join()
     return process.exitcode
 
 
 def stage(run: Path) -> Path:
+    """The folder of the run's pretraining."""
     (found,) = run.glob("pretrain-*")
     return found
 
 
 def forget(run: Path) -> None:
+    """Delete what the run has trained; its shards stay."""
     for folder in run.glob("pretrain-*"):
         shutil.rmtree(folder)
 
 
 def said(run: Path) -> str:
+    """What all drivers of the run have printed."""
     log = run.parent / "driver.log"
     return log.read_text() if log.exists() else ""
 

@@ -85,7 +85,8 @@ def plan(
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
     # To import torch takes seconds, and so may what follows.
     with Waiting(f"plan: reading {recipe} …") as waiting:
-        from jobs.commands import plan
+        from jobs.commands.plan import plan
+        from jobs.commands.plan_training import Assumptions
         from jobs.recipe import render
         from jobs.recipe.validate import refuse, validate_all
         from jobs.resolved_recipe import INPUTS, MEMORY
@@ -97,13 +98,13 @@ def plan(
             # YAML ends its last line itself.
             print(render.resolved(campaign), end="")
             return
-        assumed = plan.Assumptions(gpu, price, mtbf)
+        assumed = Assumptions(gpu, price, mtbf)
         with looked_at(campaign.storage) as folder:
             campaign = with_new_evaluations(replace(campaign, run=folder))
             # As `run` does before its first stage: a plan promises nothing that would be refused.
             results = validate_all(campaign, campaign.stages, fresh=fresh)
             refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-            plan.plan(campaign, assumed, waiting.now)
+            plan(campaign, assumed, waiting.now)
             for result in results:
                 if result.level != "FAIL":
                     echo(result.text)

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from data.errors import UsageError
-from jobs.cluster_config import cores
 from jobs.command_line.words import Debug, make_group
 from jobs.terminal import echo
 
@@ -105,6 +104,7 @@ def evaluate(
     import torch
 
     from data.files import write_whole
+    from jobs.cluster_config import cores
     from jobs.recipe.campaign import resolve
     from jobs.run.session import run_campaign
     from pipeline import config
