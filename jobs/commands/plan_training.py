@@ -117,7 +117,7 @@ class TrainedStage:
         self.fewest = self.worlds[-1]
         self.index_of: dict[str, Index | None] = {}  # by the name of a set that it trains on; None: not made yet
         for name, (path, _weight) in self.cfg.data.sets().items():
-            self.index_of[name] = index_if_made(self.campaign.resolve(path) or "")
+            self.index_of[name] = index_if_made(self.campaign.path_of(path))
         self.indexes = [index for index in self.index_of.values() if index is not None]
         self.all_there = len(self.indexes) == len(self.index_of)
 
@@ -372,7 +372,7 @@ class TrainedStage:
         """Return the images that the workers evaluate in all, of the sets that are there."""
         images = 0
         for path in (self.cfg.data.evaluate, self.cfg.probe.train, self.cfg.probe.test):
-            index = index_if_made(self.campaign.resolve(path) or "") if path else None
+            index = index_if_made(self.campaign.path_of(path)) if path else None
             if index is not None:
                 images += index.samples
         times = 1  # at the end

@@ -133,7 +133,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         for value, reads in stage.kind.inputs_of(stage.config).values():
             if reads is not Reads.SET:
                 continue
-            path = campaign.resolve(value) or ""
+            path = campaign.path_of(value)
             index = index_if_made(path)
             if index is None:
                 not_made.add(path)

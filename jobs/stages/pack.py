@@ -78,9 +78,9 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     """Pack every set into a folder of its own; safe to kill and to run again."""
     sets = {}
     for name, set_config in cfg.sets.items():
-        sets[name] = replace(set_config, classes_of=context.campaign.resolve(set_config.classes_of))
+        sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
         if set_config.source == "subset":
-            sets[name] = replace(set_config, path=context.campaign.resolve(set_config.path))
+            sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
     numberings = numberings_of(sets, context.log)
     packed: dict[str, PackedSet] = {}
     samples_seen = 0
