@@ -119,7 +119,7 @@ class TrainLoader:
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
-            # Imported here, because only who asks for it has TorchCodec.
+            # Imported here, because TorchCodec is optional, and no other run needs this module.
             from data.images.gpu import DeviceDecoder
 
             self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)

@@ -124,8 +124,8 @@ def find_leaks(
             jobs[key_of(shard)] = SearchJob(index.alone(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
         # The training shards that an earlier, killed search has not finished; a line of the journal for each.
-        missing = [key for key in jobs if key not in journal.records]
-        with in_parallel(search_shard, [jobs[key] for key in missing], workers, report) as results:
+        missing = {key: job for key, job in jobs.items() if key not in journal.records}
+        with in_parallel(search_shard, list(missing.values()), workers, report) as results:
             for key, shard_matches in zip(missing, results, strict=True):
                 journal.add(key, shard_matches)
         # Only these: an earlier search of other training sets, killed here, may have left records of more shards.

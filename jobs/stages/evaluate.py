@@ -136,10 +136,10 @@ class LeaksFile:
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Compute the results that no earlier evaluation of this run has, and write the document."""
-    init = context.campaign.resolve(cfg.init) or ""
+    init = context.campaign.path_of(cfg.init)
     weights_digest = any_weights.digest_of(init, context.log)
     leaks = None
-    leaks_path = context.campaign.resolve(cfg.leaks)
+    leaks_path = context.campaign.path_of(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
     preprocess = cfg.preprocess or f"resize({context.model.image_size})"
@@ -211,7 +211,7 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
         leaks_digest = leaks.digest
     all_named: list[NamedRequest] = []
     for name, evaluated in cfg.sets.items():
-        test = context.campaign.resolve(evaluated.test) or ""
+        test = context.campaign.path_of(evaluated.test)
         index = load_index(test)
         leaked = None
         if leaks is not None:
@@ -223,7 +223,8 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
             train = None
             train_digest = None
             if not protocol.kind.best:  # the head has learned already
-                train = context.campaign.resolve(evaluated.train) or ""
+                assert evaluated.train is not None, "Config refuses it for protocols that learn"
+                train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
             digests = (index.digest, train_digest, protocol.digest, leaks_digest)

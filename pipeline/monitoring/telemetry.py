@@ -245,8 +245,10 @@ class Telemetry:
 
     def log(self, text: str) -> None:
         """Write a line for people, from any worker."""
-        prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
-        self._append("log.txt", f"{prefix}{printable_lines(text)}\n")
+        line = f"{printable_lines(text)}\n"
+        if self.rank != 0:
+            line = f"[worker {self.rank}] {line}"
+        self._append("log.txt", line)
 
     def report(self, kind: str, values: Mapping[str, object], line: str = "") -> bool:
         """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0.
@@ -346,7 +348,7 @@ class MetricsRecord(dict[str, Any]):
 
 def altered(record: Record, problem: str) -> DataError:
     """Return the error of a record that the run cannot have written."""
-    path = record.path if isinstance(record, MetricsRecord) else "metrics.jsonl"
+    path = getattr(record, "path", "metrics.jsonl")
     return DataError(
         f"{path} has changed: {problem}: {str(dict(record))[:80]}\n"
         "  expected the lines as the run wrote them\n"

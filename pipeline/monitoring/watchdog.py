@@ -189,7 +189,7 @@ class Watch:
         if idle_s <= (self.stall_s if has_all else self.start_s):
             return None
 
-        # Those that are missing or, of several that may be equally far behind, all.
+        # The workers that are missing; where all are there, those furthest behind, which may be several.
         if has_all:
             fewest = min(place.entered for place in self.places.values())
             late = [rank for rank in range(self.world) if self.places[rank].entered == fewest]

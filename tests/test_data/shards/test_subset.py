@@ -423,9 +423,9 @@ few:
     capsys.readouterr()
     campaign = load(recipe(0), [])
     few = campaign.stage("few")
-    index = load_index(campaign.resolve("@few/train-2shot"))
+    index = load_index(campaign.path_of("@few/train-2shot"))
     assert index.class_counts == (2, 2, 2, 2) and index.names == NAMES[:4]
-    assert load_index(campaign.resolve("@few/rest")).samples == 24
+    assert load_index(campaign.path_of("@few/rest")).samples == 24
     assert main(["run", str(recipe(0))]) == 0
     assert "few: skipped" in (said := capsys.readouterr().out) or "finished" in said
     # The key is of the seed, and of what the list holds.
