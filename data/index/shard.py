@@ -1,7 +1,7 @@
 """The tars of a set as its index knows them: one, its table of samples, and those of a large set as mapped columns.
 
     Shard("train-000000.tar", 1250, 6543360, "d41d…", "77ab…")
-    train-000000.npy      a row a sample: image, image_size, label, label_size, digest, key
+    train-000000.npy      a row a sample: image, image_size, label, label_size, digest, label_digest, key
     5d41….columns         a row a shard: samples, bytes, sha256, table, name
 
 A table lies beside the index's JSON, which has its sha256. It is mapped, and stays so while its shard is open.
@@ -36,9 +36,16 @@ from data.files import write_whole
 # What tars are called when they have been compressed; they are read from the middle, which no compression allows.
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 
-# The columns of a table but for the key: where the bytes of a sample lie in its tar, and their digest. A size of 0 says
-# that the sample has no such member.
-FIELDS = [("image", "<u8"), ("image_size", "<u4"), ("label", "<u8"), ("label_size", "<u4"), ("digest", "<u8")]
+# The columns of a table but for the key: where the bytes of a sample lie in its tar, their digest, and that of the
+# label, which may be read without its image. A size of 0 says that the sample has no such member.
+FIELDS = [
+    ("image", "<u8"),
+    ("image_size", "<u4"),
+    ("label", "<u8"),
+    ("label_size", "<u4"),
+    ("digest", "<u8"),
+    ("label_digest", "<u8"),
+]
 
 COLUMNS = ("samples", "bytes", "sha256", "table", "name", "index")  # numbers first, so that they are aligned
 AT_ONCE = 4096  # shards that are made while all are gone through
@@ -67,7 +74,12 @@ def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:
     is overwritten; whoever forges a shard is found by the shard's sha256.
     """
     # The label is the seed, so that bytes cannot move from one member to the other unseen.
-    return xxh3_64_intdigest(image, seed=xxh3_64_intdigest(label))
+    return xxh3_64_intdigest(image, seed=label_digest(label))
+
+
+def label_digest(label: memoryview | bytes) -> int:
+    """Return the 64 bits that every read of a label alone is compared with."""
+    return xxh3_64_intdigest(label)
 
 
 def table_path(folder: Path, shard: str) -> Path:

@@ -35,7 +35,7 @@ import numpy as np
 from data.checks import printable
 from data.errors import DataError
 from data.index.names import some
-from data.index.shard import COMPRESSED, FIELDS, sample_digest
+from data.index.shard import COMPRESSED, FIELDS, label_digest, sample_digest
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
@@ -132,7 +132,7 @@ class Walk:
             self.refused.add("empty sample", key)
 
     def table(self, tar: memoryview | bytes) -> np.ndarray:
-        """Return the rows as a structured array with fields `image image_size label label_size digest key`.
+        """Return the rows as a structured array of the fields of `data.index.shard.FIELDS` and `key`.
 
         `tar` is what was walked: the digests are of its bytes.
         """
@@ -145,6 +145,7 @@ class Walk:
             image = tar[row.image : row.image + row.image_size]
             label = tar[row.label : row.label + row.label_size]
             table["digest"][number] = sample_digest(image, label)
+            table["label_digest"][number] = label_digest(label)
         return table
 
 

@@ -5,7 +5,8 @@ How a sample is read, in order:
    shard that is not here yet is read by range, where the loader wants that (`data.remote.ranges`);
 2. its table is opened, and compared with its own sha256 in the index (`Index.table`);
 3. the sample's bytes are copied out of the mapping, and the digest of this copy is compared with the one in the table:
-   a file can rot or be overwritten later than 1. under an unchanged size and time;
+   a file can rot or be overwritten later than 1. under an unchanged size and time. A label that is read without its
+   image has a digest of its own;
 4. where it differs, the copy of a remote shard is dropped from the cache and fetched once more; any other shard, and
    one that still differs, ends the run. Such a sample is not replaced: the shard that it is in cannot be trusted.
 """
@@ -29,7 +30,7 @@ from data.files import state_folder
 from data.images.decode import MAX_BYTES, BadImage
 from data.index.index import Index, called
 from data.index.names import parse_labels
-from data.index.shard import sample_digest
+from data.index.shard import label_digest, sample_digest
 from data.remote.cache import Cache, CacheConfig
 from data.remote.ranges import SMALLEST, Ranges, Span
 from data.remote.urls import redacted
@@ -211,14 +212,16 @@ class ShardReader:
         )
 
     def labels(self, shard: int) -> Iterator[bytes]:
-        """Give the label of every sample of a shard, in order, without its image; raises DataError as `read` does.
-
-        Only the shard as a whole is compared with the index, not each sample: its digest is of the image too.
-        """
+        """Give the label of every sample of a shard, in order, without its image; raises DataError as `read` does."""
         tar = self._shard(shard).tar
-        for row in self._table(shard):
+        for sample, row in enumerate(self._table(shard)):
             start = int(row["label"])
-            yield tar[start : start + int(row["label_size"])]
+            label = tar[start : start + int(row["label_size"])]
+            if label_digest(label) != int(row["label_digest"]):
+                # Fetches a remote shard once more, and raises what is to be said of any other.
+                _, _, label = self.read(shard, sample)
+                tar = self._shard(shard).tar
+            yield label
 
     def _table(self, number: int) -> np.ndarray:
         """Return the table of a shard, which may be here or not."""
@@ -325,7 +328,9 @@ class ShardReader:
 def is_intact(row: np.void, image: bytes, label: bytes) -> bool:
     """Return whether these are the bytes that were indexed, by the row of the table."""
     # An oversize image is refused whatever it holds, and was not read to its end.
-    return len(image) > MAX_BYTES or sample_digest(image, label) == int(row["digest"])
+    if len(image) > MAX_BYTES:
+        return label_digest(label) == int(row["label_digest"])
+    return sample_digest(image, label) == int(row["digest"])
 
 
 def most_open() -> int:

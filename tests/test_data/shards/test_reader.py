@@ -27,6 +27,7 @@ from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
+from data.shards.subset import Rule, make_subset
 from data.sources.samples import digits
 from jobs.__main__ import main
 
@@ -310,3 +311,26 @@ def test_what_is_typed_for_an_index_of_tars_in_several_folders_makes_it_again(ma
         ShardReader(index).read(1, 0)
     assert main(shlex.split(str(caught.value).partition("type: ")[2])[3:]) == 0
     assert load_index(tmp_path / "index") == index and ShardReader(index).read(1, 0)
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_label_that_rots_is_found_by_whoever_reads_labels_alone(made, tmp_path, position):
+    """The shard's sha256 is compared once a node; a subset read whatever label bytes were there later."""
+    rule = Rule(shots=2, seed=3)
+    make_subset(made, tmp_path / "few", rule)
+    row = made.table(position)[7]
+    flip(Path(made.location(position)), int(row["label"]))
+    with pytest.raises(DataError, match=f"sample '{row['key'].decode()}' is not what was indexed"):
+        list(ShardReader(made).labels(position))
+    with pytest.raises(DataError, match=r"is not what was indexed(?s:.*)restore it"):
+        make_subset(made, tmp_path / "again", rule)
+    assert not list((tmp_path / "again").glob("*.json"))
+
+
+def test_the_label_of_an_oversize_image_is_compared_too(made, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_BYTES", 20)
+    row = made.table(1)[3]
+    assert ShardReader(made).read(1, 3)[0] == row["key"].decode()
+    flip(Path(made.location(1)), int(row["label"]))
+    with pytest.raises(DataError, match="is not what was indexed"):
+        ShardReader(made).read(1, 3)
