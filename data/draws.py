@@ -5,6 +5,7 @@ it. The few samples of a class are drawn as the original code drew them, by NumP
 
     permute(np.arange(5), …, key_of(seed, epoch))    the numbers 0 … 4 in another order
     Draws(7).uniform()                               the first number of the key 7
+    stratified(rows, labels, seed=0)                 the rows in an order whose first tenth has a tenth of every class
     few_shot_rows(labels, shots=10, seed=0)          ten rows of every class, as NumPy's generator draws them
 """
 
@@ -91,7 +92,22 @@ class Draws:
         return int(self.uniform() * n)
 
 
-# ------------------------------------------------------------------------------------------------ a few of a class
+# ------------------------------------------------------------------------------------------- some of every class
+
+
+def stratified(rows: np.ndarray, labels: np.ndarray, seed: int) -> np.ndarray:
+    """Permute rows, of one label each, so that every stretch of them has about its share of each class.
+
+    A class of n rows has one in each n-th of the permutation, at an offset of its own: classes of a single row would
+    otherwise all lie in its middle.
+    """
+    hashes = key_of(seed, 0, rows)
+    by_class = np.lexsort((hashes, labels))
+    classes, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    rank = np.arange(len(rows)) - np.repeat(first, counts)
+    offset = (key_of(seed, 1, classes) >> np.uint64(11)) * 2.0**-53  # in [0, 1)
+    place = (rank + np.repeat(offset, counts)) / np.repeat(counts, counts)
+    return rows[by_class[np.lexsort((hashes[by_class], place))]]
 
 
 def few_shot_rows(labels: np.ndarray, shots: int, seed: int) -> np.ndarray:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.checks import check_name
-from data.draws import few_shot_rows
+from data.draws import few_shot_rows, stratified
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
@@ -53,7 +53,7 @@ class Rule:
     keep: Sequence[int | str] = ()  # classes, by id or by name: samples that have one of them
     only: str | None = None  # path of a list of samples (data.shards.listed)
     but: str | None = None  # path of a list of samples to leave out, or of a leaks.json
-    part: str | None = None  # first:stop, in samples or percent: ":98%"; of a permutation where there is a seed
+    part: str | None = None  # first:stop, in samples or percent: ":98%"; with a seed so much of each class
     shots: int | None = None  # samples of each class
     seed: int | None = None
 
@@ -219,20 +219,21 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
             listed = np.zeros(index.samples, bool)
             listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
+    # Parts and shots of a seed go by the first label of a sample.
+    starts = np.append(0, labels.ends[:-1]).astype(np.int64)
+    has_label = labels.ends > starts
+    first_labels = np.full(len(chosen), NO_LABEL, np.int64)
+    first_labels[has_label] = labels.values[starts[has_label]]
     if rule.part is not None:
-        # As the samples stand, or a part of their permutation by a seed.
+        # As the samples stand, or as much of each class.
         rows = np.flatnonzero(chosen)
         first, stop = bounds_of(rule.part, len(rows))
         if rule.seed is not None:
-            rows = np.random.default_rng(rule.seed).permutation(rows)
+            rows = stratified(rows, first_labels[rows], rule.seed)
         chosen = only_rows(chosen, rows[first:stop])
     if rule.shots is not None:
         assert rule.seed is not None, "Rule refuses shots without a seed"
-        # Shots are drawn by the first label of a sample that has one.
-        starts = np.append(0, labels.ends[:-1]).astype(np.int64)
-        is_candidate = chosen & (labels.ends > starts)
-        candidates = np.full(len(chosen), NO_LABEL, np.int64)
-        candidates[is_candidate] = labels.values[starts[is_candidate]]
+        candidates = np.where(chosen, first_labels, NO_LABEL)
         chosen = only_rows(chosen, few_shot_rows(candidates, rule.shots, rule.seed))
     return chosen
 

@@ -3,17 +3,22 @@
 import json
 import shlex
 import shutil
+import struct
+import tarfile
 import tracemalloc
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.draws import stratified
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index, exclude, join
+from data.remote.cache import CacheConfig
 from data.shards import subset
 from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
@@ -101,8 +106,85 @@ def test_two_parts_share_no_sample_and_are_together_the_whole(tmp_path, parent, 
     held_out = chosen(parent, tmp_path / "held-out", part="80%:", seed=seed)
     assert len(train) == 20 and sorted(train + held_out) == list(range(25))
     assert (train == list(range(20))) == (seed is None)
-    if seed == 0:
-        assert held_out == sorted(np.random.default_rng(0).permutation(25)[20:].tolist())
+
+
+def test_a_seed_s_part_has_its_share_of_every_class_and_smaller_parts_lie_in_larger_ones(tmp_path, parent):
+    """LABELS holds 7, 7, 3 and 8 of the classes; a generator's permutation would leave classes out now and then."""
+    drawn = set()
+    for seed in range(1, 13):
+        half = chosen(parent, tmp_path / f"half{seed}", part=":52%", seed=seed)
+        fifth = chosen(parent, tmp_path / f"fifth{seed}", part=":20%", seed=seed)
+        assert len(half) == 13 and set(fifth) < set(half)
+        for label in range(4):
+            assert abs(sum(LABELS[n] == label for n in half) - 0.52 * LABELS.count(label)) < 2
+        drawn.add(tuple(half))
+    assert len(drawn) == 12
+    # One after the other: the seed's part of two classes has its share of both.
+    two = chosen(parent, tmp_path / "two", keep=(0, 3), part="50%:", seed=7)
+    assert sorted(Counter(LABELS[n] for n in two).values()) in ([3, 4], [4, 4])
+
+
+def test_a_stratified_order_is_fair_to_every_row_and_every_class():
+    """Simulated: 37 classes as those of Pets, sixty of a single row among forty larger ones, and fifty rows alone."""
+    rng = np.random.default_rng(11)
+    of_pets = rng.integers(93, 101, 37)
+    unequal = np.concatenate([np.ones(60, int), rng.integers(2, 500, 40)])
+    singles = []
+    for counts in (of_pets, unequal):
+        labels = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+        rows = 3 * np.arange(len(labels)) + 1
+        for seed in range(1, 41):
+            order = stratified(rows, labels, seed)
+            assert np.array_equal(np.sort(order), rows)
+            for part in (order[: round(0.1 * len(rows))], order[round(0.9 * len(rows)) :]):
+                held_by_class = np.bincount(labels[(part - 1) // 3], minlength=len(counts))
+                assert np.abs(held_by_class - 0.1 * counts).max() < 2
+                singles.append(held_by_class[counts == 1].sum())
+    of_unequal = singles[80:]
+    assert abs(np.mean(of_unequal) - 6) < 4 * np.sqrt(60 * 0.1 * 0.9 / len(of_unequal))
+    labels = rng.integers(0, 5, 50)
+    hits = np.zeros(50)
+    for seed in range(1, 2001):
+        hits[stratified(np.arange(50), labels, seed)[:10]] += 1
+    # Binomial, five standard deviations.
+    assert np.abs(hits / 2000 - 0.2).max() < 5 * np.sqrt(0.2 * 0.8 / 2000)
+
+
+def test_a_label_that_is_no_class_counts_as_none_and_the_last_class_as_one(parent):
+    alone = parent.alone(0)
+    values, counts = subset.read_shard_labels(subset.LabelJob(alone, 3, CacheConfig()))
+    assert values.tolist() == [label for label in LABELS[:7] if label < 3]
+    assert counts.tolist() == [int(label < 3) for label in LABELS[:7]]
+
+
+def test_the_rows_of_an_origin_are_where_tarfile_finds_the_samples(tmp_path, parent):
+    index = make_subset(parent, tmp_path / "s", Rule(part=":40%", seed=5))
+    numbers = set(held(index))
+    places = sha256()
+    for shard in parent.shards:
+        offsets: dict[str, list[int]] = {"jpg": [], "cls": []}
+        with tarfile.open(parent.location(shard)) as tar:
+            for member in tar.getmembers():
+                key, _, extension = member.name.partition(".")
+                if int(key[1:]) in numbers:
+                    offsets[extension].append(member.offset_data)
+        for column in offsets.values():
+            places.update(struct.pack(f"<{len(column)}Q", *column))
+    assert index.origin.rows == places.hexdigest()
+
+
+def test_a_kill_while_tables_are_replaced_leaves_no_subset(tmp_path, parent, monkeypatch):
+    """Its JSON goes first: half of the tables would be those of another rule."""
+    make_subset(parent, tmp_path / "s", Rule(part=":50%", seed=3))
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subset, "write_table", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make_subset(parent, tmp_path / "s", Rule(part=":50%", seed=4))
+    with pytest.raises(DataError, match="expected one"):
+        load_index(tmp_path / "s")
 
 
 def test_parts_are_rounded_as_in_tensorflow_datasets():
