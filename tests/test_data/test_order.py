@@ -208,3 +208,48 @@ def test_a_set_too_light_for_the_batch_is_refused():
 def test_groups_that_leave_out_a_shard_or_a_weight_are_refused(groups, weights):
     with pytest.raises(ValueError, match="must cover 2 shards, with a weight > 0 each"):
         Mixture([5, 5], groups=groups, weights=weights, seed=0, batch_size=8)
+
+
+def test_each_set_of_a_mixture_follows_its_own_order_and_replaces_from_it():
+    """Written out once more with Python's integers: a seed for each set, and of a slot its number in its set."""
+
+    def mixed(x: int) -> int:
+        mask = 2**64 - 1
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    sizes = [9, 4, 9, 4, 6]
+    for seed, groups, weights, batch in (
+        (7, [2, 2, 1], [5, 2, 1], 8),
+        (1, [2, 2, 1], [1, 1, 1], 9),
+        (123_456_789, [2, 3], [1, 7], 8),
+    ):
+        mixture = Mixture(sizes, groups=groups, weights=weights, seed=seed, batch_size=batch)
+        orders = []
+        first = 0
+        for group, shard_count in enumerate(groups):
+            key = 0
+            for part in (seed, first):
+                key = mixed((key * 0x9E3779B97F4A7C15 + part + 0x632BE59BD9B4E019) % 2**64)
+            share = round(batch * weights[group] / sum(weights))
+            of_group = sizes[first : first + shard_count]
+            orders.append((first, Order(of_group, seed=key >> 2, batch_size=share)))
+            first += shard_count
+        for step in (0, 3, 11):
+            batch_ids = np.stack(mixture.batch(step), 1)
+            taken = [0] * len(groups)  # slots of each set so far
+            for slot, (_, shard, _) in enumerate(batch_ids.tolist()):
+                group = max(number for number, (start, _) in enumerate(orders) if start <= shard)
+                start, order = orders[group]
+                own = np.stack(order.batch(step), 1)[taken[group]]
+                assert batch_ids[slot].tolist() == [own[0], own[1] + start, own[2]]
+                for attempt in (0, 1, 5):
+                    epoch, own_shard, sample = order.replacement(step, taken[group], attempt)
+                    assert mixture.replacement(step, slot, attempt) == (epoch, own_shard + start, sample)
+                taken[group] += 1
+            assert taken == [order.batch_size for _, order in orders]
+    # Sets of equal sizes are not shuffled alike, nor is one by another seed.
+    equal = Mixture([9, 9], groups=[1, 1], weights=[1, 1], seed=7, batch_size=18)
+    ids_of = np.stack(equal.batch(0), 1)
+    assert (ids_of[ids_of[:, 1] == 0, 2] != ids_of[ids_of[:, 1] == 1, 2]).any()
