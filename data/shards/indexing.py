@@ -5,8 +5,8 @@ How tars become an index, in order:
 2. nothing may be lost: an index of other tars, or a packing that was stopped, in the same place is an error;
 3. `index_shard` walks one tar, writes its table and returns its record; several processes, or threads for URLs,
    do so in parallel, and a remote tar is deleted as soon as its record is made;
-4. a few samples of each, evenly spread, are decoded, because a tar whose offsets and labels are right may still hold
-   pages of errors instead of photographs;
+4. the header and the end of every image are looked at, and a few samples of each tar, evenly spread, are decoded: a tar
+   whose offsets and labels are right may still hold pages of errors instead of photographs;
 5. the journal keeps the records, so that a killed run goes on, and at the end becomes the index.
 
     build_index("s3://bucket/train", output="indexes/train")
@@ -173,6 +173,7 @@ def index_shard(job: IndexJob) -> Record | str:
             result = walk(tar, job.name)
             table = result.table(tar)
             class_counts = count_classes(tar, table, job, result.refused)
+            count_unreadable(tar, table, result.refused)
             # A few samples, evenly spread, are decoded: whether there are images in the tar at all.
             decoded = min(len(table), DECODED)
             for part in range(decoded):
@@ -193,7 +194,7 @@ def index_shard(job: IndexJob) -> Record | str:
 
 
 def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Refusals) -> Counter[int]:
-    """Return the samples a class; those without a usable label or without an image are counted in `refused`.
+    """Return the samples a class; those without a usable label are counted in `refused`.
 
     Raises DataError on a label that is beyond the classes or, where the classes have names, is a name of none.
     """
@@ -202,8 +203,6 @@ def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Re
     counts: Counter[int] = Counter()
     for row in table:
         key = row["key"].decode("utf-8", "replace")
-        if not row["image_size"]:
-            refused.add("no image", key)
         raw = bytes(tar[row["label"] : row["label"] + row["label_size"]])
         try:
             labels = parse_labels(raw, ids)
@@ -224,6 +223,18 @@ def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Re
             )
         counts.update(set(labels))  # a label that is repeated counts once
     return counts
+
+
+def count_unreadable(tar: memoryview, table: np.ndarray, refused: Refusals) -> None:
+    """Count in `refused` the samples whose image has no header or no end, or is too large, by the reader's reasons.
+
+    They stay samples: training replaces them, and counts them as bad.
+    """
+    for row in table:
+        try:
+            read_header(bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)]))
+        except BadImage as error:
+            refused.add(str(error), row["key"].decode("utf-8", "replace"))
 
 
 def decoded_samples(index: Index) -> tuple[int, int]:

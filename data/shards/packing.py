@@ -4,8 +4,10 @@ How samples become a set, in order:
 1. `cut` splits the stream of samples where a shard is full;
 2. `is_done` compares each group with what an earlier, killed run left; a shard that is there already is kept;
 3. `write_shard` checks the keys and labels of the others and writes each tar and its table, in threads;
-4. the journal records every finished shard, in order, and at the end becomes the index;
-5. shards of an earlier set of this name that the new one lacks are deleted.
+4. the journal records every finished shard, in order, and at the end becomes the index.
+
+A set that has its index is finished, and stays what it is: `restore` compares it with the samples, and writes again
+what has been lost of it. Other samples are refused.
 
     pack(digits(True), "shards/digits", name="train", shard_samples=500)
     →   train-000000.tar  train-000000.npy     500 samples: digit0000.jpg, digit0000.cls, …
@@ -31,10 +33,11 @@ from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.images.decode import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
-from data.index.index import Index
+from data.index.index import Index, digest_of
 from data.index.names import MAX_CLASSES, Names
-from data.index.shard import table_path, write_table
+from data.index.shard import Shard, table_path, write_table
 from data.index.tar import mapped, walk
+from data.shards.indexing import count_unreadable
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import setting_at_error
 from data.sources.samples import Sample
@@ -59,8 +62,8 @@ def pack(
 
     `names` are those of the classes, in the order of their ids. `restarts` adds restart markers to JPEGs (see
     `data.images.decode`): the same pixels, cropped faster. `report` is told the shards and samples finished so far.
-    Safe to kill and run again with the same samples: finished shards are kept, and those of another set of this name
-    go. Raises DataError on a label ≥ `classes` (None: ≥ a million), a repeated key in a shard, or no samples.
+    Safe to kill and run again with the same samples: finished shards are kept. Raises DataError on a label ≥ `classes`
+    (None: ≥ a million), a repeated key in a shard, no samples, or where a finished set has others.
     """
     check_name(name, "a set", "give its name: --name train")
     directory = Path(directory)
@@ -70,6 +73,10 @@ def pack(
         # Before the threads start, which would compile it side by side.
         require_binding()
     stopped = threading.Event()
+    if (directory / f"{name}{SUFFIX}").exists():
+        finished = load_index(directory / f"{name}{SUFFIX}")
+        groups = cut(samples, shard_samples, shard_bytes)
+        return restore(finished, directory, groups, classes, names, restarts, report)
     with (
         IndexJournal(directory / f"{name}{SUFFIX}", classes, setting) as journal,
         ThreadPoolExecutor(workers) as pool,
@@ -85,7 +92,8 @@ def pack(
         finished_samples = 0
         for group in cut(samples, shard_samples, shard_bytes):
             path = directory / f"{name}-{len(shard_names):06d}.tar"
-            if not is_done(journal, path, group, restarts):
+            record = journal.records.get(path.name)
+            if record is None or not is_done(record.shard, path, group, restarts):
                 running.append(pool.submit(write_shard, path, group, classes, restarts, stopped))
             shard_names[path.name] = None
             finished_samples += len(group)
@@ -100,15 +108,7 @@ def pack(
         if not shard_names:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
 
-        # The shards that only the set of before had go last: after a kill in between, some tars are too many, and none
-        # that an index names is missing.
-        replaced = load_index(journal.path).shards if journal.path.exists() else ()
-        index = journal.finish(directory, names, shard_names)
-        for shard in replaced:
-            if shard.name not in shard_names:
-                (directory / shard.name).unlink(missing_ok=True)
-                table_path(directory, shard.name).unlink(missing_ok=True)
-        return index
+        return journal.finish(directory, names, shard_names)
 
 
 def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iterator[list[Sample]]:
@@ -131,42 +131,95 @@ def cut(samples: Iterable[Sample], shard_samples: int, shard_bytes: int) -> Iter
 # ------------------------------------------------------------------------------- what an earlier run left
 
 
-def is_done(journal: IndexJournal, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
-    """Return whether an earlier try finished this very shard, and no label or image of it has been corrected since."""
-    if not path.exists() or not journal.has(path.name, path.stat().st_size):
+def is_done(shard: Shard, path: Path, group: Sequence[Sample], restarts: bool) -> bool:
+    """Return whether a finished shard is there and holds these very samples, byte for byte."""
+    if not path.exists() or path.stat().st_size != shard.bytes:
         return False
     table_file = table_path(path.parent, path.name)
-    expected = journal.records[path.name].shard.table
-    if not table_file.exists() or sha256(table_file.read_bytes()).hexdigest() != expected:
+    if not table_file.exists() or sha256(table_file.read_bytes()).hexdigest() != shard.table:
         return False
     table = np.load(table_file, mmap_mode="r", allow_pickle=False)
     if len(table) != len(group):
         return False
-    written_at = path.stat().st_mtime
     with open(path, "rb") as file, mapped(file) as tar:
         for row, sample in zip(table, group, strict=True):
             label = tar[row["label"] :][: row["label_size"]]
             if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
                 return False
-            if isinstance(sample.image, Path):
-                # Its bytes need not be read again where the file has not changed since.
-                if sample.image.stat().st_mtime > written_at:
-                    return False
-            # With restart markers the images are others than were given: images in memory are then trusted.
-            elif not restarts and tar[row["image"] :][: row["image_size"]] != sample.image:
+            # Not by the time of its file: other folders have files of the same names, which may be older.
+            if tar[row["image"] :][: row["image_size"]] != packed_image(sample, restarts):
                 return False
     return True
+
+
+def restore(
+    finished: Index,
+    directory: Path,
+    groups: Iterable[list[Sample]],
+    classes: int | None,
+    names: Names,
+    restarts: bool,
+    report: Callable[[int, int], None] | None,
+) -> Index:
+    """Compare a finished set with the samples, a group a shard, and write shards again that are gone or damaged.
+
+    Raises DataError, before anything is changed, where the set has other samples, classes or names.
+    """
+    set_path = directory / f"{finished.name}{SUFFIX}"
+    way_out = (
+        "\n  a finished set stays as it is, for the runs that have read it"
+        f"\n  give another folder or --name; or delete the set, if nothing needs it: rm -r {directory}"
+    )
+    if finished.origin is not None or Path(finished.directory) != directory.resolve():
+        raise DataError(
+            f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{way_out}"
+        )
+    # As many classes as a packing of these samples would count.
+    used = [label for label, count in enumerate(finished.class_counts) if count]
+    given = classes or used[-1] + 1
+    counts = [*finished.class_counts, *[0] * given][:given]
+    given_digest = digest_of(finished.shards, counts, names)
+    if given_digest != finished.digest:
+        raise DataError(
+            f"{set_path}: a finished set with the digest {finished.digest}\n"
+            f"  its classes have other names or another number here, by which it would have {given_digest}{way_out}"
+        )
+
+    expected = {shard.name: shard for shard in finished.shards}
+    finished_samples = 0
+    for number, group in enumerate(groups):
+        path = directory / f"{finished.name}-{number:06d}.tar"
+        shard = expected.pop(path.name, None)
+        if shard is None:
+            raise DataError(f"{set_path}: a finished set without {path.name}, digest {finished.digest}{way_out}")
+        if not is_done(shard, path, group, restarts):
+            write_shard(path, group, classes, restarts, threading.Event(), shard)
+        finished_samples += len(group)
+        if report:
+            report(number + 1, finished_samples)
+    if expected:
+        raise DataError(
+            f"{set_path}: a finished set of {finished.samples:,} samples, digest {finished.digest}\n"
+            f"  the source gives {finished_samples:,}, none for {next(iter(expected))}{way_out}"
+        )
+    return finished
 
 
 # -------------------------------------------------------------------------------------------- one shard
 
 
 def write_shard(
-    path: Path, group: Sequence[Sample], classes: int | None, restarts: bool, stopped: threading.Event
+    path: Path,
+    group: Sequence[Sample],
+    classes: int | None,
+    restarts: bool,
+    stopped: threading.Event,
+    expected: Shard | None = None,
 ) -> Record:
     """Write one tar and its table; owner, times and modes are fixed.
 
-    Raises DataError on keys and labels that cannot be used, Preempted where it is stopped before the tar is whole.
+    Raises DataError on keys and labels that cannot be used, and where the tar would not be the `expected` one;
+    Preempted where it is stopped before the tar is whole.
     """
     # Importing it takes a second, and only writing needs it.
     from webdataset import TarWriter
@@ -190,26 +243,40 @@ def write_shard(
         keys.add(sample.key)
         class_counts.update(set(sample.labels))  # a label that is repeated counts once
 
-    with (
-        whole_file(path) as temporary,
-        open(temporary, "wb") as new_tar,
-        # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when.
-        # PAX, because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
-        TarWriter(new_tar, encoder=False, mtime=0, user="patchline", group="patchline", format="PAX_FORMAT") as writer,
-    ):
-        for sample in group:
-            if stopped.is_set():
-                raise Preempted(f"{path}: stopped before it was whole")
-            image = sample.read()
-            if restarts and image.startswith(JPEG_START):
-                image = add_restarts(image) or image
-            writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
+    # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when. PAX,
+    # because its extra headers appear only for names over 100 bytes: usual tars stay plain ustar.
+    fixed = {"encoder": False, "mtime": 0, "user": "patchline", "group": "patchline", "format": "PAX_FORMAT"}
+    with whole_file(path) as temporary:
+        with open(temporary, "wb") as new_tar, TarWriter(new_tar, **fixed) as writer:
+            for sample in group:
+                if stopped.is_set():
+                    raise Preempted(f"{path}: stopped before it was whole")
+                image = packed_image(sample, restarts)
+                writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
+        with open(temporary, "rb") as file:
+            digest = file_digest(file, "sha256").hexdigest()
+        if expected is not None and digest != expected.sha256:
+            raise DataError(
+                f"{path}: a shard of a finished set, with the sha256 {expected.sha256}\n"
+                f"  these samples would make it {digest}: they are others, or were cut otherwise\n"
+                "  a finished set stays as it is, for the runs that have read it\n"
+                f"  give another folder or --name; or delete the set, if nothing needs it: rm -r {path.parent}"
+            )
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
-        digest = file_digest(file, "sha256").hexdigest()
-        shard = write_table(path.parent, result.table(tar), path.name, len(tar), digest)
+        table = result.table(tar)
+        count_unreadable(tar, table, result.refused)
+        shard = write_table(path.parent, table, path.name, len(tar), digest)
     return Record(shard, class_counts, result.refused)
+
+
+def packed_image(sample: Sample, restarts: bool) -> bytes:
+    """Return the bytes of a sample's image as a shard holds them."""
+    image = sample.read()
+    if restarts and image.startswith(JPEG_START):
+        image = add_restarts(image) or image
+    return image
 
 
 def label_of(sample: Sample) -> bytes:

@@ -58,9 +58,11 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
         is_empty = True
         # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
         for path in sorted(folder.rglob("[!.]*")):
-            if not path.is_file():
+            if path.is_dir():
                 continue
-            if path.suffix[1:].lower() in IMAGES:
+            if not path.is_file():
+                passed_over["link that leads nowhere, or device"] += 1
+            elif path.suffix[1:].lower() in IMAGES:
                 entries.append(ListedFile(str(path.relative_to(root)), (label,)))
                 is_empty = False
             else:
@@ -242,9 +244,17 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
         stem = path.stem.replace(".", "_")
         for row_number, row in enumerate(file.rows([file.image_column, file.label_column])):
             image = row[file.image_column]
-            encoded = image["bytes"] if isinstance(image, dict) else image
-            if encoded is None:
-                raise DataError(f"{path}: row {row_number} holds a path instead of bytes; embed the images first")
+            encoded = image.get("bytes") if isinstance(image, dict) else image
+            if not isinstance(encoded, bytes):
+                found = f"a {type(image).__name__}"
+                if isinstance(image, dict) and "bytes" in image:
+                    found = "a path instead of bytes"
+                elif isinstance(image, dict):
+                    found = f"no key 'bytes' but {', '.join(image)}"
+                raise DataError(
+                    f"{path}: row {row_number} holds {found}; embed the images first\n"
+                    f"  expected encoded images in the column {file.image_column}: bytes, or bytes and path"
+                )
             try:
                 labels = parse_labels(label_text(row[file.label_column]), ids)
             except ValueError as error:

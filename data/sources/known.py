@@ -25,7 +25,7 @@ from data.errors import DataError
 from data.index.names import Names, some
 from data.index.tar import Refusals
 from data.sources import imagenet, imagenet21k, objectnet
-from data.sources.members import first_present, members, read_members
+from data.sources.members import first_present, members, read_members, text_of
 from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 
 # ------------------------------------------------------------------------------------------------ CIFAR
@@ -70,7 +70,8 @@ def cifar_samples(cifar: Cifar, path: Path, split: str) -> Iterator[Sample]:
 
 def cifar_classes(cifar: Cifar, path: Path) -> Names:
     """Return the class names that lie beside the images, in the order of their ids."""
-    return tuple(cifar_files(cifar, path, (cifar.names,))[cifar.names].decode().split())
+    content = cifar_files(cifar, path, (cifar.names,))[cifar.names]
+    return tuple(text_of(content, f"{path}: {cifar.names}").split())
 
 
 def cifar_files(cifar: Cifar, path: Path, names: tuple[str, ...]) -> dict[str, bytes]:
@@ -139,7 +140,7 @@ def pets_lists(folder: Path) -> dict[str, dict[str, int]]:
     lists: dict[str, dict[str, int]] = {}
     for split, name in PETS_LISTS.items():
         lists[split] = {}
-        for line in contents[name].decode().splitlines():
+        for line in text_of(contents[name], f"{archive}: {name}").splitlines():
             if not line or line.startswith("#"):
                 continue
             words = line.split()

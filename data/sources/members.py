@@ -33,6 +33,8 @@ from typing import IO, Any, Self, cast
 
 from data.checks import printable
 from data.errors import DataError
+from data.images.decode import MAX_BYTES
+from data.index.tar import MAX_EXTENSION
 
 GZIP_START = b"\x1f\x8b"
 # What compressed files begin with, and what reads each as a stream.
@@ -44,8 +46,17 @@ COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
 ZIP_START = b"PK"
 RAR_START = b"Rar!"
 IS_ENCRYPTED = 0x1  # of a zip member's flags
+# Kinds of tar headers that `tarfile` reads whole: PAX records, of a member or of all, and GNU's long names.
+EXTENSIONS = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
 CHUNK = 1 << 20  # bytes that are read at once where they are not kept
+MOST_OF_A_LIST = 1 << 30  # bytes of a file that is no image; CIFAR-100's train.bin has 154 MB
 
 
 @dataclass(frozen=True)
@@ -56,10 +67,23 @@ class Member:
     opened: Callable[[], Any]  # gives an open file; of a tar until the next member is asked for
     archive: str  # for messages
 
-    def read(self) -> bytes:
-        """Return the whole content; raises DataError where the archive is cut short or damaged in it."""
+    def read(self, most: int = MAX_BYTES) -> bytes:
+        """Return the whole content; raises DataError where the archive is damaged in it, or where it is larger.
+
+        A few megabytes of zeros, compressed, may be gigabytes.
+        """
+        content = self.start(most + 1)
+        if len(content) > most:
+            raise DataError(
+                f"{self.archive}: {printable(self.name)}: more than {most:,} bytes\n"
+                "  expected no larger file here: take it out of the archive, or make it smaller"
+            )
+        return content
+
+    def start(self, most: int) -> bytes:
+        """Return so many bytes of the content at most; raises DataError where the archive is damaged in them."""
         with naming_damage(f"{self.archive}: {printable(self.name)}"), self.opened() as file:
-            return file.read()
+            return file.read(most)
 
     @property
     def base(self) -> str:
@@ -115,11 +139,19 @@ def read_members(
     contents: dict[str, bytes] = {}
     for member in members(path):
         if member.base in bases:
-            contents[member.base] = member.read()
+            contents[member.base] = member.read(MOST_OF_A_LIST)
     lacking = [base for base in bases if base not in contents]
     if lacking:
         raise DataError(f"{path}: has no {', '.join(lacking)}{way_out}")
     return contents
+
+
+def text_of(content: bytes, name: str) -> str:
+    """Return the text of a file of an archive; raises DataError where it is none."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not UTF-8 at byte {error.start}; download the archive again") from None
 
 
 def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
@@ -177,6 +209,14 @@ def tar_members(file: IO[bytes], name: str) -> Iterator[Member]:
 
 class TarHeader(tarfile.TarInfo):
     """A header of a tar where the tar goes on: `tarfile` takes one that is damaged or missing for the tar's end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Read a header; raises DataError where it says more about the next member than the memory may hold."""
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in EXTENSIONS and header.size > MAX_EXTENSION:
+            raise DataError(f"an extension header of {header.size:,} bytes, expected {MAX_EXTENSION:,} at most")
+        return header
 
     @classmethod
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:

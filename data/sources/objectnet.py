@@ -78,8 +78,8 @@ def labels_by_folder(path: Path) -> dict[str, tuple[int, ...]]:
     Raises DataError where the mapping files do not fit together.
     """
     contents = read_members(path, [FOLDERS, TO_IMAGENET, IMAGENET_NAMES, IMAGENET_LINES])
-    lines = contents[IMAGENET_NAMES].decode().splitlines()
     try:
+        lines = contents[IMAGENET_NAMES].decode().splitlines()
         line_of = {int(label): int(line) for label, line in json.loads(contents[IMAGENET_LINES]).items()}
         object_of = dict(json.loads(contents[FOLDERS]))
         imagenet_of = {name: names.split("; ") for name, names in json.loads(contents[TO_IMAGENET]).items()}

@@ -21,6 +21,7 @@ import numpy as np
 
 from data.checks import printable
 from data.errors import DataError
+from data.images.decode import MAX_BYTES
 from data.index.names import Names, Numbering
 from data.index.tar import Refusals
 
@@ -44,10 +45,12 @@ class Sample:
         return len(self.image) if isinstance(self.image, bytes) else self.image.stat().st_size
 
     def read(self) -> bytes:
-        """Return the encoded image; raises DataError where its file cannot be read."""
+        """Return the encoded image; raises DataError where its file cannot be read, or no decoder would take it."""
         if isinstance(self.image, bytes):
             return self.image
         try:
+            if self.size > MAX_BYTES:
+                raise DataError(f"{self.image}: {self.size:,} bytes, expected {MAX_BYTES:,} at most; take it out")
             return self.image.read_bytes()
         except OSError as error:
             raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None

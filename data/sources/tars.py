@@ -18,13 +18,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import DataError
+from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
 from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
 from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, LABELS, Refusals, check_nothing_excluded, compressed_in, mapped, split_name, walk
+from data.index.tar import (
+    IGNORED,
+    IMAGES,
+    LABELS,
+    MAX_LABEL,
+    Refusals,
+    check_nothing_excluded,
+    compressed_in,
+    mapped,
+    split_name,
+    walk,
+)
 from data.sources.folders import files_of
 from data.sources.members import Member, is_compressed, members
 from data.sources.samples import Sample, kind_of
+
+TOO_LARGE = "image file too large"  # as `data.images.decode.read_header` says it
 
 
 class TarSample(NamedTuple):
@@ -61,7 +75,8 @@ def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] 
             stem = path.name.removesuffix(suffix)
             if stem != path.name:
                 break
-        for key, encoded, raw in compressed_samples(path) if is_compressed(path) else plain_samples(path):
+        refused = Refusals()  # of this tar, by the reasons of an index
+        for key, encoded, raw in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
             try:
                 labels = parse_labels(raw, ids)
             except NoLabel as error:
@@ -73,6 +88,7 @@ def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] 
             is_usable = True
             # Keys may begin anew in every tar: the tar's name tells them apart.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
+        excluded.add_all(refused, path.name)
     lines = [line.removeprefix("refused: ") for line in excluded.lines()]
     if not is_usable:
         raise DataError(
@@ -92,27 +108,49 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
     return load_index(indexes[0]).names if len(indexes) == 1 else ()
 
 
-def plain_samples(path: Path) -> Iterator[TarSample]:
+def plain_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
     """Give the samples of a tar that is not compressed; raises DataError where it is none, or is cut short."""
     with open(path, "rb") as file, mapped(file) as tar:
-        for row in walk(tar, str(path)).rows:
+        result = walk(tar, str(path))
+        for reason, count in result.refused.counts.items():
+            refused.add(reason, result.refused.first[reason], count)
+        for row in result.rows:
+            if row.image_size > MAX_BYTES:
+                refused.add(TOO_LARGE, row.key)
+                continue
             image = bytes(tar[row.image : row.image + row.image_size])
             label = bytes(tar[row.label : row.label + row.label_size])
             yield TarSample(row.key.decode("utf-8", "replace"), image, label)
 
 
-def compressed_samples(path: Path) -> Iterator[TarSample]:
+def compressed_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
     """Give the samples of a compressed tar: consecutive members that share the name up to the first dot."""
     for key, group in groupby(members(path), key=key_of):
         parts: dict[str, bytes] = {}  # extension → content
+        is_too_large = False
         for member in group:
             _, extension = split_name(member.name.encode("utf-8", "surrogateescape"))
-            if extension in IMAGES + LABELS and extension not in parts:
-                parts[extension] = member.read()
-        if parts:
-            image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
-            label = next((parts[extension] for extension in LABELS if extension in parts), b"")
-            yield TarSample(key.decode("utf-8", "replace"), image, label)
+            if extension not in IMAGES + LABELS:
+                if extension not in IGNORED:
+                    refused.add_type(extension, member.name)
+                continue
+            if extension in parts:
+                refused.add("repeated member", member.name)
+                continue
+            # No more than what is taken: a member of zeros may be a thousand times the archive.
+            most = MAX_LABEL if extension in LABELS else MAX_BYTES
+            parts[extension] = member.start(most + 1)
+            if len(parts[extension]) > most:
+                refused.add("label too large" if extension in LABELS else TOO_LARGE, key)
+                parts[extension] = b""
+                is_too_large = True
+        image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
+        label = next((parts[extension] for extension in LABELS if extension in parts), b"")
+        if image or label:
+            if not is_too_large:
+                yield TarSample(key.decode("utf-8", "replace"), image, label)
+        elif parts and not is_too_large:
+            refused.add("empty sample", key)
 
 
 def key_of(member: Member) -> bytes:

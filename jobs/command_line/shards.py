@@ -93,6 +93,10 @@ CacheFolder = Annotated[
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Shards worked on side by side.")]
 
+Check = Annotated[
+    bool, typer.Option("--check", help="Then decode every sample, as data check does; exit 65 for a bad one.")
+]
+
 commands = make_group()
 data_commands = make_group("Check, measure or repair a set of shards.")
 
@@ -117,11 +121,13 @@ def pack(
     name: Name = None,
     classes: Classes = None,
     workers: Workers = 1,
+    check_all: Check = False,
     _debug: Debug = False,
-) -> None:
+) -> int:
     """Pack images of many kinds into shards with their index."""
+    from data.index.document import SUFFIX
     from data.shards.packing import pack
-    from jobs.stages.sets import SetConfig, expected_samples, numbering_of, samples_of
+    from jobs.stages.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
 
     renamed = {}
@@ -152,6 +158,7 @@ def pack(
             "a subset packs nothing\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
     cfg = config.build(SetConfig, described, "pack")
+    check_apart(cfg, folder)
     numbering = numbering_of(cfg, name or folder.name)
     with stoppable(), ProgressMeter("samples", expected_samples(cfg)) as progress:
         index = pack(
@@ -168,6 +175,9 @@ def pack(
         )
     for line in summary(index):
         echo(line)
+    if check_all:
+        return check(str(index.tables / f"{index.name}{SUFFIX}"), workers=workers)
+    return ExitCode.DONE
 
 
 @commands.command()
@@ -181,10 +191,11 @@ def index(
     classes_of: ClassesOf = None,
     cache: CacheFolder = None,
     workers: Workers = 1,
+    check_all: Check = False,
     _debug: Debug = False,
-) -> None:
+) -> int:
     """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
-    from data.index.document import load_index
+    from data.index.document import SUFFIX, load_index
     from data.index.names import check_unmistakable, read_class_list
     from data.shards.indexing import build_index, decoded_samples
 
@@ -237,6 +248,9 @@ def index(
         )
     for line in lines:
         echo(line)
+    if check_all:
+        return check(str(index.tables / f"{index.name}{SUFFIX}"), cache=cache, workers=workers)
+    return ExitCode.DONE
 
 
 @commands.command()

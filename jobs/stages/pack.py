@@ -1,6 +1,7 @@
 """Pack images into WebDataset shards with their index, as a stage (`python -m jobs pack` packs a single set)."""
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,12 +11,22 @@ from data.checks import at_least, check_name
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
 from data.index.shard import table_path
+from data.index.tar import Refusals
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import make_subset, summary
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
-from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
+from jobs.stages.sets import (
+    SetConfig,
+    check_apart,
+    expected_samples,
+    is_there,
+    numberings_of,
+    paths_of,
+    samples_of,
+    subset_rule,
+)
 from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
 
@@ -96,6 +107,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             for line in summary(index, parent):
                 context.log(f"{name}: {line}")
         else:
+            check_apart(set_config, folder)
             progress = ProgressMeter(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
             # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
             index = pack(
@@ -112,6 +124,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             )
             samples_seen += index.samples
             context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
+            for line in Refusals(Counter(index.refused), index.first_refused).lines():
+                context.log(f"{name}: {line}")
         packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
     return {"sets": packed, "samples_seen": samples_seen}
 

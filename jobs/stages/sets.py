@@ -65,7 +65,7 @@ class SetConfig:
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     only: str | None = None  # subset: file of the samples that it has
     but: str | None = None  # subset: file of samples that it does without; or leaks.json
-    part: str | None = None  # subset: first:stop in samples or percent, ":98%" or "98%:"; with a seed, of a permutation
+    part: str | None = None  # subset: first:stop in samples or percent, ":98%"; with a seed, so much of each class
     shots: int | None = None  # subset: samples of each class, drawn by the seed as the few-shot probe draws them
     seed: int | None = None  # subset: of shots, or of part
     names: str | None = None  # file of class names in the order of ids: one a line, or .json; the set is numbered so
@@ -286,6 +286,23 @@ def check_paths(cfg: SetConfig) -> None:
     for path in paths_of(cfg).values():
         if not is_there(path):
             raise DataError(f"source {cfg.source}: there is nothing at {path}")
+
+
+def check_apart(cfg: SetConfig, folder: Path) -> None:
+    """Raise DataError where the folder that shards are to be written to lies in the source that they are made of."""
+    if cfg.source == "digits" or cfg.path is None:
+        return
+    source = Path(cfg.path).resolve()
+    target = folder.resolve()
+    is_inside = source.is_dir() and source in target.parents
+    # Tars may be named by a pattern: those that are written would lie among them, or replace them.
+    holds_tars = cfg.source == "tars" and not source.is_dir() and target == source.parent
+    if target == source or is_inside or holds_tars:
+        raise DataError(
+            f"{folder} lies in the source that it would be packed from, {cfg.path}\n"
+            "  expected a folder apart from it: the shards would be taken for images, or tars, of the source\n"
+            f"  type another one, for example {source.parent / f'{source.stem}-shards'}"
+        )
 
 
 def is_there(path: str) -> bool:

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import os
+import struct
 import tarfile
 import time
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from data.images.decode import decode, library
 from data.index.document import load_index
 from data.index.index import exclude
 from data.shards import reader
+from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
@@ -30,6 +33,7 @@ from data.sources.imagenet import train as imagenet_train
 from data.sources.imagenet import validation as imagenet_validation
 from data.sources.samples import Sample, digits
 from data.sources.tars import tars
+from jobs.__main__ import main
 from tests.tars import picture, tar_of
 
 pytestmark = pytest.mark.quick
@@ -343,11 +347,127 @@ def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
     assert made.samples == 6 and not list(tmp_path.glob(".tmp-*"))
 
 
-def test_packing_anew_with_fewer_shards_leaves_none_of_the_old(tmp_path):
-    pack(samples(10), tmp_path, shard_samples=2)
-    pack(samples(10), tmp_path, shard_samples=5)
-    assert sorted(path.name for path in tmp_path.glob("*.tar")) == ["train-000000.tar", "train-000001.tar"]
-    assert build_index(tmp_path, name="train").samples == 10
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (lambda: [replace(sample, image=picture(200 - n)) for n, sample in enumerate(samples(12))], {}),
+        (lambda: [replace(sample, labels=((n + 1) % 5,)) for n, sample in enumerate(samples(12))], {}),
+        (lambda: samples(12)[::-1], {}),
+        (lambda: samples(10), {}),  # as many shards, the last one smaller
+        (lambda: samples(5), {}),
+        (lambda: samples(17), {}),
+        (lambda: samples(12), {"shard_samples": 4}),
+        (lambda: samples(12), {"classes": 9}),
+        (lambda: samples(12), {"names": tuple("vwxyz")}),
+    ],
+)
+def test_a_finished_set_takes_no_other_samples(tmp_path, given, options):
+    finished = pack(samples(12), tmp_path, shard_samples=5)
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match=r"(?s)finished set.*[0-9a-f]{64}.*give another folder or --name"):
+        pack(given(), tmp_path, **{"shard_samples": 5, **options})
+    assert contents(tmp_path) == before
+    # The same samples are no others, and nothing is written.
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert pack(samples(12), tmp_path, shard_samples=5) == finished
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
+
+
+def test_a_folder_of_the_same_names_and_older_files_is_another_source(tmp_path):
+    """By names, labels and times alone, neither a finished nor a stopped set could tell them apart."""
+    for number, root in enumerate("ab"):
+        for name in ("1", "2", "3"):
+            path = tmp_path / root / "cat" / f"{name}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture(50 * number + int(name)))
+            os.utime(path, (1e9, 1e9))
+    pack(class_folders(tmp_path / "a"), tmp_path / "set", shard_samples=1)
+    with pytest.raises(DataError, match=r"(?s)train-000000\.tar: a shard of a finished set.*would make it"):
+        pack(class_folders(tmp_path / "b"), tmp_path / "set", shard_samples=1)
+
+    def stopped():
+        yield from list(class_folders(tmp_path / "a"))[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(stopped(), tmp_path / "stopped", shard_samples=1)
+    made = pack(class_folders(tmp_path / "b"), tmp_path / "stopped", shard_samples=1)
+    assert made.digest == pack(class_folders(tmp_path / "b"), tmp_path / "fresh", shard_samples=1).digest
+
+
+@pytest.mark.parametrize("lost", ["train-000001.tar", "train-000001.npy", "train-000000.tar"])
+def test_what_a_finished_set_has_lost_is_packed_again(tmp_path, lost):
+    finished = pack(samples(12), tmp_path, shard_samples=5)
+    before = contents(tmp_path)
+    if lost == "train-000000.tar":
+        (tmp_path / lost).write_bytes(before[lost][:-1] + b"x")
+    else:
+        (tmp_path / lost).unlink()
+    assert pack(samples(12), tmp_path, shard_samples=5) == finished and contents(tmp_path) == before
+
+
+def test_a_source_never_holds_its_output(tmp_path, capsys):
+    folder = tmp_path / "photos"
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.jpg").write_bytes(picture(9))
+    before = sorted(folder.rglob("*"))
+    (tmp_path / "link").symlink_to(folder)
+    tar = folder / "cat" / "x-000000.tar"
+    for output in (folder, folder / "shards", folder / "cat" / "deeper", tmp_path / "link"):
+        assert main(["pack", "folder", str(folder), str(output)]) == 65
+        said = capsys.readouterr().err
+        assert f"{output} lies in the source that it would be packed from" in said and "photos-shards" in said
+    assert sorted(folder.rglob("*")) == before
+    tar.write_bytes(tar_of({"1.jpg": picture(1), "1.cls": b"0"}))
+    assert main(["pack", "tars", str(folder / "cat" / "x-*.tar"), str(folder / "cat"), "--name", "x"]) == 65
+    assert main(["pack", "folder", str(folder), str(tmp_path / "photos-shards")]) == 0
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"run: {folder}/run\nshards: {{kind: pack, sets: {{train: {{path: {folder}}}}}}}\n")
+    assert main(["run", str(recipe)]) == 65
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that says so many pixels and holds none."""
+    body = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = b""
+    for kind, content in ((b"IHDR", body), (b"IDAT", b""), (b"IEND", b"")):
+        chunks += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_doctor(tmp_path, capsys, caplog):
+    folder = tmp_path / "photos" / "cat"
+    folder.mkdir(parents=True)
+    files = {"a.jpg": picture(1), "b.jpg": b"", "c.jpg": picture(2)[:-20], "d.png": png_header(20_000, 12_000)}
+    files |= {f"e{n}.jpg": b"<html>no such image</html>" for n in range(9)}
+    for name, body in files.items():
+        (folder / name).write_bytes(body)
+    (folder / "f.jpg").symlink_to("/nowhere.jpg")
+    assert main(["pack", "folder", str(folder.parent), str(tmp_path / "set"), "--name", "x"]) == 0
+    packed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("refused: ")]
+    assert "not packed" in caplog.text and "1 × link that leads nowhere" in caplog.text
+    assert main(["index", str(tmp_path / "set"), "--output", str(tmp_path / "index"), "--name", "x"]) == 0
+    indexed = capsys.readouterr().out.splitlines()
+    assert packed and set(packed) <= set(indexed)
+    expected = Counter({"not a JPEG, PNG or WebP": 9, "no image": 1, "truncated": 1, "image too large": 1})
+    made = load_index(tmp_path / "set")
+    assert made.refused == expected and made.first_refused["truncated"] == "cat/c of x-000000.tar"
+    bad = Counter()
+    for shard_report in check(made).shards:
+        bad.update(shard_report.bad)
+    assert bad == expected
+    # Asked to, both decode all of it: what has a header and an end may still be none.
+    whole = cv2.imencode(".png", np.zeros((9, 9, 3), np.uint8))[1].tobytes()
+    torn = whole[:45] + bytes(20) + whole[65:]
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "t.tar").write_bytes(
+        tar_of({"a.jpg": picture(1), "a.cls": b"0", "b.png": torn, "b.cls": b"0"})
+    )
+    for command in (["pack", "tars"], ["index"]):
+        output = [str(tmp_path / "o1")] if command == ["pack", "tars"] else ["--output", str(tmp_path / "o2")]
+        assert main([*command, str(tmp_path / "torn"), *output, "--check"]) == 65
+        assert "bad: 1 × not decodable" in capsys.readouterr().out
 
 
 def test_hidden_files_are_passed_over_and_other_kinds_are_counted(tmp_path, caplog):

@@ -3,11 +3,14 @@
 import itertools
 import json
 import os
+import pickle
 import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data.errors import DataError
 from data.images.decode import decode
@@ -318,3 +321,34 @@ def test_the_table_of_known_sets_says_what_their_papers_say():
         assert (published.samples, published.classes) == numbers
     real = known_archive("imagenet-validation", real=Path("real.json"))
     assert real is not None and real.published["train"].samples == 46_837
+
+
+def test_cifar_as_pickles_or_with_odd_bytes_and_parquet_without_bytes_are_refused_by_name(tmp_path, capsys):
+    """Nothing is unpickled; each of these once ended as `a bug`, exit 70."""
+    batch = {b"data": bytes(3072), b"labels": [3], b"filenames": [b"a.png"]}
+    for number in range(1, 6):
+        write_folder(tmp_path / "python", {f"data_batch_{number}": pickle.dumps(batch)})
+        write_folder(tmp_path / "odd", {f"data_batch_{number}.bin": bytes(3073)})
+        write_folder(tmp_path / "beyond", {f"data_batch_{number}.bin": b"\xc8" + bytes(3072)})
+    write_folder(tmp_path / "odd", {"batches.meta.txt": b"cat\xff dog"})
+    write_folder(tmp_path / "beyond", {"batches.meta.txt": b"a b c d e f g h i j"})
+    for name, said in (
+        ("python", "expected the binary version, cifar-10-binary.tar.gz"),
+        ("odd", "batches.meta.txt: not UTF-8 at byte 3"),
+        ("beyond", "data_batch_1-00000 has label 200, and there are 10 class names"),
+    ):
+        assert main(["pack", "cifar10", str(tmp_path / name), str(tmp_path / "OUT"), "--partial"]) == 65
+        assert said in capsys.readouterr().err
+    for number, (cell, said) in enumerate(
+        [
+            ({"data": b"x", "path": "a.png"}, "row 0 holds no key 'bytes' but data, path"),
+            ({"bytes": None, "path": "a.png"}, "row 0 holds a path instead of bytes"),
+            ("a.png", "row 0 holds a str"),
+            ([1, 2], "row 0 holds a list"),
+        ]
+    ):
+        folder = tmp_path / f"parquet{number}"
+        folder.mkdir()
+        parquet.write_table(pyarrow.Table.from_pylist([{"image": cell, "label": 1}]), folder / "a.parquet")
+        assert main(["pack", "parquet", str(folder), str(tmp_path / "OUT")]) == 65
+        assert said in capsys.readouterr().err

@@ -1,8 +1,19 @@
 """Compressed WebDataset tars are packed anew as plain tars are."""
 
 import gzip
+import io
 import lzma
+import subprocess
+import sys
+import tarfile
 
+import pytest
+
+from data.errors import DataError
+from data.shards.indexing import build_index
+from data.sources.members import Member
+from data.sources.samples import Sample
+from data.sources.tars import tars
 from tests.archives import packed, picture, tar_bytes
 
 
@@ -20,3 +31,87 @@ def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, c
         caplog.clear()
         assert packed(tmp_path, "tars", path) == plain
         assert "1 × no label, first lonely of train" in caplog.text
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_what_is_no_sample_is_counted_as_an_index_counts_it(tmp_path, caplog, compress):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+
+        def add(name, body=b"", **fields):
+            info = tarfile.TarInfo(name)
+            info.size = len(body)
+            for field, value in fields.items():
+                setattr(info, field, value)
+            tar.addfile(info, io.BytesIO(body))
+
+        add("a.jpg", picture(1))
+        add("a.cls", b"1")
+        add("a.jpg", picture(2))
+        add("b.jpg", b"")
+        add("b.cls", b"")
+        add("c.tiff", b"II")
+        add("d.txt", b"a caption is nothing to count")
+        add("e.jpg", type=tarfile.SYMTYPE, linkname="a.jpg")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "t.tar").write_bytes(buffer.getvalue())
+    indexed = build_index(tmp_path / "in", output=tmp_path / "index", name="t").refused
+    assert indexed == {
+        "repeated member": 1,
+        "empty sample": 1,
+        "member type .tiff": 1,
+        "link, device or sparse member": 1,
+    }
+    suffix = ".tar" if compress is bytes else ".tar.gz"
+    (tmp_path / "in" / "t.tar").unlink()
+    (tmp_path / "in" / f"t{suffix}").write_bytes(compress(buffer.getvalue()))
+    assert packed(tmp_path, "tars", tmp_path / "in") == {"t/a": (picture(1), b"1")}
+    for reason, count in indexed.items():
+        if compress is bytes or "link" not in reason:
+            assert f"{count} × {reason}, first " in caplog.text
+    assert compress is bytes or "passed over: 1 links" in caplog.text
+
+
+def test_a_member_of_gigabytes_in_a_small_archive_is_refused_in_little_memory(tmp_path, caplog):
+    """300 MB of zeros are 300 kB of gzip: as much is read as an image may have, and no more is kept."""
+    zeros = 300 << 20
+    path = tmp_path / "t.tar.gz"
+    good = tar_bytes({"a.jpg": picture(1), "a.cls": b"1"})[: 4 * 512]
+    with gzip.open(path, "wb", 1) as file:
+        file.write(good)
+        for name, size in (("b.jpg", zeros), ("b.cls", zeros // 10)):
+            header = tarfile.TarInfo(name)
+            header.size = size
+            file.write(header.tobuf())
+            for _ in range(0, size, 1 << 20):
+                file.write(bytes(1 << 20))
+        file.write(bytes(1024))
+    code = f"""
+import resource
+from data.sources.tars import tars
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print([sample.key for sample in tars({str(path)!r})])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    keys, grown_kb = done.stdout.splitlines()
+    assert keys == "['t/a']" and int(grown_kb) < 250_000
+    assert "1 × image file too large, first b of t.tar.gz" in done.stderr
+    assert "1 × label too large, first b of t.tar.gz" in done.stderr
+
+
+def test_an_extension_header_of_gigabytes_and_a_file_of_gigabytes_are_refused(tmp_path):
+    header = tarfile.TarInfo("././@PaxHeader")
+    header.type = tarfile.XHDTYPE
+    header.size = 3 << 30
+    (tmp_path / "t.tar.gz").write_bytes(gzip.compress(header.tobuf() + bytes(1 << 20)))
+    with pytest.raises(DataError, match=r"t\.tar\.gz: an extension header of 3,221,225,472 bytes"):
+        list(tars(tmp_path / "t.tar.gz"))
+    with open(tmp_path / "huge.jpg", "wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(DataError, match=r"huge\.jpg: 3,221,225,472 bytes, expected 100,000,000 at most"):
+        Sample("huge", tmp_path / "huge.jpg", (0,)).read()
+    member = Member("m.jpg", lambda: io.BytesIO(bytes(101)), "an.tar")
+    assert member.read(101) == bytes(101)
+    with pytest.raises(DataError, match=r"an\.tar: m\.jpg: more than 100 bytes"):
+        member.read(100)
