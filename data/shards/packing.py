@@ -142,6 +142,8 @@ def is_done(shard: Shard, path: Path, group: Sequence[Sample], restarts: bool) -
     if len(table) != len(group):
         return False
     with open(path, "rb") as file, mapped(file) as tar:
+        if sha256(tar).hexdigest() != shard.sha256:
+            return False
         for row, sample in zip(table, group, strict=True):
             label = tar[row["label"] :][: row["label_size"]]
             if row["key"].decode() != sample.key or bytes(label) != label_of(sample):
