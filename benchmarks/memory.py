@@ -30,7 +30,6 @@ import models
 from pipeline.config import build
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.plan.memory import MemoryNeed, memory_need
-from pipeline.plan.memory_traces import step_to_trace, traces_of
 from pipeline.plan.tracer import TracedWorker, take_step
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig, batch_arithmetic
@@ -193,12 +192,6 @@ def main() -> None:
         cases = list(CASES[int(part[1]) : int(part[2])])
     if not cases:
         raise SystemExit(f"no configuration is {asked!r}, expected A:B within 0:{len(CASES)} or words of\n{names}")
-    steps = []
-    for case in cases:
-        accumulation = batch_arithmetic(case.cfg, case.world).accumulation
-        blocks = case.cfg.checkpoint_blocks
-        steps.append(step_to_trace(case.cfg, case.model_config, case.world, accumulation, blocks, is_gpu=False))
-    traces_of(steps)  # by one process, which imports everything once
     print("| configuration | planned, MiB | measured, MiB | planned ÷ measured |\n|---|--:|--:|--:|", flush=True)
     ratios = []
     for case in cases:

@@ -37,13 +37,12 @@ def printable(text: str) -> str:
 
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each of them `printable`."""
-    lines = text.split("\n")
-    return "\n".join(printable(line) for line in lines)
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def one_line(text: str) -> str:
     """Return a text of several lines as one."""
-    return "; ".join(line.strip() for line in text.splitlines())
+    return "; ".join(map(str.strip, text.splitlines()))
 
 
 def at_least(config: object, least: int, names: str, section: str = "") -> None:

@@ -113,13 +113,13 @@ class TrainLoader:
 
         self.parts = cut(slots, micro_batch, accumulation)
         # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
-        largest = max(len(part) for part in self.parts)
+        largest = max(map(len, self.parts))
         self.layout = Layout(largest, image_size, max_labels)
         reader = ShardReader(index, cache=self.cache, by_range=True)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 
         if decode == "gpu":
-            # Imported here, because only who asks for it has TorchCodec.
+            # Imported here, because TorchCodec is optional, and no other run needs this module.
             from data.images.gpu import DeviceDecoder
 
             self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)
@@ -276,11 +276,12 @@ class TrainLoader:
 def cut(slots: range, micro_batch: int, accumulation: int | None) -> list[range]:
     """Return the micro-batches of a step; a given number of them is equal to within one sample."""
     if accumulation is None:
-        return [slots[first : first + micro_batch] for first in range(0, len(slots), micro_batch)]
-    if accumulation * micro_batch < len(slots):
+        edges = [*range(0, len(slots), micro_batch), len(slots)]
+    elif accumulation * micro_batch < len(slots):
         raise ValueError(f"{accumulation} micro-batches of {micro_batch} do not hold {len(slots)} slots")
-    # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
-    edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
+    else:
+        # More micro-batches than slots give some that are empty: every worker must accumulate equally often.
+        edges = [len(slots) * part // accumulation for part in range(accumulation + 1)]
     return [slots[first:stop] for first, stop in pairwise(edges)]
 
 

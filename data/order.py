@@ -309,7 +309,7 @@ class Mixture:
 def shares(batch_size: int, weights: Sequence[float]) -> list[int]:
     """Cut a batch by weight, largest remainders first; raises ValueError where a set would get none."""
     exact = [batch_size * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in exact]
+    counts = list(map(int, exact))
     remainders = np.subtract(exact, counts)
     largest_first = np.argsort(-remainders, kind="stable")  # of equal ones, the set that is named first
     # What rounding down left goes out one by one, so that the shares add up to the batch.

@@ -50,12 +50,12 @@ def seal(entries: Mapping[str, object], *, lines: bool = True) -> str:
 def unseal(text: bytes) -> dict[str, Any]:
     """Return the entries of a record. Raises Unsealed where the text is not what `seal` has written."""
     for end in ENDS:
-        found = end.search(text, max(len(text) - LONGEST_END, 0))
-        if found is None:
+        match = end.search(text, max(len(text) - LONGEST_END, 0))
+        if match is None:
             continue
-        digest = hashlib.sha256(text[: found.start()])
-        digest.update(found[2])
-        if digest.hexdigest().encode() == found[1]:
+        digest = hashlib.sha256(text[: match.start()])
+        digest.update(match[2])
+        if digest.hexdigest().encode() == match[1]:
             entries = json.loads(text)
             entries.pop("sha256")
             return entries

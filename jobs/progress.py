@@ -1,6 +1,6 @@
 """How far a long count has come: a live bar on a terminal, a line every few seconds anywhere else.
 
-with Progress("samples", total=60_000) as progress:
+with ProgressMeter("samples", total=60_000) as progress:
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
 """
 
@@ -39,7 +39,7 @@ class LiveBar:
             count += f"/{total}"
         self.rich.update(self.task, completed=done, total=total, description=text, count=count, visible=True)
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print a line above the bar."""
         # Brackets in a path are no markup, numbers get no colour, and a long line is not broken.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -48,15 +48,15 @@ class LiveBar:
         self.rich.stop()
 
 
-class Progress:
-    """Shows how much of a count is done; with `say`, always as lines, at most one every `every_s` seconds."""
+class ProgressMeter:
+    """Shows how much of a count is done; with `log`, always as lines, at most one every `every_s` seconds."""
 
     def __init__(
         self,
         unit: str,
         total: int | None = None,
         *,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,10 +64,10 @@ class Progress:
         self.total = total
         self.every_s = every_s
         self.clock = clock
-        self.say = say or print
+        self.log = log or print
         self.bar: LiveBar | None = None
         # A caller that logs lines elsewhere (a stage, into its campaign's log) shows its own bar, if any.
-        if say is None and sys.stdout.isatty():
+        if log is None and sys.stdout.isatty():
             self.bar = LiveBar()
         self.began = clock()
         self.last_line = self.began
@@ -102,7 +102,7 @@ class Progress:
                 remaining = max(self.total - done, 0)
                 eta = f"eta {duration(remaining / rate)}"
         parts = [f"{count} {self.unit}", note, f"{amount(rate)}/s", eta]
-        self.say("  ".join(filter(None, parts)))
+        self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
         """Show what has been packed: the `report` of data.shards.packing and data.shards.doctor.repair."""

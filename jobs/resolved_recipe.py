@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
@@ -28,6 +28,8 @@ from pipeline import artifacts
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import ConfigDataclass
+
+MaybeText = TypeVar("MaybeText", str, str | None)
 
 # ------------------------------------------------------------------------ kinds of stages
 
@@ -184,8 +186,8 @@ class Campaign:
         """Return the folder of a stage in the run directory."""
         return self.run / f"{stage.name}-{stage.key[:8]}"
 
-    def resolve(self, value: str | None) -> str | None:
-        """Return the absolute path behind "@stage/part" or a path; a URL stays what it is."""
+    def path_of(self, value: MaybeText) -> MaybeText:
+        """Return the absolute path behind "@stage/part" or a path; a URL stays what it is, and None stays None."""
         if value is None:
             return None
         link = reference(value)
@@ -287,7 +289,7 @@ class Available:
     def index(self, value: str) -> Index | None:
         """Return the index of a set that a recipe names; None where it has not been made yet."""
         if value not in self.indexes:
-            self.indexes[value] = index_if_made(self.campaign.resolve(value) or "")
+            self.indexes[value] = index_if_made(self.campaign.path_of(value))
         return self.indexes[value]
 
     def made(self, values: Collection[str]) -> list[Index]:

@@ -113,7 +113,7 @@ class Terminal:
     def put(self, bar: LiveBar | None, text: str) -> None:
         """Write one line."""
         if bar is not None:
-            bar.say(text)
+            bar.write(text)
         else:
             assert self.handle is not None
             write_all(self.handle, f"{text}\n".encode(self.stream.encoding, "replace"))

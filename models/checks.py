@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -43,15 +42,6 @@ def at_least(config: object, least: int, names: tuple[str, ...]) -> None:
         value = getattr(config, name)
         if not is_integer(value, least):
             raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
-
-
-def not_negative(config: object, names: tuple[str, ...]) -> None:
-    """Raise ValueError where one of these fields is no finite number from 0 on."""
-    for name in names:
-        value = getattr(config, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
 
 
 def multiple(name: str, value: int, step: int, divisor: str, nearest: str = "nearest") -> None:

@@ -14,6 +14,7 @@ when the module that owns them runs, so `features` and `encode` work there too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -98,9 +99,12 @@ class ViTConfig:
             rate = getattr(self, name)
             if not 0.0 <= rate < 1.0:
                 raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
-        checks.not_negative(self, ("norm_eps",))
-        if self.position_std is not None:
-            checks.not_negative(self, ("position_std",))
+        for name in ("norm_eps", "position_std"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_default = name == "position_std" and value is None
+            if not is_default and not (is_number and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
         if self.representation is not None:
             checks.at_least(self, 1, ("representation",))
         checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
@@ -321,9 +325,12 @@ class ViT(nn.Module):
         self.prefix = Prefix(config.width, config.pool == "token", config.registers)
         # One table for each layer where each has its own, else one for all of them.
         self.positions = nn.ModuleList()
+        tables = 1
+        if config.positions_at == "every":
+            tables = config.depth
         if config.positions != "none":
             kind = positions.KINDS[config.positions]
-            for _ in range(config.depth if config.positions_at == "every" else 1):
+            for _ in range(tables):
                 self.positions.append(kind(config.grid, config.width, config.position_slots))
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList()

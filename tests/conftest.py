@@ -43,7 +43,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = Trace(2**30, (moment,), (moment,))
-    monkeypatch.setattr("pipeline.plan.memory.traces_of", lambda steps: [trace] * len(steps))
+    monkeypatch.setattr("pipeline.plan.memory.trace_of", lambda step: trace)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

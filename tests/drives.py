@@ -28,7 +28,8 @@ from data.errors import RunOwned
 from jobs.cluster import fork_server
 from jobs.commands.demo import step_losses
 from jobs.ownership import owned
-from pipeline.checkpoints.manifest import committed, read_manifest
+from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from tests import run_faults
 from tests.recipes import SMALL
@@ -110,41 +111,60 @@ def own(run: str, directory: str, number: int) -> None:
 
 
 def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
+    """Start a run in a process of its own, and return the process."""
     process = fork_context().Process(target=drive, args=(str(run), list(overrides), patch, recipe))
     process.start()
     return process
 
 
-def finish(run: Path, *overrides: str, patch: str | None = None) -> int:
+def finish(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> int:
+    """Start a run and return the exit code with which it ends."""
+    process = start(run, *overrides, patch=patch, recipe=recipe)
+    process.join()
+    return process.exitcode
+
+
+def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> int:
+    """Start a run, send it SIGTERM once it has reported a step, and return the exit code with which it ends."""
     process = start(run, *overrides, patch=patch)
+    at_step(run, process, step, lambda: os.kill(process.pid, signal.SIGTERM))
+    process.join(timeout=120)
+    process.kill()  # where it has not heard; an exit code stays as it is
     process.join()
     return process.exitcode
 
 
 def stage(run: Path) -> Path:
+    """The folder of the run's pretraining."""
     (found,) = run.glob("pretrain-*")
     return found
 
 
 def forget(run: Path) -> None:
+    """Delete what the run has trained; its shards stay."""
     for folder in run.glob("pretrain-*"):
         shutil.rmtree(folder)
 
 
 def said(run: Path) -> str:
+    """What all drivers of the run have printed."""
     log = run.parent / "driver.log"
     return log.read_text() if log.exists() else ""
 
 
 def assert_same(run: Path, twin: Path) -> None:
-    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the twin's bits."""
-    ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, twin))
-    assert ours.files == theirs.files and ours.ledger == theirs.ledger and ours.step == theirs.step == 40
-    weights = [(stage(r) / "weights.safetensors").read_bytes() for r in (run, twin)]
-    assert weights[0] == weights[1]
-    losses, reference = step_losses(stage(run)), step_losses(stage(twin))
-    assert reference.keys() == set(range(1, 41))
-    wrong = {step: values for step, values in losses.items() if set(values) != set(reference[step])}
+    """The run has come to step 40 with the twin's bits (see `assert_same_stage`)."""
+    assert_same_stage(stage(run), stage(twin))
+    assert step_losses(stage(twin)).keys() == set(range(1, 41))
+
+
+def assert_same_stage(folder: Path, twin: Path) -> None:
+    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the bits of the twin's."""
+    ours, theirs = (checkpoint_reader.verify(committed(each / "checkpoints")[0]) for each in (folder, twin))
+    assert (ours.step, ours.ledger, ours.files) == (theirs.step, theirs.ledger, theirs.files)
+    assert (folder / "weights.safetensors").read_bytes() == (twin / "weights.safetensors").read_bytes()
+    reference = step_losses(twin)
+    wrong = {step: values for step, values in step_losses(folder).items() if set(values) != set(reference[step])}
     assert not wrong, wrong
 
 

@@ -14,11 +14,11 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from tests.ranks import settings_of
 
 BATCH = 8  # images a step, of all workers together
 CLASSES = 5
@@ -38,16 +38,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def start(zero: int, micro_batch: int, device: torch.device, parts: int = 0) -> Engine:
-    settings = deepspeed_config(
-        zero=zero,
-        precision="bf16",
-        micro_batch=micro_batch,
-        accumulation=BATCH // micro_batch // dist.get_world_size(),
-        clip=1.0,
-        user_file=None,
-    )
-    if zero == 3:  # else parameters this small are never partitioned
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    settings = settings_of(zero, "bf16", micro_batch, BATCH // micro_batch // dist.get_world_size())
     model = small_vit()
     decayed = models.decayed(model)
     optim = OptimConfig(lr=1e-3)

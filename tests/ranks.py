@@ -43,19 +43,29 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, FEATURES, generator=generator), torch.randint(CLASSES, (BATCH,), generator=generator)
 
 
+def settings_of(
+    zero: int, precision: str, micro_batch: int, accumulation: int, clip: float = 1.0, user_file: str | None = None
+) -> dict[str, Any]:
+    """DeepSpeed's settings as the product makes them, with which ZeRO 3 partitions small parameters too."""
+    settings = deepspeed_config(
+        zero=zero,
+        precision=precision,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        clip=clip,
+        user_file=user_file,
+    )
+    if zero == 3:
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return settings
+
+
 def start(task: dict[str, Any]) -> Engine:
     join_group(60.0)
     micro_batch = task.get("micro_batch", MICRO)
-    settings = deepspeed_config(
-        zero=task["zero"],
-        precision=task.get("precision", "fp32"),
-        micro_batch=micro_batch,
-        accumulation=BATCH // micro_batch // dist.get_world_size(),
-        clip=1.0,
-        user_file=task.get("deepspeed"),
-    )
-    if task["zero"] == 3:  # else parameters this small are never partitioned
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    accumulation = BATCH // micro_batch // dist.get_world_size()
+    precision = task.get("precision", "fp32")
+    settings = settings_of(task["zero"], precision, micro_batch, accumulation, user_file=task.get("deepspeed"))
     optim = OptimConfig(name=task.get("name", "adam"), lr=1e-2)
     made = partial(ExactEngine, parts=task["parts"]) if task.get("parts") else Engine
     return made(small_model(), {"0.weight", "2.weight"}, optim, settings, POLYAK)
@@ -187,16 +197,7 @@ def error_of_the_mean(task: dict[str, Any]) -> float:
     world = dist.get_world_size()
     accumulation = task.get("accumulation", 1)
     first = dist.get_rank() * accumulation
-    settings = deepspeed_config(
-        zero=task["zero"],
-        precision="bf16",
-        micro_batch=1,
-        accumulation=accumulation,
-        clip=0.0,
-        user_file=task.get("deepspeed"),
-    )
-    if task["zero"] == 3:
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    settings = settings_of(task["zero"], "bf16", 1, accumulation, clip=0.0, user_file=task.get("deepspeed"))
     elements = 20_000
     model = nn.Linear(elements, 1, bias=False)
     engine = Engine(model, set(), OptimConfig(beta1=0.9), settings)
@@ -342,16 +343,7 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
     accumulation, found = BATCH // MICRO // world, []
     plain = torch.load(task["plain"])
     for number, case in enumerate(task["cases"]):
-        settings = deepspeed_config(
-            zero=case["zero"],
-            precision=case["precision"],
-            micro_batch=MICRO,
-            accumulation=accumulation,
-            clip=1.0,
-            user_file=None,
-        )
-        if case["zero"] == 3:
-            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        settings = settings_of(case["zero"], case["precision"], MICRO, accumulation)
         model = model_of_blocks()
         model.recomputed_blocks = case["recomputed"]
         made = partial(ExactEngine, parts=4) if case["exact"] else Engine

@@ -38,6 +38,7 @@ from tests.drives import (
     said,
     stage,
     start,
+    stop_at,
     worker_log,
     worker_pid,
 )
@@ -148,11 +149,7 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
 
 def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_line(run) -> None:
     """stdout and stderr are a full pipe that nobody reads: less that does not scroll, Ctrl-S, a stuck log collector."""
-    process = start(run, "pretrain.log_every=1", patch="unread_terminal")
-    at_step(run, process, 7, lambda: os.kill(process.pid, signal.SIGTERM))
-    process.join(timeout=60)
-    process.kill()  # where it hangs; an exit code stays as it is
-    assert process.exitcode == 75
+    assert stop_at(run, 7, "pretrain.log_every=1", patch="unread_terminal") == 75
     lines = (run / "log.txt").read_text().splitlines()
     stopped = read_manifest(committed(stage(run) / "checkpoints")[0]).step
     assert stopped >= 7 and any("SIGTERM: finishing the step" in line for line in lines)
@@ -219,9 +216,8 @@ def test_few_shot_is_restarted_watched_and_stopped_like_the_others(twin, tmp_pat
     killed, hung = incidents(folder)
     assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: killed by SIGKILL", killed)
     assert re.fullmatch(r"worker 1 on .*, in evaluate, shard train-000007.tar: stuck for \ds, the others wait.*", hung)
-    process = start(run, patch="troubled_probe", recipe=recipe)
-    process.join()
-    assert process.exitcode == 0 and (folder / "metrics.json").exists(), said(run)
+    assert finish(run, patch="troubled_probe", recipe=recipe) == 0, said(run)
+    assert (folder / "metrics.json").exists()
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=SOAK)])
@@ -311,9 +307,7 @@ def test_a_stop_is_heard_while_the_first_batch_does_not_come(run) -> None:
 
 
 def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it(run) -> None:
-    process = start(run, "pretrain.log_every=1", patch="slowly")
-    at_step(run, process, 6, lambda: os.kill(process.pid, signal.SIGTERM))
-    process.join()
+    stop_at(run, 6, "pretrain.log_every=1", patch="slowly")
     before = read_manifest(committed(stage(run) / "checkpoints")[0]).step
     # As after a fall-back to an older checkpoint: the stretch begins two steps behind the one that is loaded.
     write_record(stage(run) / health.EXCLUDED_STEPS, {"stretches": [[before + 2, before + 4]]})
@@ -324,18 +318,22 @@ def test_a_stop_in_the_wait_behind_an_excluded_stretch_keeps_the_steps_before_it
     assert last["step"] == before + 2, "a commit implies its metrics"
 
 
+def damaged_shard(shards: Path) -> Path:
+    """Flip a bit in the middle of a set's last shard, and return the shard."""
+    shard = max(shards.glob("*.tar"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    return shard
+
+
 def test_few_shot_that_cannot_read_on_names_the_set_and_is_not_tried_again(twin, tmp_path) -> None:
     """A byte of the last shard is wrong, which worker 1 reads."""
     shards = tmp_path / "shards"
     shutil.copytree(training_set(twin), shards)
-    shard = max(shards.glob("*.tar"))
-    flipped = bytearray(shard.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    shard.write_bytes(flipped)
-    run, recipe = tmp_path / "run", FEWSHOT.format(weights=stage(twin), shards=shards)
-    process = start(run, recipe=recipe)
-    process.join()
-    assert process.exitcode == 65, said(run)
+    shard = damaged_shard(shards)
+    run = tmp_path / "run"
+    assert finish(run, recipe=FEWSHOT.format(weights=stage(twin), shards=shards)) == 65, said(run)
     (folder,) = run.glob("fewshot-*")
     (incident,) = incidents(folder)
     assert f"EvaluationFailed: {shards}: worker 1: DataError" in incident and shard.name in said(run), said(run)
@@ -358,11 +356,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> Non
     """A byte of the evaluation's last shard is wrong, which worker 1 reads; then it is put right."""
     evaluated = run.parent / "evaluated"
     shutil.copytree(training_set(run), evaluated)
-    shard = max(evaluated.glob("*.tar"))
-    whole = shard.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    shard.write_bytes(flipped)
+    shard = damaged_shard(evaluated)
     options = ["pretrain.evaluate_every=10", f"pretrain.data.evaluate={evaluated}"]
 
     assert finish(run, *options) == 65, said(run)
@@ -378,7 +372,7 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> Non
     assert "in batches" in worker_log(run, 1), "where it failed"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == 40
 
-    shard.write_bytes(whole)
+    shutil.copy(training_set(run) / shard.name, shard)
     assert finish(run, *options) == 0, said(run)
     assert_same(run, twin)
     assert [record["attempt"] for record in read_metrics(stage(run), "start")] == [1, 2]
@@ -403,20 +397,15 @@ def test_a_stage_does_not_end_before_its_last_step_is_committed(twin, run) -> No
 
 
 def test_a_stop_whose_save_fails_does_not_say_that_it_committed(run) -> None:
-    process = start(run, "pretrain.log_every=1", "pretrain.max_failed_saves=9", patch="full_disk")
-    at_step(run, process, 3, lambda: os.kill(process.pid, signal.SIGTERM))
-    process.join()
-    assert process.exitcode == 75 and "which could not be committed" in said(run), said(run)
+    assert stop_at(run, 3, "pretrain.log_every=1", "pretrain.max_failed_saves=9", patch="full_disk") == 75, said(run)
+    assert "which could not be committed" in said(run)
 
 
 @pytest.mark.parametrize("ends", ["a stop", pytest.param("going back", marks=pytest.mark.slow)])
 def test_workers_that_end_leave_no_old_checkpoint_half_deleted(ends, run) -> None:
     options = ["pretrain.log_every=1", "pretrain.keep=2", "pretrain.save_every=2"]
     if ends == "a stop":
-        process = start(run, *options, patch="slow_to_delete")
-        at_step(run, process, 5, lambda: os.kill(process.pid, signal.SIGTERM))
-        process.join()
-        assert process.exitcode == 75, said(run)
+        assert stop_at(run, 5, *options, patch="slow_to_delete") == 75, said(run)
     else:
         assert finish(run, *options, "pretrain.max_skipped=3", patch="slow_to_delete poisoned_for_ever") == 70
     assert not list((stage(run) / "checkpoints").glob(".tmp-*"))
@@ -445,15 +434,12 @@ def test_the_world_may_change_between_any_two_attempts(times, run) -> None:
         forget(run)
         worlds = (1, 2, 4, 2)
         for number, world in enumerate(worlds):
-            last = number == len(worlds) - 1
-            process = start(
-                run, f"cluster.workers={world}", f"pretrain.zero={rng.choice((0, 1, 2, 3))}", *uneven, patch="slowly"
-            )
-            if not last:
+            options = (f"cluster.workers={world}", f"pretrain.zero={rng.choice((0, 1, 2, 3))}", *uneven)
+            if number < len(worlds) - 1:
                 target = number * 8 + rng.randrange(1, 4)
-                at_step(run, process, target, lambda process=process: os.kill(process.pid, signal.SIGTERM))
-            process.join()
-            assert process.exitcode == (0 if last else 75), f"FAULT_SEED={SEED}\n{said(run)}"
+                assert stop_at(run, target, *options, patch="slowly") == 75, f"FAULT_SEED={SEED}\n{said(run)}"
+            else:
+                assert finish(run, *options, patch="slowly") == 0, f"FAULT_SEED={SEED}\n{said(run)}"
         ours, theirs = (read_manifest(committed(stage(r) / "checkpoints")[0]) for r in (run, alone))
         assert ours.ledger == theirs.ledger and ours.step == theirs.step
         losses, reference = step_losses(stage(run)), step_losses(stage(alone))
@@ -470,12 +456,11 @@ def test_with_exact_parts_the_world_and_the_stage_may_change_and_the_bits_stay(r
     # Of a range the largest that the batch and the parts allow: four.
     some = "{least: 3, most: 7}"
     for number, (workers, zero) in enumerate([("1", 2), ("2", 3), (some, 0), ("2", 1)]):
-        process = start(run, f"cluster.workers={workers}", f"pretrain.zero={zero}", *exact, patch="slowly")
+        options = (f"cluster.workers={workers}", f"pretrain.zero={zero}", *exact)
         if number < 3:
-            target = number * 12 + 2
-            at_step(run, process, target, lambda process=process: os.kill(process.pid, signal.SIGTERM))
-        process.join()
-        assert process.exitcode == (75 if number < 3 else 0), said(run)
+            assert stop_at(run, number * 12 + 2, *options, patch="slowly") == 75, said(run)
+        else:
+            assert finish(run, *options, patch="slowly") == 0, said(run)
     worlds = [record["world"] for record in read_metrics(stage(run), "start")]
     assert worlds == [1, 2, 4, 2] and said(run).count("exact in 4 parts: every step waits") == 5
     assert "the bits may differ" not in said(run)

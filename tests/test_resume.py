@@ -18,9 +18,9 @@ from jobs.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import owned
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from pipeline.checkpoints import reader as checkpoint_reader
-from pipeline.checkpoints.manifest import committed
+from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
+from tests.drives import assert_same_stage
 from tests.families import family_of
 from tests.recipes import TINY
 from tests.scrape import Scraper
@@ -41,12 +41,6 @@ def pretrain_of(recipe: Path, *overrides: str) -> Path:
     return loaded.directory(loaded.stage("pretrain"))
 
 
-def final_files(folder: Path) -> dict:
-    """Digests of the last checkpoint's files: masters, moments of every rank, and the ledger."""
-    manifest = checkpoint_reader.verify(committed(folder / "checkpoints")[0])
-    return {"step": manifest.step, "ledger": manifest.ledger, **manifest.files}
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, shards) -> Path:
     """The pretraining stage folder of a run that nothing disturbed."""
@@ -55,14 +49,6 @@ def uninterrupted(tmp_path_factory, shards) -> Path:
     recipe.write_text(TINY.format(run=folder / "run", shards=shards))
     run_campaign(load(recipe), only="pretrain", quiet=True)
     return pretrain_of(recipe)
-
-
-def assert_same(folder: Path, reference: Path) -> None:
-    assert final_files(folder) == final_files(reference)
-    expected = {step: losses[0] for step, losses in step_losses(reference).items()}
-    for step, losses in step_losses(folder).items():
-        assert set(losses) == {expected[step]}, f"step {step}: {losses}, uninterrupted {expected[step]}"
-    assert (folder / "weights.safetensors").read_bytes() == (reference / "weights.safetensors").read_bytes()
 
 
 def test_a_second_start_of_an_owned_run_exits_73_and_names_the_owner(recipe, capsys):
@@ -80,7 +66,8 @@ def test_zero_stages_agree_to_rounding_and_loader_processes_to_the_bit(recipe, u
     expected = {step: losses[0] for step, losses in step_losses(uninterrupted).items()}
     found = {step: losses[0] for step, losses in step_losses(folder).items()}
     assert found == pytest.approx(expected, abs=tolerance)
-    assert final_files(folder)["ledger"] == final_files(uninterrupted)["ledger"]
+    ours, theirs = (read_manifest(committed(stage / "checkpoints")[0]) for stage in (folder, uninterrupted))
+    assert ours.ledger == theirs.ledger
 
 
 # Of a run on a CPU, where the share of the peak is not known.
@@ -139,5 +126,5 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         assert "worker 1 on" in out and "killed by SIGKILL; restarting from step 60" in out
         died = "its node's agent died (killed, or crashed), and its workers with it; restarting from step"
         assert out.count(died) == agents
-        assert_same(folder, uninterrupted)
+        assert_same_stage(folder, uninterrupted)
         assert_visible(scraper, loaded.run, folder)

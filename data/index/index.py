@@ -96,7 +96,7 @@ class Index:
         tars = [self.directory]
         # A folder stands for the tars that lie in it, and not for those in folders of their own below it.
         if any("/" in shard.name for shard in self.shards) and not self.remote:
-            tars = [self.location(shard) for shard in self.shards]
+            tars = list(map(self.location, self.shards))
         # The names need not be given: they are taken over from the index that is made again.
         place = ["--output", str(self.tables), "--name", self.name]
         return shlex.join(["python", "-m", "jobs", "index", *tars, *place, "--classes", str(self.classes)])

@@ -144,9 +144,7 @@ def number(
     check_known(rename, own, f"{name}: rename")
     if not own:
         kept = kept_ids(wanted, keep, name)
-        unchanged_ids = None
-        if kept is not None:
-            unchanged_ids = {label: label for label in kept}
+        unchanged_ids = None if kept is None else dict(zip(kept, kept, strict=True))
         return Numbering(wanted, unchanged_ids, len(wanted) or None)
 
     renamed = [rename.get(entry, entry) for entry in own]

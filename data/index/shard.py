@@ -153,11 +153,10 @@ def reopened(path: Path, digest: bytes, excluded: frozenset[int]) -> MappedShard
 def write_columns(path: Path, content: Mapping[str, Any], shards: Sequence[Shard]) -> None:
     """Write the columns of shards; `content` is all else that the index's JSON says."""
     file = BytesIO()
-    np.save(file, np.array([shard.samples for shard in shards], "<i8"))
-    np.save(file, np.array([shard.bytes for shard in shards], "<i8"))
-    np.save(file, np.array([shard.sha256.encode() for shard in shards]))
-    np.save(file, np.array([shard.table.encode() for shard in shards]))
-    np.save(file, np.array([shard.name.encode() for shard in shards]))
+    for column in ("samples", "bytes"):
+        np.save(file, np.array([getattr(shard, column) for shard in shards], "<i8"))
+    for column in ("sha256", "table", "name"):
+        np.save(file, np.array([getattr(shard, column).encode() for shard in shards]))
     np.save(file, np.frombuffer(json.dumps(content).encode(), np.uint8))
     file.write(sha256(file.getbuffer()).digest())
     write_whole(path, file.getvalue())

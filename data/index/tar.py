@@ -15,7 +15,7 @@ How a tar becomes a table, in order:
       a/dog.jpg    900 bytes at 6656  →   (b"a/dog", 6656, 900, 0, 0)
 
 Nothing is written, decoded or run. Only plain files with allowed extensions are looked at; links, devices,
-sparse files and anything that would unpickle are counted as refused and stepped over. A tar ends with zeros: more of
+sparse files and anything that would unpickle are counted (`Refusals`) and stepped over. A tar ends with zeros: more of
 them than any writer puts there, or anything after them, is an error, since nobody who reads tars would look for it.
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,9 +32,9 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from data.checks import printable
 from data.errors import DataError
 from data.index.names import some
-from data.index.refusals import Refusals
 from data.index.shard import COMPRESSED, FIELDS, sample_digest
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -46,7 +47,55 @@ MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
 LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for tapes alone
+MOST_TYPES = 12  # types of members that are counted apart; what others have made may hold any number
+OTHER_TYPES = "member of another type"
+MEMBER_TYPE = "member type ."
+MOST_EXTENSION = 16  # letters of an extension that are shown
+MOST_NAME = 160  # letters of a member's name that are kept
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
+
+
+@dataclass
+class Refusals:
+    """What was passed over: reasons with how often each came, and the first member or sample that it came with.
+
+    refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
+                                              first    {"member type .tiff": "a/b.tiff"}
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
+        """Count something that was passed over; its name is kept where it is the first of its reason."""
+        if isinstance(name, bytes):
+            name = name.decode("utf-8", "replace")
+        # Each shard of a set may have types of its own: the set as a whole has no more lines than one shard.
+        is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
+        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
+            reason = OTHER_TYPES
+        self.counts[reason] += count
+        self.first.setdefault(reason, name[:MOST_NAME])
+
+    def add_type(self, extension: str, name: str | bytes) -> None:
+        """Count a member whose extension is none of those that are read."""
+        self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
+
+    def add_all(self, other: Refusals, shard: str) -> None:
+        """Count what was passed over in a shard."""
+        for reason, count in other.counts.items():
+            first = other.first.get(reason, "")
+            self.add(reason, f"{first} of {shard}" if first else shard, count)
+
+    def lines(self) -> list[str]:
+        """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
+        lines = []
+        for reason, count in self.counts.most_common():
+            line = f"refused: {count:,} × {reason}"
+            if reason in self.first:
+                line += f", first {self.first[reason]}"
+            lines.append(printable(line))
+        return lines
 
 
 class Row(NamedTuple):

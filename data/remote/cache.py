@@ -65,7 +65,7 @@ class CacheConfig:
 
 
 def no_progress() -> None:
-    """The default of `Cache.progress`: progress is not told to anybody."""
+    """Ignore progress: the default of `Cache.progress`."""
 
 
 class Cache:

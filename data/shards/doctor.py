@@ -35,8 +35,7 @@ from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
 from data.index.names import Names
-from data.index.refusals import Refusals
-from data.index.tar import mapped, walk
+from data.index.tar import Refusals, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
 from data.shards.parallel import in_parallel
@@ -126,7 +125,7 @@ def check_shard(job: CheckJob) -> ShardReport:
             elif sha256(tar).hexdigest() != shard.sha256:
                 report.problem = "its sha256 is not the one in the index"
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
-            for sample in samples_of(tar, report, table_of(job.index, 0, report), job.index.origin is not None):
+            for sample in samples_of(tar, job.index, 0, report):
                 if not sample.is_intact:
                     report.add_bad(sample.key, "not the bytes that were indexed")
                     continue
@@ -182,31 +181,23 @@ class RawSample(NamedTuple):
     is_intact: bool  # as the table's digest tells; True without a table
 
 
-def table_of(index: Index, number: int, report: ShardReport) -> np.ndarray | None:
-    """Return a shard's table; None where it cannot be used, which is then the shard's problem.
+def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) -> Iterator[RawSample]:
+    """Give what can be read of a shard, whole or not; how many samples it has and what it lacks goes into the report.
 
     Of a subset the table alone says which samples of the tar are its own, the others being held out perhaps: without
-    it DataError is raised.
+    it DataError is raised. Of any other set, a table that cannot be used is the shard's problem.
     """
+    of_subset = index.origin is not None
+    table: np.ndarray | None = None
     try:
-        return index.table(number)
+        table = index.table(number)
     except DataError as error:
-        if index.origin is not None:
+        if of_subset:
             raise
         report.problem = report.problem or one_line(str(error))
-        return None
-
-
-def samples_of(
-    tar: memoryview, report: ShardReport, table: np.ndarray | None, of_subset: bool = False
-) -> Iterator[RawSample]:
-    """Give what can be read of a tar, whole or not; how many samples it has and what it lacks goes into the report.
-
-    Of the tar of a subset, what is not in its table belongs to others, and is left out.
-    """
     result = walk(tar, report.name, lenient=True)
     if of_subset:
-        assert table is not None, "table_of raises DataError for a subset without its table"
+        assert table is not None, "a subset without its table raises DataError"
         places = set(zip(table["image"].tolist(), table["label"].tolist(), strict=True))
         result.rows = [row for row in result.rows if (row.image, row.label) in places]
         result.refused = Refusals()
@@ -277,8 +268,7 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
         times_seen: Counter[str] = Counter()
         with file, mapped(file) as tar:
             report = ShardReport(shard.name)
-            table = table_of(index, number, report)
-            for key, image, raw_labels, is_intact in samples_of(tar, report, table, index.origin is not None):
+            for key, image, raw_labels, is_intact in samples_of(tar, index, number, report):
                 if not is_intact:
                     continue
                 try:

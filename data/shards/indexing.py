@@ -39,9 +39,8 @@ from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
-from data.index.refusals import Refusals
 from data.index.shard import table_path, write_table
-from data.index.tar import check_nothing_excluded, mapped, walk
+from data.index.tar import Refusals, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import IndexJournal, Record
@@ -300,7 +299,7 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")
 
     # Resolved, or a `..` or a link would hide which folder they have in common.
-    paths = [path.resolve() for path in paths]
+    paths = list(map(Path.resolve, paths))
     tars = TarList(os.path.commonpath({path.parent for path in paths}), {})
     for path in paths:
         tars.sizes[str(path.relative_to(tars.directory))] = path.stat().st_size

@@ -4,7 +4,7 @@
    clears away the temporary files of killed processes;
 2. `has` says which shards need no more work;
 3. `add` records each shard as it is finished: its row in the index, its samples a class, and what was passed over
-   (`refusals`), by its name;
+   (`Refusals`), by its name;
 4. `finish` writes the index from those that the set has, and deletes the journal.
 """
 
@@ -20,8 +20,8 @@ import psutil
 from data.index.document import SUFFIX, write_index
 from data.index.index import Index
 from data.index.names import Names
-from data.index.refusals import Refusals
 from data.index.shard import Shard
+from data.index.tar import Refusals
 from data.seal import Journal
 
 

@@ -9,7 +9,7 @@
 A pair is of one training sample and one test sample, each by shard and key; `train_set` and `test_set` say of which of
 the sets, where there are several. The seal is the sha256 of everything else; a document made by hand may do without.
 
-    leaked_test_samples(read_leaks("leaks.json"), load_index("shards/test"))   →   array([False, True, …])
+    in_pairs(read_leaks("leaks.json"), load_index("shards/test"), "test")   →   array([False, True, …])
 """
 
 from __future__ import annotations
@@ -65,15 +65,6 @@ class Leaks:
     looked_at: Mapping[str, Any] = field(default_factory=dict)  # how many samples, and how many could not be decoded
 
 
-def leaked_test_samples(leaks: Leaks, index: Index) -> np.ndarray:
-    """Return (N,) whether each sample of a test set is in a pair, in the order of the set.
-
-    `index` is one of the test sets that were compared, or a subset of one, but no subset of a subset. A key that a
-    shard has twice marks both. Raises DataError where it is neither.
-    """
-    return in_pairs(leaks, index, "test")
-
-
 def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
     """Return which of the document's sets on a side a set is, or is a subset of."""
     sets: Sequence[Compared] = getattr(leaks, side)
@@ -84,7 +75,11 @@ def numbers_of(leaks: Leaks, index: Index, side: Side) -> set[int]:
 
 
 def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
-    """Return (N,) whether each sample of a set is on one side of a pair."""
+    """Return (N,) whether each sample of a set is on one side of a pair, in the order of the set.
+
+    `index` is one of the sets that were compared, or a subset of one, but no subset of a subset. A key that a shard has
+    twice marks both. Raises DataError where it is neither.
+    """
     numbers = numbers_of(leaks, index, side)
     if not numbers:
         there = ", ".join(f"{compared.path} ({compared.digest[:12]})" for compared in getattr(leaks, side))

@@ -128,16 +128,16 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
             missing.append(printable(key))
         elif len(shards) > 1:
             ambiguous.append(f"{printable(key)} ({', '.join(sorted(shards)[:3])})")
-    if missing:
-        raise DataError(
-            f"{path}: {len(missing):,} of its {len(samples):,} samples are not in {index.tables}: {first_of(missing)}\n"
-            "  expected samples of this very set"
-        )
-    if ambiguous:
-        raise DataError(
-            f"{path}: {len(ambiguous):,} of its keys are in several shards: {first_of(ambiguous)}\n"
-            "  expected the shard before such a key, with a tab between"
-        )
+    problems = (
+        (missing, f"{len(samples):,} samples are not in {index.tables}", "samples of this very set"),
+        (ambiguous, "keys are in several shards", "the shard before such a key, with a tab between"),
+    )
+    for entries, problem, expected in problems:
+        if entries:
+            first = ", ".join(entries[:MOST_SHOWN])
+            if len(entries) > MOST_SHOWN:
+                first += ", …"
+            raise DataError(f"{path}: {len(entries):,} of its {problem}: {first}\n  expected {expected}")
     return np.concatenate(rows)
 
 
@@ -160,9 +160,3 @@ def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, in
             )
         numbers[name] = matching[0]
     return numbers
-
-
-def first_of(samples: Sequence[str]) -> str:
-    """Return the first of some samples, each whole, and whether there are more."""
-    text = ", ".join(samples[:MOST_SHOWN])
-    return f"{text}, …" if len(samples) > MOST_SHOWN else text

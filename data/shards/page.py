@@ -62,20 +62,8 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     for shard in report.shards:
         for image in shard.grid:
             thumbnails.append((printable(image.caption), thumbnail(image.encoded)))
-    page = TEMPLATE.render(
-        name=f"Data report of {report.index.tables.name}, digest {report.index.digest[:12]}",
-        summary="\n".join(report.lines(world)),
-        chart=chart(report),
-        shards=shards[:MOST_SHARDS],
-        more=more,
-        samples=thumbnails,
-    )
-    write_whole(Path(path), page)
-    return Path(path)
 
-
-def chart(report: Report) -> str:
-    """Return samples a class, and how sides, shapes and sizes are spread, as one PNG in base64."""
+    # Samples a class, and how sides, shapes and sizes are spread.
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots(2, 2).ravel()
     counts = sorted((report.classes[label] for label in range(report.index.classes)), reverse=True)
@@ -94,9 +82,19 @@ def chart(report: Report) -> str:
             axis.hist(list(spread), bins=40, range=(low, high), weights=list(spread.values()))
             title += f", median {spread.quantile(0.5):.4g}"
         axis.set(title=title, ylabel="images")
-    png = BytesIO()
-    figure.savefig(png, format="png", dpi=110)
-    return b64encode(png.getvalue()).decode()
+    chart = BytesIO()
+    figure.savefig(chart, format="png", dpi=110)
+
+    page = TEMPLATE.render(
+        name=f"Data report of {report.index.tables.name}, digest {report.index.digest[:12]}",
+        summary="\n".join(report.lines(world)),
+        chart=b64encode(chart.getvalue()).decode(),
+        shards=shards[:MOST_SHARDS],
+        more=more,
+        samples=thumbnails,
+    )
+    write_whole(Path(path), page)
+    return Path(path)
 
 
 def thumbnail(encoded: bytes) -> str:

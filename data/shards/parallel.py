@@ -17,7 +17,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -53,13 +53,8 @@ def in_parallel(
         ):
             # `map` would cancel what is left when it is interrupted, which an executor whose processes end trips over.
             futures = deque(processes.submit(function, job) for job in jobs)
-            yield counted(results_of(futures), len(jobs), report)
-
-
-def results_of(futures: deque[Future[Result]]) -> Iterator[Result]:
-    """Give the results of futures, in order; none is kept."""
-    while futures:
-        yield futures.popleft().result()
+            # Each leaves the queue as its result is given: none is kept.
+            yield counted((futures.popleft().result() for _ in jobs), len(jobs), report)
 
 
 @contextmanager

@@ -171,7 +171,7 @@ class ShardReader:
             return
         for shard, sample in places.tolist():
             if self._comes_by_range(shard):
-                _, span = self._row(shard, sample)
+                _, span = self._row(shard, sample, self.index.location(shard))
                 self.ranges.request((shard, sample), span)
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
@@ -230,17 +230,14 @@ class ShardReader:
             self._tables.popitem(last=False)
         return self._tables[number]
 
-    def _row(self, shard: int, sample: int) -> tuple[np.void, Span]:
+    def _row(self, shard: int, sample: int, url: str = "") -> tuple[np.void, Span]:
         """Return the row of a table, and where its bytes lie: of an image as many as the decoder takes, and one more.
 
         An image that is larger is refused whatever it holds.
         """
         row = self._table(shard)[sample]
         image_size = min(int(row["image_size"]), MAX_BYTES + 1)
-        span = Span(
-            self.index.location(shard), int(row["image"]), image_size, int(row["label"]), int(row["label_size"])
-        )
-        return row, span
+        return row, Span(url, int(row["image"]), image_size, int(row["label"]), int(row["label_size"]))
 
     def _copied(self, shard: int, sample: int) -> tuple[bytes, bytes]:
         """Copy the image and the label of a sample out of its shard, which is waited for."""
@@ -264,7 +261,7 @@ class ShardReader:
         is_asked_for = (shard, sample) in self.ranges.requested
         if not is_asked_for and not self._comes_by_range(shard):
             return None
-        row, span = self._row(shard, sample)
+        row, span = self._row(shard, sample, self.index.location(shard))
         try:
             content = self.ranges.take((shard, sample), span, self.cache.progress)
         except PatchlineError as error:

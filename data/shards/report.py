@@ -14,7 +14,7 @@ from data.checks import printable
 from data.images.decode import Header
 from data.index.index import Index
 from data.index.names import some
-from data.index.refusals import Refusals
+from data.index.tar import Refusals
 
 FEW_SHARDS = 16  # so few shards are no trouble if they are small
 SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request
@@ -172,18 +172,18 @@ class Report:
             counts = sorted(self.classes.values())
             median = counts[len(counts) // 2]
             lines.append(f"samples a class: least {counts[0]}, median {median}, most {counts[-1]}")
-        return lines + advice(self.index, world)
 
-
-def advice(index: Index, world: int = 1) -> list[str]:
-    """Say how the shards could be read better, if there is anything to say."""
-    sizes = np.array([shard.bytes for shard in index.shards])
-    lines = []
-    if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:
-        mebibytes = np.median(sizes) / 2**20
-        lines.append(f"advice: shards of {mebibytes:.0f} MiB are small for a network; 256 MiB – 1 GiB read best")
-    if sizes.max(initial=0) > LARGE_SHARD:
-        lines.append("advice: shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB")
-    if world > 1 and len(sizes) < world:
-        lines.append(f"advice: {len(sizes)} shards for {world} workers: several read one shard, fine on local disks")
-    return lines
+        # How the shards could be read better, if there is anything to say.
+        sizes = np.array([shard.bytes for shard in self.index.shards])
+        if len(sizes) > FEW_SHARDS and np.median(sizes) < SMALL_SHARD:
+            mebibytes = np.median(sizes) / 2**20
+            lines.append(f"advice: shards of {mebibytes:.0f} MiB are small for a network; 256 MiB – 1 GiB read best")
+        if sizes.max(initial=0) > LARGE_SHARD:
+            lines.append(
+                "advice: shards over 4 GiB delay the first batch and the cache; pack with shard_bytes of 1 GiB"
+            )
+        if world > 1 and len(sizes) < world:
+            lines.append(
+                f"advice: {len(sizes)} shards for {world} workers: several read one shard, fine on local disks"
+            )
+        return lines

@@ -98,14 +98,6 @@ class Labels(NamedTuple):
     values: np.ndarray  # int32
     ends: np.ndarray  # (N,) int64
 
-    def first(self) -> np.ndarray:
-        """Return (N,) the first label of every sample, by which shots are drawn; NO_LABEL where it has none."""
-        starts = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
-        first = np.full(len(self.ends), NO_LABEL, np.int64)
-        has_label = self.ends > starts
-        first[has_label] = self.values[starts[has_label]]
-        return first
-
     def any_of_sample(self, marked: np.ndarray) -> np.ndarray:
         """Return (N,) whether a sample has a label that is marked; `marked` is true at some of `values`."""
         has_marked = np.zeros(len(self.ends), bool)
@@ -137,20 +129,9 @@ def make_subset(
     name = name or folder.name
     check_name(name, "a set", "give its name: --name train-10shot")
     path = folder / f"{name}{SUFFIX}"
-    check_replaceable(path, parent)
-    check_sizes([parent])
-
-    labels = read_all_labels(parent, workers, cache or CacheConfig(), report)
-    chosen = choose(parent, labels, rule)
-    if not chosen.any():
-        raise DataError(f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {rule.described()}")
-    return write_subset(parent, path, chosen, labels, rule)
-
-
-def check_replaceable(path: Path, parent: Index) -> None:
-    """Raise DataError where the subset would take the place of a set, or of the tables of one."""
-    tables = {table_path(path.parent, shard.name) for shard in parent.shards}
-    for other_path in sorted(path.parent.glob(f"*{SUFFIX}")):
+    # The subset must not take the place of a set, or of the tables of one.
+    tables = {table_path(folder, shard.name) for shard in parent.shards}
+    for other_path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
             other = load_index(other_path)
         except DataError:
@@ -161,12 +142,19 @@ def check_replaceable(path: Path, parent: Index) -> None:
         is_this_subset = other_path == path and other.origin is not None
         if is_this_subset:
             continue
-        shares_table = any(table_path(path.parent, shard.name) in tables for shard in other.shards)
+        shares_table = any(table_path(folder, shard.name) in tables for shard in other.shards)
         if other_path == path or shares_table:
             raise DataError(
                 f"{other_path} would lose its tables to the subset\n"
                 "  expected a folder for the subset alone\n  give another --output"
             )
+    check_sizes([parent])
+
+    labels = read_all_labels(parent, workers, cache or CacheConfig(), report)
+    chosen = choose(parent, labels, rule)
+    if not chosen.any():
+        raise DataError(f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {rule.described()}")
+    return write_subset(parent, path, chosen, labels, rule)
 
 
 # -------------------------------------------------------------------------------------------------- labels
@@ -240,7 +228,11 @@ def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
         chosen = only_rows(chosen, rows[first:stop])
     if rule.shots is not None:
         assert rule.seed is not None, "Rule refuses shots without a seed"
-        candidates = np.where(chosen, labels.first(), NO_LABEL)
+        # Shots are drawn by the first label of a sample that has one.
+        starts = np.append(0, labels.ends[:-1]).astype(np.int64)
+        is_candidate = chosen & (labels.ends > starts)
+        candidates = np.full(len(chosen), NO_LABEL, np.int64)
+        candidates[is_candidate] = labels.values[starts[is_candidate]]
         chosen = only_rows(chosen, few_shot_rows(candidates, rule.shots, rule.seed))
     return chosen
 
@@ -263,16 +255,18 @@ def bounds_of(part: str, samples: int) -> tuple[int, int]:
             f"part is {part!r}, expected first:stop, in samples or percent\n"
             "  for example ':98%' and '98%:', or ':50000' and '50000:', each in quotes"
         )
-    first, stop = match.groups()
-    return bound(first or "0", samples), bound(stop or "100%", samples)
-
-
-def bound(text: str, samples: int) -> int:
-    """Return an end of a part, in samples from the first on."""
-    if text.endswith("%"):
-        return min(round(float(text[:-1]) * samples / 100), samples)
-    number = int(text)
-    return max(number + samples, 0) if number < 0 else min(number, samples)
+    ends = []
+    for text, default in zip(match.groups(), ("0", "100%"), strict=True):
+        end = text or default
+        if end.endswith("%"):
+            number = round(float(end[:-1]) * samples / 100)
+        else:
+            number = int(end)
+            if number < 0:
+                number = max(number + samples, 0)
+        ends.append(min(number, samples))
+    first, stop = ends
+    return first, stop
 
 
 # ------------------------------------------------------------------------------------------------- writing

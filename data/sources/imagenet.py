@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from data.errors import DataError
 from data.index.names import Names, some
-from data.index.refusals import Refusals
-from data.index.tar import IMAGES, mapped, members
+from data.index.tar import IMAGES, Refusals, mapped, members
 from data.sources.folders import folder_classes
 from data.sources.members import GZIP_START, read_members
 from data.sources.samples import Published, Sample, warn_of

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from data.errors import DataError
 from data.index.names import Names, some
-from data.index.refusals import Refusals
+from data.index.tar import Refusals
 from data.sources.members import Member, members, tar_members
 from data.sources.samples import Published, Sample, kind_of, warn_of
 

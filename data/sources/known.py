@@ -23,7 +23,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.index.names import Names, some
-from data.index.refusals import Refusals
+from data.index.tar import Refusals
 from data.sources import imagenet, imagenet21k, objectnet
 from data.sources.members import first_present, members, read_members
 from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of

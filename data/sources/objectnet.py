@@ -21,7 +21,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.index.names import Names
-from data.index.refusals import Refusals
+from data.index.tar import Refusals
 from data.sources.members import members, read_members
 from data.sources.samples import Published, Sample, encode, warn_of
 

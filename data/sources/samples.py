@@ -22,7 +22,7 @@ import numpy as np
 from data.checks import printable
 from data.errors import DataError
 from data.index.names import Names, Numbering
-from data.index.refusals import Refusals
+from data.index.tar import Refusals
 
 # scikit-learn's copy of UCI's "Optical Recognition of Handwritten Digits", byte for byte; digits.LICENSE beside it.
 DIGITS_FILE = Path(__file__).with_name("digits.csv.gz")

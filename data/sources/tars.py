@@ -20,9 +20,8 @@ from typing import NamedTuple
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
 from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
-from data.index.refusals import Refusals
 from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, LABELS, check_nothing_excluded, compressed_in, mapped, split_name, walk
+from data.index.tar import IMAGES, LABELS, Refusals, check_nothing_excluded, compressed_in, mapped, split_name, walk
 from data.sources.folders import files_of
 from data.sources.members import Member, is_compressed, members
 from data.sources.samples import Sample, kind_of

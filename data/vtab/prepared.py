@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from data.errors import DataError
 from data.index.names import Names
-from data.index.refusals import Refusals
+from data.index.tar import Refusals
 from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
 from data.vtab.records import features, records
 from data.vtab.tasks import NAMES, TASKS, Split, Task, label_of

@@ -29,10 +29,10 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
     document = read_recipe(recipe_path(recipe), overrides or [])
     with started_early(document):
         # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
-        from jobs.recipe import campaign
+        from jobs.recipe.campaign import resolve
         from jobs.run.session import run_campaign
 
-        run_campaign(campaign.resolve(document), fresh=fresh)
+        run_campaign(resolve(document), fresh=fresh)
 
 
 @single_stage.command()
@@ -50,18 +50,18 @@ def run_stage(
 
     document = read_recipe(recipe_path(recipe), overrides or [])
     with started_early(document, kind=context.obj):
-        from jobs.recipe import campaign
+        from jobs.recipe.campaign import resolve
         from jobs.run.session import run_campaign
 
-        loaded = campaign.resolve(document)
+        campaign = resolve(document)
         if stage is None:
             # All runs of a sweep are one section of the recipe, which is run whole.
-            names = list(dict.fromkeys(stage.source for stage in loaded.stages if stage.kind.name == context.obj))
+            names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
             if len(names) != 1:
                 there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
                 raise ConfigError(f"the recipe has {there}; --stage names one")
             stage = names[0]
-        run_campaign(loaded, fresh=fresh, only=loaded.stage(stage).name)
+        run_campaign(campaign, fresh=fresh, only=campaign.stage(stage).name)
 
 
 @commands.command()
@@ -85,25 +85,26 @@ def plan(
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
     # To import torch takes seconds, and so may what follows.
     with Waiting(f"plan: reading {recipe} …") as waiting:
-        from jobs.commands import plan
+        from jobs.commands.plan import plan
+        from jobs.commands.plan_training import Assumptions
         from jobs.recipe import render
         from jobs.recipe.validate import refuse, validate_all
         from jobs.resolved_recipe import INPUTS, MEMORY
         from jobs.run.stale_evaluations import with_new_evaluations
         from jobs.run.sync import looked_at
 
-        loaded = load_campaign(recipe, overrides)
+        campaign = load_campaign(recipe, overrides)
         if resolved:
             # YAML ends its last line itself.
-            print(render.resolved(loaded), end="")
+            print(render.resolved(campaign), end="")
             return
-        assumed = plan.Assumptions(gpu, price, mtbf)
-        with looked_at(loaded.storage) as folder:
-            loaded = with_new_evaluations(replace(loaded, run=folder))
+        assumed = Assumptions(gpu, price, mtbf)
+        with looked_at(campaign.storage) as folder:
+            campaign = with_new_evaluations(replace(campaign, run=folder))
             # As `run` does before its first stage: a plan promises nothing that would be refused.
-            results = validate_all(loaded, loaded.stages, fresh=fresh)
+            results = validate_all(campaign, campaign.stages, fresh=fresh)
             refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-            plan.plan(loaded, assumed, waiting.now)
+            plan(campaign, assumed, waiting.now)
             for result in results:
                 if result.level != "FAIL":
                     echo(result.text)
@@ -125,9 +126,9 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
     from jobs.cluster.ray import disconnect
     from jobs.commands import preflight
 
-    loaded = load_campaign(recipe, overrides)
+    campaign = load_campaign(recipe, overrides)
     try:
-        return preflight.preflight(loaded)
+        return preflight.preflight(campaign)
     finally:
         disconnect()
 
@@ -193,9 +194,9 @@ def demo(
 
 def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
-    from jobs.recipe import campaign
+    from jobs.recipe.campaign import load
 
-    return campaign.load(recipe_path(recipe), overrides or [])
+    return load(recipe_path(recipe), overrides or [])
 
 
 def recipe_path(recipe: str) -> Path:

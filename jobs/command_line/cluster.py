@@ -27,7 +27,7 @@ def submit(
     _debug: Debug = False,
 ) -> None:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
-    from jobs.recipe import campaign
+    from jobs.recipe.campaign import resolve
     from jobs.recipe.render import VARIABLE, portable
     from jobs.submit import submission
     from pipeline.config import read_recipe
@@ -40,7 +40,7 @@ def submit(
             raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
         variables[name] = value
     document = read_recipe(recipe_path(recipe), overrides or [])
-    run = campaign.resolve(document).storage.address()  # a wrong recipe stops here, not on the cluster
+    run = resolve(document).storage.address()  # a wrong recipe stops here, not on the cluster
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
     text, changed = portable(document, run, Path.cwd())

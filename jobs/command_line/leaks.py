@@ -5,16 +5,14 @@ patchline subset shards/train --but leaks/leaks.json --output shards/train-clean
 """
 
 import shlex
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jobs.cluster_config import cores
 from jobs.command_line.shards import cache_config, refuse_file
 from jobs.command_line.words import Debug, make_group, stoppable
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 from jobs.terminal import echo
 
 Train = Annotated[list[str], typer.Argument(help="Indexes, or their folders: what was or will be trained on.")]
@@ -45,10 +43,13 @@ def leaks(
     _debug: Debug = False,
 ) -> None:
     """Find training images that are also in a test set: copies, crops, mirror images, other encodings."""
+    from hashlib import sha256  # with OpenSSL, for which `--help` does not wait
+
     from data.files import write_whole
     from data.index.document import SUFFIX, load_index
     from data.leaks.report import lines, write_page
     from data.leaks.search import DOCUMENT, find_leaks
+    from jobs.cluster_config import cores
     from pipeline.evaluation import embedding
 
     folder = Path(output)
@@ -69,7 +70,7 @@ def leaks(
         refuse_missing(weights)
         verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with stoppable(), Progress("shards, by their features") as progress:
+        with stoppable(), ProgressMeter("shards, by their features") as progress:
             model = load(weights, {}).to(device)
             # They are known by their content, whatever file they came from.
             digest = sha256()
@@ -89,7 +90,7 @@ def leaks(
             )
 
     # Then the pictures themselves. The same call again goes on after a kill, here too.
-    with stoppable(), Progress("shards, those of the test sets first") as progress:
+    with stoppable(), ProgressMeter("shards, those of the test sets first") as progress:
         found_leaks = find_leaks(
             train_sets,
             test_sets,

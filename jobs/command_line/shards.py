@@ -16,7 +16,7 @@ import typer
 from data.checks import printable
 from data.errors import DataError, ExitCode, UsageError
 from jobs.command_line.words import Debug, make_group, stoppable
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 from jobs.terminal import echo
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def pack(
         )
     cfg = config.build(SetConfig, described, "pack")
     numbering = numbering_of(cfg, name or folder.name)
-    with stoppable(), Progress("samples", expected_samples(cfg)) as progress:
+    with stoppable(), ProgressMeter("samples", expected_samples(cfg)) as progress:
         index = pack(
             samples_of(cfg, numbering),
             folder,
@@ -204,7 +204,7 @@ def index(
 
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
-    with stoppable(), Progress("shards") as progress:
+    with stoppable(), ProgressMeter("shards") as progress:
         index = build_index(
             tars[0] if is_folder_or_pattern else tars,
             output=output,
@@ -263,7 +263,7 @@ def subset(
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
     rule = subset.Rule(tuple(classes), only, but, part, shots, seed)
     parent = load_index(path)
-    with stoppable(), Progress("shards", len(parent.shards)) as progress:
+    with stoppable(), ProgressMeter("shards", len(parent.shards)) as progress:
         index = subset.make_subset(
             parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
         )
@@ -346,7 +346,7 @@ def repair(
     # The shards and their index may lie in two folders; neither may be written into.
     if folder.resolve() in (Path(index.directory), index.tables):
         raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
-    with stoppable(), Progress("samples", index.samples) as progress:
+    with stoppable(), ProgressMeter("samples", index.samples) as progress:
         repaired = repair(
             index,
             folder,
@@ -389,14 +389,14 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
     # A page that cannot be written is found out now, not after hours of looking.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
-    with Progress("shards", len(index.shards)) as progress:
+    with ProgressMeter("shards", len(index.shards)) as progress:
         return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
 
 
 def summary(index: "Index") -> list[str]:
     """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
     from data.index.names import some
-    from data.index.refusals import Refusals
+    from data.index.tar import Refusals
     from data.shards.indexing import decoded_samples
 
     lines = [

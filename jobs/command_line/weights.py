@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from data.errors import UsageError
-from jobs.cluster_config import cores
 from jobs.command_line.words import Debug, make_group
 from jobs.terminal import echo
 
@@ -105,7 +104,8 @@ def evaluate(
     import torch
 
     from data.files import write_whole
-    from jobs.recipe import campaign
+    from jobs.cluster_config import cores
+    from jobs.recipe.campaign import resolve
     from jobs.run.session import run_campaign
     from pipeline import config
     from pipeline.evaluation.document import NAME
@@ -148,12 +148,12 @@ def evaluate(
         else:
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
-    loaded = campaign.resolve(config.Recipe(values, "the command", folder))
-    run_campaign(loaded)
-    stage = loaded.stage(STAGE)
-    document = (loaded.directory(stage) / NAME).read_text()
-    write_whole(loaded.run / NAME, document)
-    echo(f"written  {loaded.run / NAME}: {len(json.loads(document)['results'])} results")
+    campaign = resolve(config.Recipe(values, "the command", folder))
+    run_campaign(campaign)
+    stage = campaign.stage(STAGE)
+    document = (campaign.directory(stage) / NAME).read_text()
+    write_whole(campaign.run / NAME, document)
+    echo(f"written  {campaign.run / NAME}: {len(json.loads(document)['results'])} results")
 
 
 def name_of(path: str) -> str:

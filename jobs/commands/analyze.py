@@ -41,7 +41,7 @@ POSITION_LABELS = 14  # on an axis of the position maps, at most: more do not fi
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionMaps:
     """What the model looks at in the images."""
 
     maps: Tensor  # (images, rows, columns), the largest of each is 1
@@ -127,7 +127,7 @@ def encoded_images(paths: list[str]) -> Iterator[tuple[str, bytes]]:
                 yield str(file), file.read_bytes()
 
 
-def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> Attention:
+def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:
     """Compute attention maps and distances, one image at a time: L/16 at 384 px has half a gigabyte of weights each."""
     maps = []
     distances = []
@@ -138,7 +138,7 @@ def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) 
         maps.append(analysis.attention_map(weights, config)[0].cpu())
         distances.append(analysis.attention_distance(weights, config).cpu())
         renormalised.append(analysis.attention_distance(weights, config, renormalise=True).cpu())
-    return Attention(torch.stack(maps), torch.stack(distances).mean(0), torch.stack(renormalised).mean(0))
+    return AttentionMaps(torch.stack(maps), torch.stack(distances).mean(0), torch.stack(renormalised).mean(0))
 
 
 def look_inside(model: nn.Module) -> Inside:

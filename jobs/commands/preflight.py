@@ -27,7 +27,7 @@ from data.errors import ExitCode, PatchlineError
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
-from jobs.commands.plan import GPU_FLOPS
+from jobs.commands.plan_training import GPU_FLOPS
 from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
@@ -40,7 +40,7 @@ from pipeline.monitoring.telemetry import counted
 from pipeline.plan.memory import memory_need, snapshot_bytes
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.preflight.folder import answering
-from pipeline.preflight.worker import PreflightReport, examine, look_at_node
+from pipeline.preflight.worker import PreflightReport, examine, examine_node
 from pipeline.training_config import BYTES_FP32, TrainConfig, batch_arithmetic
 from pipeline.versions import code_version
 
@@ -133,7 +133,7 @@ def requirements_of(campaign: Campaign, world: int) -> Requirements:
         for value, reads in stage.kind.inputs_of(stage.config).values():
             if reads is not Reads.SET:
                 continue
-            path = campaign.resolve(value) or ""
+            path = campaign.path_of(value)
             index = index_if_made(path)
             if index is None:
                 not_made.add(path)
@@ -244,5 +244,5 @@ def measure_everywhere(
                 used = set()
                 for worker in measured["workers"]:
                     used.add(worker["identity"]["node"])
-                measured["spares"], silent = run_on_spare_nodes(look_at_node, task, used, cluster.start_timeout_s)
+                measured["spares"], silent = run_on_spare_nodes(examine_node, task, used, cluster.start_timeout_s)
     return measured, silent

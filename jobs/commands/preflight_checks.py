@@ -64,7 +64,7 @@ class Requirements:
 
 def check_report(report: PreflightReport, requirements: Requirements) -> list[CheckResult]:
     """Compare everything that was reported with what is asked; the most important comes first."""
-    checks = Checks(report, requirements)
+    checks = ReportChecks(report, requirements)
     checks.check_group()
     checks.check_links()
     checks.check_folder()
@@ -75,7 +75,7 @@ def check_report(report: PreflightReport, requirements: Requirements) -> list[Ch
     return checks.results
 
 
-class Checks:
+class ReportChecks:
     """Goes through a report, and keeps a result a subject."""
 
     def __init__(self, report: PreflightReport, requirements: Requirements) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,13 +43,6 @@ class Rebuilt(NamedTuple):
     bad: list[BadSample]  # those that were replaced
 
 
-class Job(TypedDict):
-    """What is read here of the job in a task.json."""
-
-    train: list[str]  # indexes of the sets
-    model: dict[str, object]
-
-
 def replay(run: Path, step: str, target: str | None) -> None:
     """Print the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
 
@@ -66,7 +59,7 @@ def replay(run: Path, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
     folder = stage_of(run)
     task = artifacts.read_record(folder / artifacts.TASK)
-    job: Job = task["job"]
+    job = task["job"]
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")

@@ -17,7 +17,7 @@ from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
 
 
-class Outcome(TypedDict):
+class DoneRecord(TypedDict):
     """What is read here of a finished stage's done.json."""
 
     seconds: float
@@ -46,8 +46,8 @@ def status(run: Path, url: str = "") -> None:
     try:
         last = json.loads(path.read_text())
         if last["exit_code"] is not None:
-            has_ended = True
             end = f"{last['message']} (exit {last['exit_code']}, {last['time']})"
+            has_ended = True
         else:
             end = f"started {last['time']}: {last['command']}"
             # A command that was killed could not write its end: status.json says "running" for ever.
@@ -100,7 +100,7 @@ def owner_is_gone(run: Path) -> bool:
 def stage_line(folder: Path, *, has_ended: bool) -> str:
     """Return what a stage came to, or how far it is; `has_ended` where no command is running any more."""
     try:
-        outcome = cast(Outcome | None, artifacts.read_done(folder))
+        outcome = cast(DoneRecord | None, artifacts.read_done(folder))
     except DataError as error:
         return f"CANNOT TELL: {str(error).splitlines()[0]}"
     # 1. A finished stage: what it came to.

@@ -56,7 +56,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
     for stage in stages.values():
         unmade = None
         for value, _weight in stage.config.data.sets().values():
-            path = campaign.resolve(value)
+            path = campaign.path_of(value)
             if path is None or index_if_made(path) is None:
                 unmade = path
         if unmade is not None:
@@ -85,7 +85,7 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     """Return the key of a stage's trials; "" where its model is not known."""
     if stage.model is None:
         return ""
-    sets = [campaign.resolve(path) or "" for path, _weight in stage.config.data.sets().values()]
+    sets = [campaign.path_of(path) for path, _weight in stage.config.data.sets().values()]
     return key_of(stage.config, stage.model, sets)
 
 
@@ -93,7 +93,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     """Take the steps of one stage in a folder that goes at the end; say and keep what they took."""
     # 1. The stage's own config, but for its length, its saves and its evaluations.
     cfg: TrainConfig = stage.config
-    init = campaign.resolve(cfg.init)
+    init = campaign.path_of(cfg.init)
     # Steps take the same time from any weights.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
     cfg = dataclasses.replace(
@@ -112,7 +112,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     )
     # In the temporary folder "@stage" leads nowhere: the inputs are those of the campaign.
     for field, (value, _reads) in stage.kind.inputs_of(cfg).items():
-        cfg = with_field(cfg, field.split("."), campaign.resolve(value))
+        cfg = with_field(cfg, field.split("."), campaign.path_of(value))
 
     # 2. The steps, as `run` would have the workers take them.
     workers = counted(campaign.cluster.most, "worker")

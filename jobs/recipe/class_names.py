@@ -49,7 +49,7 @@ def of_stage(stage: Stage, there: Available) -> Names:
 
 def of_weights(init: str, there: Available) -> Names:
     """Return what the outputs of weights are called: those of a folder, or those that a stage will write."""
-    folder = Path(there.campaign.resolve(init) or "")
+    folder = Path(there.campaign.path_of(init))
     if (folder / CONFIG).is_file() or any_weights.is_foreign(str(folder)):
         try:
             return models.load_class_names(folder)

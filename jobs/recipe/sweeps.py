@@ -304,7 +304,7 @@ def resolve_sweep(campaign: Campaign) -> Campaign:
             if table not in values_of:
                 folder = campaign.directory(table_of(campaign, table))
                 is_made = artifacts.read_done(folder) is not None
-                values_of[table] = tables.chosen_values(folder) if is_made else None
+                values_of[table] = artifacts.read_record(folder / tables.DOCUMENT)["chosen"] if is_made else None
             values = values_of[table]
             if values is not None:
                 known[field_name] = values[field_name]

@@ -85,7 +85,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         "stage": stage.name,
         "key": stage.key,
         "config": dataclasses.asdict(stage.config),
-        "inputs": {field: campaign.resolve(value) or "" for field, value in stage.parents.items()},
+        "inputs": {field: campaign.path_of(value) for field, value in stage.parents.items()},
         "code": code_version(),
         "environment": environment(),
         "command": " ".join(sys.argv),

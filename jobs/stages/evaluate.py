@@ -29,7 +29,7 @@ from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, leaked_test_samples, read_leaks
+from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
@@ -136,10 +136,10 @@ class LeaksFile:
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Compute the results that no earlier evaluation of this run has, and write the document."""
-    init = context.campaign.resolve(cfg.init) or ""
+    init = context.campaign.path_of(cfg.init)
     weights_digest = any_weights.digest_of(init, context.log)
     leaks = None
-    leaks_path = context.campaign.resolve(cfg.leaks)
+    leaks_path = context.campaign.path_of(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
     preprocess = cfg.preprocess or f"resize({context.model.image_size})"
@@ -211,19 +211,20 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
         leaks_digest = leaks.digest
     all_named: list[NamedRequest] = []
     for name, evaluated in cfg.sets.items():
-        test = context.campaign.resolve(evaluated.test) or ""
+        test = context.campaign.path_of(evaluated.test)
         index = load_index(test)
         leaked = None
         if leaks is not None:
             try:
-                leaked = np.flatnonzero(leaked_test_samples(leaks.leaks, index)).tolist()
+                leaked = np.flatnonzero(in_pairs(leaks.leaks, index, "test")).tolist()
             except DataError as error:
                 raise DataError(f"leaks {leaks.path} knows nothing of the set {name}: {error}") from None
         for protocol in protocols:
             train = None
             train_digest = None
             if not protocol.kind.best:  # the head has learned already
-                train = context.campaign.resolve(evaluated.train) or ""
+                assert evaluated.train is not None, "Config refuses it for protocols that learn"
+                train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
             digests = (index.digest, train_digest, protocol.digest, leaks_digest)

@@ -52,9 +52,10 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         stall_s=cfg.stall_s,
         cache=cfg.cache,
     )
-    init = context.campaign.resolve(cfg.init) or ""
-    test = context.campaign.resolve(cfg.probe.test) or ""
-    train = context.campaign.resolve(cfg.probe.train)
+    assert cfg.probe.test is not None, "`checks` refuses a probe without sets"
+    init = context.campaign.path_of(cfg.init)
+    test = context.campaign.path_of(cfg.probe.test)
+    train = context.campaign.path_of(cfg.probe.train)
     request = Request(test, train, cfg.probe.protocol(), first_label=True)
     (result,) = evaluate_on_workers(worker_config, init, [request], context)
     metrics = document.metrics_with_seeds(result)

@@ -13,7 +13,7 @@ from data.index.shard import table_path
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import make_subset, summary
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import SetConfig, expected_samples, is_there, numberings_of, paths_of, samples_of, subset_rule
 from pipeline.artifacts import DONE
@@ -78,9 +78,9 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     """Pack every set into a folder of its own; safe to kill and to run again."""
     sets = {}
     for name, set_config in cfg.sets.items():
-        sets[name] = replace(set_config, classes_of=context.campaign.resolve(set_config.classes_of))
+        sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
         if set_config.source == "subset":
-            sets[name] = replace(set_config, path=context.campaign.resolve(set_config.path))
+            sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
     numberings = numberings_of(sets, context.log)
     packed: dict[str, PackedSet] = {}
     samples_seen = 0
@@ -90,18 +90,13 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             # The index of some of another set's samples; nothing is packed.
             assert set_config.path is not None, "SetConfig refuses a subset without a path"
             parent = load_index(set_config.path)
-            progress = Progress(f"shards looked at for {name}", len(parent.shards), say=context.log, every_s=10.0)
+            progress = ProgressMeter(f"shards looked at for {name}", len(parent.shards), log=context.log, every_s=10.0)
             rule = subset_rule(set_config)
             index = make_subset(parent, folder, rule, name=name, workers=cfg.workers, report=progress.of)
             for line in summary(index, parent):
                 context.log(f"{name}: {line}")
         else:
-            progress = Progress(f"samples of {name}", expected_samples(set_config), say=context.log, every_s=10.0)
-
-            # A default binds the progress of this set now; the name means another one in the next round.
-            def report(shards: int, samples: int, progress: Progress = progress) -> None:
-                progress(samples, f"{shards} shards")
-
+            progress = ProgressMeter(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
             # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
             index = pack(
                 samples_of(set_config, numberings[name]),
@@ -113,7 +108,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
                 classes=set_config.classes,
                 restarts=cfg.restarts,
                 workers=cfg.workers,
-                report=report,
+                report=progress.packed,
             )
             samples_seen += index.samples
             context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")

@@ -24,8 +24,7 @@ class Config:
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
-    folder = context.campaign.resolve(cfg.init)
-    assert folder is not None, "init has no default that is None"
+    folder = context.campaign.path_of(cfg.init)
     artifacts.check_weights(Path(folder), context.log)
     weights, source = models.load_weights(folder)
     weights, report = models.transfer(weights, source, context.model)

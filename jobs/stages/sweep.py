@@ -176,14 +176,9 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
     return values
 
 
-def chosen_values(folder: Path) -> dict[str, object]:
-    """Return the values that the table in this folder has chosen, by dotted field. Raises DataError, OSError."""
-    return artifacts.read_record(folder / DOCUMENT)["chosen"]
-
-
 def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
-    folder = Path(context.campaign.resolve(cfg.stage) or "")
+    folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.

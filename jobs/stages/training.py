@@ -64,7 +64,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     campaign = context.campaign
     # 1. What is left out, and whether there is room for what is to come.
     if cfg.data.drop:
-        whole_sets = [load_index(campaign.resolve(path) or "") for path, _weight in cfg.data.sets().values()]
+        whole_sets = [load_index(campaign.path_of(path)) for path, _weight in cfg.data.sets().values()]
         samples = sum(index.samples for index in whole_sets)
         dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
         context.log(
@@ -106,12 +106,12 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
     """
     campaign = context.campaign
     is_gpu = campaign.cluster.gpus_per_worker > 0
-    init = campaign.resolve(cfg.init)
+    init = campaign.path_of(cfg.init)
     # An attempt that resumes from a checkpoint does not read them. Every one that does is preceded by a check.
     if init is not None and not context.checkpoints.committed():
         artifacts.check_weights(Path(init), context.log)
     # Workers live in other folders than the driver, to which a path in a recipe is relative.
-    cfg = dataclasses.replace(cfg, deepspeed=campaign.resolve(cfg.deepspeed))
+    cfg = dataclasses.replace(cfg, deepspeed=campaign.path_of(cfg.deepspeed))
     # A budget for activations becomes a number of blocks here, once: workers of other nodes need not trace a step.
     cfg = with_blocks(cfg, context.model, is_gpu=is_gpu)
 
@@ -133,11 +133,11 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         code=code_version(),
         model=models.to_dict(context.model),
         # In the order of the sets' names.
-        train=[campaign.resolve(path) or "" for path, _weight in cfg.data.sets().values()],
-        evaluate=campaign.resolve(cfg.data.evaluate),
+        train=[campaign.path_of(path) for path, _weight in cfg.data.sets().values()],
+        evaluate=campaign.path_of(cfg.data.evaluate),
         init=init,
-        probe_train=campaign.resolve(cfg.probe.train),
-        probe_test=campaign.resolve(cfg.probe.test),
+        probe_train=campaign.path_of(cfg.probe.train),
+        probe_test=campaign.path_of(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
         remote=campaign.remote,

@@ -6,7 +6,7 @@ How a run is submitted:
 3. name the job by the run and the number of the try: `/data/runs/digits` → `digits-002-4f1a`.
 
 >>> submit("/data/runs/digits", ["python", "-m", "jobs", "run", "jobs/recipes/digits.yaml"])
-Job(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None, …)
+RayJob(id="digits-002-4f1a", run="/data/runs/digits", status="PENDING", started_s=1763800000.0, exit_code=None, …)
 
 A job is found again by the `run` in its metadata. Ray's table of jobs is lost with the head; the truth about a run is
 its directory.
@@ -63,7 +63,7 @@ for actor in list_actors(filters=[("state", "!=", "DEAD")], limit=10_000):
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """A campaign as the cluster's table of jobs has it."""
 
     id: str
@@ -107,7 +107,7 @@ def submit(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
     root: Path = ROOT,
-) -> Job:
+) -> RayJob:
     """Ship the checkout and run `command` in it on the cluster, as the next try of `run`.
 
     Raises RunOwned when a job of this run is alive, UsageError for what `environment` may not hold or a checkout
@@ -149,15 +149,15 @@ def submit(
     return status(run)
 
 
-def list_jobs() -> list[Job]:
+def list_jobs() -> list[RayJob]:
     """Return every job that was submitted here: those that run, those that wait, then those that have ended.
 
     The latest of each kind stands first.
     """
     client = _connect()
-    running: list[Job] = []
-    waiting: list[Job] = []
-    ended: list[Job] = []
+    running: list[RayJob] = []
+    waiting: list[RayJob] = []
+    ended: list[RayJob] = []
     for job in reversed(_submitted_jobs(client)):
         if not job.run:
             continue  # it was submitted without Patchline
@@ -181,12 +181,12 @@ def list_jobs() -> list[Job]:
     return [*running, *waiting, *ended]
 
 
-def status(run: str) -> Job:
+def status(run: str) -> RayJob:
     """Return the latest job of the run. Raises UsageError when there is none, naming the runs that have one."""
     return _latest_job(_connect(), run)
 
 
-def logs(run: str, *, write: Callable[[str], None] | None = None) -> Job:
+def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
     client = _connect()
     job = _latest_job(client, run)
@@ -205,7 +205,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> Job:
     return status(run)
 
 
-def stop(run: str) -> Job:
+def stop(run: str) -> RayJob:
     """Ask the run's latest job to commit and end, and wait for it; a pending one is ended where it waits.
 
     Raises ClusterError when the job is still alive after STOP_WAIT_S.
@@ -353,13 +353,13 @@ def _submit_when_possible(submit_job: Callable[[], str]) -> str:
         time.sleep(POLL_S)
 
 
-def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
+def _submitted_jobs(client: "JobSubmissionClient") -> list[RayJob]:
     """Return the jobs of the cluster, oldest first."""
     jobs = []
     for details in client.list_jobs():
         # A driver that merely joined the cluster has no submission id.
         if details.submission_id:
-            job = Job(
+            job = RayJob(
                 id=details.submission_id,
                 run=(details.metadata or {}).get("run", ""),
                 status=str(details.status),
@@ -370,12 +370,12 @@ def _submitted_jobs(client: "JobSubmissionClient") -> list[Job]:
     return sorted(jobs, key=attrgetter("started_s"))
 
 
-def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[Job]:
+def _jobs_of_run(client: "JobSubmissionClient", run: str) -> list[RayJob]:
     """Return the jobs of a run, which may be named by a job's id as well, oldest first."""
     return [job for job in _submitted_jobs(client) if run in (job.run, job.id)]
 
 
-def _latest_job(client: "JobSubmissionClient", run: str) -> Job:
+def _latest_job(client: "JobSubmissionClient", run: str) -> RayJob:
     jobs = _jobs_of_run(client, run)
     if jobs:
         return jobs[-1]

@@ -74,8 +74,9 @@ def load(
         if theirs in described:
             known[ours] = described[theirs]
     # ViTModel has no "vit." before its names, and it alone has the pooler.
-    is_classifier = any(key.startswith("vit.") for key in stored)
-    layout = CLASSIFIER if is_classifier else BARE
+    layout = BARE
+    if any(key.startswith("vit.") for key in stored):
+        layout = CLASSIFIER
     config = vit_config(stored, layout, known | overrides)
     return read(stored, config, layout), config
 

@@ -5,8 +5,8 @@ shape a part has there.
 
 1. `Layout.keys` turns our name into theirs, by the renames in their order, and splits what is packed here;
 2. `vit_config` tells from stored keys and shapes which ViT they belong to;
-3. `parts_of` lists for a config every part with its key, its shape here and its shape there;
-4. `read` holds the stored tensors against that list and puts our state dict together; `write` does the inverse.
+3. `write` turns a state dict of ours into tensors under their keys and in their shapes;
+4. `read` holds stored tensors against what `write` makes of such a model, and puts our state dict together.
 
     npz.VIT_JAX.keys("blocks.0.attention.qkv.weight")
     ("Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel", ".../key/kernel", ".../value/kernel")
@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,70 +57,38 @@ class Layout:
                 return tuple(name.replace(piece, part) for part in parts)
         return (name,)
 
-    def kernel(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of ours in the order of axes there."""
-        if self.kernels_last and tensor.ndim == 2:
-            return tensor.T
-        if self.kernels_last and tensor.ndim == 4:
-            return tensor.permute(2, 3, 1, 0)
-        return tensor
-
-
-class Part(NamedTuple):
-    """Names a stored tensor, which is a parameter of ours, or a third of a packed qkv."""
-
-    key: str
-    here: Shape
-    there: Shape
-
-
-def parts_of(config: ModelConfig, layout: Layout) -> dict[str, list[Part]]:
-    """Return the parts of each of our parameters, in the module's order."""
-    parts_by_name: dict[str, list[Part]] = {}
-    # The module on meta is the list of parameters: a table of shapes beside it could drift from the code.
-    for name, parameter in catalog.empty(config).named_parameters():
-        keys = layout.keys(name)
-        parts = []
-        for key, tensor in zip(keys, parameter.detach().chunk(len(keys)), strict=True):
-            there = tuple(layout.kernel(tensor).shape)
-            if layout.shape_of is not None:
-                there = layout.shape_of(key, there, config)
-            parts.append(Part(key, tuple(tensor.shape), there))
-        parts_by_name[name] = parts
-    return parts_by_name
-
 
 def read(stored: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
     """Return our state dict from stored tensors; ValueError naming every key that does not fit."""
-    parts_by_name = parts_of(config, layout)
-    expected: dict[str, Shape] = {}
-    for parts in parts_by_name.values():
-        for part in parts:
-            expected[part.key] = squeezed(part.there)
-    shapes = {key: squeezed(tuple(tensor.shape)) for key, tensor in stored.items()}
+    # The module on meta is the list of parameters: a table of shapes beside it could drift from the code.
+    parameters: dict[str, Tensor] = dict(catalog.empty(config).named_parameters())
+    expected = {key: squeezed(tensor) for key, tensor in write(parameters, config, layout).items()}
+    shapes = {key: squeezed(tensor) for key, tensor in stored.items()}
     # Unknown keys are an error too: a layer that no model here has would be left out without a word.
     check_shapes(shapes, expected, config.family)
 
     state: dict[str, Tensor] = {}
-    for name, parts in parts_by_name.items():
-        tensors = []
-        for part in parts:
-            tensor = stored[part.key]
-            # The inverse of `Layout.kernel`, whatever the shape it is stored in. JAX's attention kernels keep heads as
-            # an axis. It lies beside the inputs or beside the outputs, so that the same reshape closes it up for all.
-            if layout.kernels_last and len(part.here) == 2:
-                outputs, inputs = part.here
+    for name, parameter in parameters.items():
+        keys = layout.keys(name)
+        parts = []
+        for key, here in zip(keys, parameter.chunk(len(keys)), strict=True):
+            tensor = stored[key]
+            # The inverse of `write`, whatever the shape it is stored in. JAX's attention kernels keep heads as an axis.
+            # It lies beside the inputs or beside the outputs, so that the same reshape closes it up for all.
+            if layout.kernels_last and here.ndim == 2:
+                outputs, inputs = here.shape
                 tensor = tensor.reshape(inputs, outputs).T
-            elif layout.kernels_last and len(part.here) == 4:
-                outputs, inputs, rows, columns = part.here
+            elif layout.kernels_last and here.ndim == 4:
+                outputs, inputs, rows, columns = here.shape
                 tensor = tensor.reshape(rows, columns, inputs, outputs).permute(3, 2, 0, 1)
-            tensors.append(tensor.reshape(part.here))
-        state[name] = torch.cat(tensors)
+            parts.append(tensor.reshape(here.shape))
+        state[name] = torch.cat(parts)
     return state
 
 
-def squeezed(shape: Shape) -> Shape:
-    """Return a shape without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
+def squeezed(tensor: Tensor) -> Shape:
+    """Return the shape without leading ones: old files keep (1, 1, 1, C) for GroupNorm and (1, 1, C, K) for a head."""
+    shape = tuple(tensor.shape)
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape
@@ -129,10 +97,19 @@ def squeezed(shape: Shape) -> Shape:
 def write(state: dict[str, Tensor], config: ModelConfig, layout: Layout) -> dict[str, Tensor]:
     """Return stored tensors from our state dict: the inverse of `read`, bit for bit."""
     stored: dict[str, Tensor] = {}
-    for name, parts in parts_of(config, layout).items():
-        for part, tensor in zip(parts, state[name].chunk(len(parts)), strict=True):
+    # In the module's order, whatever order the state dict has.
+    for name, _ in catalog.empty(config).named_parameters():
+        keys = layout.keys(name)
+        for key, part in zip(keys, state[name].detach().chunk(len(keys)), strict=True):
+            if layout.kernels_last and part.ndim == 2:
+                part = part.T
+            elif layout.kernels_last and part.ndim == 4:
+                part = part.permute(2, 3, 1, 0)
+            shape = tuple(part.shape)
+            if layout.shape_of is not None:
+                shape = layout.shape_of(key, shape, config)
             # safetensors refuses what is not contiguous, and a transposed tensor is not.
-            stored[part.key] = layout.kernel(tensor.detach().cpu()).reshape(part.there).contiguous()
+            stored[key] = part.reshape(shape).contiguous()
     return stored
 
 

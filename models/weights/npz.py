@@ -110,9 +110,10 @@ BIG_VISION = Layout(((r"^positions\.0\.table$", BIG_VISION_POSITIONS), *VIT), PA
 def layout_of(config: ModelConfig) -> Layout:
     """Return how the code base that knows this config stores it."""
     # The pool's padding tells whose BiT it is: -inf is big_vision's, zeros are the published code's (SPEC 1.8).
+    if isinstance(config, BiTConfig) and config.pool_padding == "zero":
+        return Layout(BIT, kernels_last=True, shape_of=shape_there)
     if isinstance(config, BiTConfig):
-        renames = BIT if config.pool_padding == "zero" else BIG_VISION_BIT
-        return Layout(renames, kernels_last=True, shape_of=shape_there)
+        return Layout(BIG_VISION_BIT, kernels_last=True, shape_of=shape_there)
     # vit_jax has no MAP head, and its class token has an entry.
     if config.class_slot and config.pool != "map":
         return VIT_JAX
@@ -291,7 +292,7 @@ def save(state: dict[str, Tensor], config: ModelConfig, path: str | Path) -> Non
     if isinstance(config, ViTConfig) and (config.activation != "gelu_tanh" or config.norm_eps != 1e-6):
         warnings.warn("the original computes gelu_tanh with norm_eps 1e-6: logits will differ", stacklevel=3)
     tensors = write(state, config, layout_of(config))
-    arrays: dict[str, Any] = {key: tensor.float().numpy() for key, tensor in tensors.items()}
+    arrays: dict[str, Any] = {key: tensor.float().cpu().numpy() for key, tensor in tensors.items()}
     # An open file: np.savez adds .npz to a name that ends otherwise, such as the temporary name of a whole write.
     with open(path, "wb") as file:
         np.savez(file, **arrays)

@@ -63,9 +63,9 @@ def check_names(owner: object, of: str) -> None:
     """Raise ConfigError where what NAMES calls `of` lacks a name: DeepSpeed is another version than was tested."""
     missing = [name for name in NAMES[of].split() if not hasattr(owner, name)]
     if missing:
-        found = import_module("deepspeed").__version__
+        version = import_module("deepspeed").__version__
         raise ConfigError(
-            f"DeepSpeed {found}: {of} has no {', '.join(missing)}\n"
+            f"DeepSpeed {version}: {of} has no {', '.join(missing)}\n"
             f"  expected DeepSpeed {EXPECTED}, whose insides Patchline uses (pipeline/engine/deepspeed.py)\n"
             f"  type: pip install deepspeed=={EXPECTED}"
         )

@@ -90,7 +90,9 @@ def milliseconds(seconds: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number of things as people say it: 1 node, 3 nodes."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def log_line(report: Record) -> str:
@@ -245,8 +247,10 @@ class Telemetry:
 
     def log(self, text: str) -> None:
         """Write a line for people, from any worker."""
-        prefix = "" if self.rank == 0 else f"[worker {self.rank}] "
-        self._append("log.txt", f"{prefix}{printable_lines(text)}\n")
+        line = f"{printable_lines(text)}\n"
+        if self.rank != 0:
+            line = f"[worker {self.rank}] {line}"
+        self._append("log.txt", line)
 
     def report(self, kind: str, values: Mapping[str, object], line: str = "") -> bool:
         """Write a record, its scalars and perhaps a line; does nothing on ranks other than 0.
@@ -263,7 +267,9 @@ class Telemetry:
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
-                    curve = "1 loss" if (kind, name) == ("train", "loss") else name
+                    curve = name
+                    if kind == "train" and name == "loss":
+                        curve = "1 loss"
                     self.tensorboard.add_scalar(f"{group}/{curve}", value, values["step"])
         if line:
             self.log(line)
@@ -284,7 +290,9 @@ class Telemetry:
             # The line break ends what a refused write may have left of its line; readers skip both as torn.
             text = f"\n({lost} lines lost: the disk refused them)\n{text}"
         is_written = append_whole(self.directory / name, text.encode())
-        self.lost_lines[name] = 0 if is_written else lost + 1
+        self.lost_lines[name] = lost + 1
+        if is_written:
+            self.lost_lines[name] = 0
         return is_written
 
     def close(self) -> None:
@@ -346,7 +354,7 @@ class MetricsRecord(dict[str, Any]):
 
 def altered(record: Record, problem: str) -> DataError:
     """Return the error of a record that the run cannot have written."""
-    path = record.path if isinstance(record, MetricsRecord) else "metrics.jsonl"
+    path = getattr(record, "path", "metrics.jsonl")
     return DataError(
         f"{path} has changed: {problem}: {str(dict(record))[:80]}\n"
         "  expected the lines as the run wrote them\n"

@@ -20,7 +20,7 @@ from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
 from pipeline.checkpoints.saver import checkpoint_bytes
-from pipeline.plan.memory_traces import Kind, kept, step_to_trace, traces_of
+from pipeline.plan.memory_traces import Kind, kept, step_to_trace, trace_of
 from pipeline.training_config import TrainConfig, batch_arithmetic
 
 GIB = 2**30
@@ -68,7 +68,7 @@ def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: boo
     recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
-    (trace,) = traces_of([step])
+    trace = trace_of(step)
     moment = trace.fullest(cfg.micro_batch)
     rows, columns = model.image_size
     images = cfg.micro_batch * MOST_BYTES_OF_RGB * rows * columns
@@ -150,13 +150,12 @@ def recomputed_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> 
     )
 
     def activations(blocks: int) -> float:
-        (trace,) = traces_of([step_to_trace(alone, model, 1, 1, blocks, is_gpu=is_gpu)])
-        return trace.most_activations(cfg.micro_batch)
+        return trace_of(step_to_trace(alone, model, 1, 1, blocks, is_gpu=is_gpu)).most_activations(cfg.micro_batch)
 
     most = blocks_of(model)
     blocks = fewest_blocks(activations, most, limit)
     if blocks is None:
-        (trace,) = traces_of([step_to_trace(alone, model, 1, 1, most, is_gpu=is_gpu)])
+        trace = trace_of(step_to_trace(alone, model, 1, 1, most, is_gpu=is_gpu))
         fitting = [images for images in range(1, cfg.micro_batch) if trace.most_activations(images) <= limit]
         largest = max(fitting, default=0)
         raise BudgetTooSmall(

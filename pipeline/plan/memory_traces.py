@@ -16,7 +16,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -126,52 +125,39 @@ def step_to_trace(
     return StepToTrace(models.to_dict(model), values, world, micro_batches, recomputed, is_gpu, file)
 
 
-def traces_of(steps: Sequence[StepToTrace]) -> list[Trace]:
-    """Return the traces of these steps; those that are not kept yet are made, by one process for all of them.
+def trace_of(step: StepToTrace) -> Trace:
+    """Return the trace of a step; one that is not kept yet is made. Raises TraceFailed."""
+    trace = kept(step)
+    if trace is not None:
+        return trace
+    with ExitStack() as around:
+        # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
+        # Where the home is read-only or has no locks, each traces for itself.
+        with suppress(OSError, StorageError):
+            traces_folder().mkdir(parents=True, exist_ok=True)
+            around.enter_context(locked(traces_folder() / "lock"))
+        trace = kept(step)
+        if trace is not None:
+            return trace
+        answer = run_tracer(step)
+        trace = trace_in(answer)
+        if trace is None:
+            raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
 
-    Raises TraceFailed.
-    """
-    known = {path_of(step): kept(step) for step in steps}
-    if None in known.values():
-        with ExitStack() as around:
-            # The workers of a node may ask at the same moment: the others wait for the first and find what it has kept.
-            # Where the home is read-only or has no locks, each traces for itself.
-            with suppress(OSError, StorageError):
-                traces_folder().mkdir(parents=True, exist_ok=True)
-                around.enter_context(locked(traces_folder() / "lock"))
-            missing = {}
-            for step in steps:
-                known[path_of(step)] = kept(step)
-                if known[path_of(step)] is None:
-                    missing[path_of(step)] = step
-            answers = dict(zip(missing, run_tracer(list(missing.values())), strict=True))
-            for path, answer in answers.items():
-                known[path] = trace_in(answer)
-                if known[path] is None:
-                    raise TraceFailed(f"the step could not be traced: the tracer has said {answer[:LONGEST_REASON]}")
-
-            # Those that are made are kept; those that were not used for longest go.
-            try:
-                for path, answer in answers.items():
-                    write_whole(path, answer)
-                by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-                for path in by_use[MOST_KEPT:]:
-                    path.unlink(missing_ok=True)
-            except (OSError, StorageError) as error:
-                message = "%s: traced steps cannot be kept, each plan traces anew: %s"
-                logging.getLogger(__name__).warning(message, traces_folder(), error)
-    traces = []
-    for step in steps:
-        trace = known[path_of(step)]
-        assert trace is not None, "it has been made"
-        traces.append(trace)
-    return traces
+        # It is kept, and of the others those that were not used for longest go.
+        try:
+            write_whole(path_of(step), answer)
+            by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            for path in by_use[MOST_KEPT:]:
+                path.unlink(missing_ok=True)
+        except (OSError, StorageError) as error:
+            message = "%s: traced steps cannot be kept, each plan traces anew: %s"
+            logging.getLogger(__name__).warning(message, traces_folder(), error)
+    return trace
 
 
-def run_tracer(steps: Sequence[StepToTrace]) -> list[str]:
-    """Have another process trace the steps; return what it writes down for each. Raises TraceFailed."""
-    if not steps:
-        return []
+def run_tracer(step: StepToTrace) -> str:
+    """Have another process trace a step; return what it writes down. Raises TraceFailed."""
     environment = {
         **os.environ,
         # What a GPU would keep is known without one, and fake tensors live on no GPU.
@@ -180,20 +166,16 @@ def run_tracer(steps: Sequence[StepToTrace]) -> list[str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    asked = []
-    for step in steps:
-        values = dataclasses.asdict(step)
-        del values["file"]  # it is read where it lies
-        asked.append(values)
-    question = json.dumps(asked)
+    values = dataclasses.asdict(step)
+    del values["file"]  # it is read where it lies
+    question = json.dumps(values)
     done = subprocess.run(
         [sys.executable, "-m", TRACER], input=question, capture_output=True, text=True, env=environment, cwd=ROOT
     )
-    answers = done.stdout.splitlines()
-    if done.returncode != 0 or len(answers) != len(steps):
+    if done.returncode != 0 or not done.stdout:
         said = done.stderr.strip().splitlines() or ["nothing"]
         raise TraceFailed(f"the step could not be traced: {said[-1][:LONGEST_REASON]}")
-    return answers
+    return done.stdout.strip()
 
 
 # ------------------------------------------------------------------------------------------------ kept traces

@@ -1,6 +1,6 @@
 """Runs a step of training without computing it, in a process of its own, and says what lives at its fullest moments.
 
-    echo '[{"model": {…}, "config": {…}, "world": 8, …}]' | python -m pipeline.plan.tracer
+    echo '{"model": {…}, "config": {…}, "world": 8, …}' | python -m pipeline.plan.tracer
 
 1. Everything is the real thing: the model, DeepSpeed around it, the recipe's loss, dropout, recomputed blocks and
    optimizer. Only its tensors are fake: they have shapes and no numbers. So are the other workers (a "fake" group).
@@ -80,19 +80,12 @@ class TracedWorker:
 
 
 def main() -> None:
-    """Read steps from stdin, write what lives in each to stdout: one line of JSON for each step."""
-    # DeepSpeed and torch print what they like: the answers get a place of their own.
-    answers = os.fdopen(os.dup(1), "w")
+    """Read a step from stdin, write what lives in it to stdout: a line of JSON."""
+    # DeepSpeed and torch print what they like: the answer gets a place of its own.
+    answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for step in json.load(sys.stdin):
-        # DeepSpeed can be started once in a process; forks share what was imported.
-        child = os.fork()
-        if child == 0:
-            print(json.dumps(trace(**step)), file=answers, flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status != 0:
-            sys.exit(1)
+    print(json.dumps(trace(**json.load(sys.stdin))), file=answer, flush=True)
+    os._exit(0)  # fake workers and tensors leave nothing that an orderly end would have to close
 
 
 def trace(
@@ -194,22 +187,24 @@ def fullest_moments(before: list[Event], small: list[Event], large: list[Event])
 
     The step has been taken with SMALL and with LARGE images, `before` is what happened until then.
     """
-    assert [event[:2] for event in small] == [event[:2] for event in large], "a step's order depends on the micro-batch"
-    bytes_small = np.array([size for _, _, size in small], float)
-    bytes_large = np.array([size for _, _, size in large], float)
-    per_image = (bytes_large - bytes_small) / (LARGE - SMALL)
-    fixed = bytes_small - SMALL * per_image
+    _, kinds_before, bytes_before = zip(*before, strict=True)
+    phases, kinds, bytes_small = zip(*small, strict=True)
+    phases_of_large, kinds_of_large, bytes_large = zip(*large, strict=True)
+    is_same = phases == phases_of_large and kinds == kinds_of_large
+    assert is_same, "a step's order depends on the micro-batch"
+    per_image = (np.array(bytes_large, float) - np.array(bytes_small, float)) / (LARGE - SMALL)
+    fixed = np.array(bytes_small, float) - SMALL * per_image
 
     # What lives after each event, (kinds, events): the fixed bytes, and those of every image.
-    kinds = np.array([kind for _, kind, _ in small])
     living_fixed = np.zeros((len(Kind), len(small)))
     living_per_image = np.zeros((len(Kind), len(small)))
     for kind in Kind:
-        at_start = sum(size for _, of, size in before if of == kind)
-        living_fixed[kind] = at_start + np.cumsum(np.where(kinds == kind, fixed, 0))
-        living_per_image[kind] = np.cumsum(np.where(kinds == kind, per_image, 0))
+        at_start = np.sum(bytes_before, where=np.array(kinds_before) == kind)
+        is_kind = np.array(kinds) == kind
+        living_fixed[kind] = at_start + np.cumsum(np.where(is_kind, fixed, 0))
+        living_per_image[kind] = np.cumsum(np.where(is_kind, per_image, 0))
 
-    answer: dict[str, Any] = {"start": int(np.cumsum([size for _, _, size in before]).max())}
+    answer: dict[str, Any] = {"start": int(np.cumsum(bytes_before).max())}
     highest = {
         "moments": upper_hull(living_fixed.sum(0), living_per_image.sum(0)),
         "activations": upper_hull(living_fixed[Kind.ACTIVATIONS], living_per_image[Kind.ACTIVATIONS]),
@@ -218,7 +213,7 @@ def fullest_moments(before: list[Event], small: list[Event], large: list[Event])
         answer[name] = []
         for place in places:
             living = (tuple(living_fixed[:, place].tolist()), tuple(living_per_image[:, place].tolist()))
-            answer[name].append(dataclasses.asdict(Moment(small[place][0], *living)))
+            answer[name].append(dataclasses.asdict(Moment(phases[place], *living)))
     return answer
 
 

@@ -1,1 +1,1 @@
-"""What is looked at before workers train: in short at every start, at length by `jobs preflight`."""
+"""The reports that workers and nodes make for `jobs preflight`: folder, machine, sets and links."""

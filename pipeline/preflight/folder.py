@@ -1,8 +1,8 @@
 """Is a folder the same storage for the driver and for a worker's node, and can it do what a run asks of it?
 
-The driver has written `driver.json`, holds a lock on `lock`, and answers what nodes ask (`answering`):
+The driver has written `driver.json`, holds a lock on `lock`, and answers the requests of nodes (`answering`):
 
-    ask-h3-0.json      the token of the node h3
+    request-h3-0.json  the token of the node h3
     answer-h3-0.json   the same token, and the time on the driver's clock
 
 1. The node looks for the driver's file.
@@ -29,10 +29,10 @@ from pipeline.checkpoints.stage_checkpoints import look_for, names_in
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "lock"
 ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.stage_checkpoints waits for a file
-ASKED_TIMES = 3
+REQUESTS = 3
 POLL_S = 0.002
 ANSWER_POLL_S = 0.005
-ASK = "ask-"
+REQUEST = "request-"
 ANSWER = "answer-"
 WRITTEN_BYTES = 2**24  # by each node, all at once
 
@@ -72,9 +72,9 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
         # Another folder, or none at all: nothing that follows would tell more.
         if unseen:
             return report
-        # Of several questions the quickest answer tells the clock best.
-        for number in range(ASKED_TIMES):
-            answer = ask(folder, f"{ASK}{name}-{number}.json")
+        # Of several requests the quickest answer tells the clock best.
+        for number in range(REQUESTS):
+            answer = request_time(folder, f"{REQUEST}{name}-{number}.json")
             if answer is None:
                 break
             skew_s, uncertainty_s = answer
@@ -121,7 +121,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 
 @contextmanager
 def answering(folder: Path) -> Iterator[None]:
-    """Be the driver while the block runs: leave its file in the folder, hold its lock, and answer what nodes ask."""
+    """Be the driver while the block runs: leave its file in the folder, hold its lock, and answer requests."""
     write_whole(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()
 
@@ -130,10 +130,10 @@ def answering(folder: Path) -> Iterator[None]:
         while not has_ended.wait(ANSWER_POLL_S):
             with suppress(OSError, ValueError):
                 for path in folder.iterdir():
-                    if path.name.startswith(ASK) and path.name not in answered:
+                    if path.name.startswith(REQUEST) and path.name not in answered:
                         token = json.loads(path.read_text())["token"]
                         answer = {"token": token, "time": time.time()}
-                        write_whole(folder / path.name.replace(ASK, ANSWER), json.dumps(answer))
+                        write_whole(folder / path.name.replace(REQUEST, ANSWER), json.dumps(answer))
                         answered.add(path.name)
 
     thread = threading.Thread(target=answer_all, daemon=True)
@@ -149,19 +149,19 @@ def answering(folder: Path) -> Iterator[None]:
             thread.join()
 
 
-def ask(folder: Path, question: str) -> tuple[float, float] | None:
-    """Ask the driver; return (skew of this clock, how far off that may be) in seconds, None without an answer."""
+def request_time(folder: Path, request: str) -> tuple[float, float] | None:
+    """Request the driver's time; return this clock's skew and how far off it may be, in s; None without an answer."""
     token = secrets.token_hex(16)
-    name = question.replace(ASK, ANSWER)
+    name = request.replace(REQUEST, ANSWER)
     # Before it is written: the driver may answer while this node still waits for its own fsync.
-    asked = time.time()
-    write_whole(folder / question, json.dumps({"token": token}))
+    requested = time.time()
+    write_whole(folder / request, json.dumps({"token": token}))
     deadline = time.monotonic() + ANSWERED_WITHIN_S
     while time.monotonic() < deadline:
         if name in names_in(folder):
             answered = time.time()
             answer = json.loads((folder / name).read_text())
             if answer["token"] == token:
-                return (asked + answered) / 2 - answer["time"], (answered - asked) / 2
+                return (requested + answered) / 2 - answer["time"], (answered - requested) / 2
         time.sleep(POLL_S)
     return None

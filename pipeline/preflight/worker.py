@@ -4,7 +4,7 @@ In:  {"folder": "/runs/x/.preflight-…/shared", "is_shared": true, "sets": ["/d
 Out: of rank 0, the reports of all: {"workers": [a document a worker], "network": {…}, …}
 
 The first worker of each node looks at what belongs to the node: the folder, the machine, the sets. A node without a
-worker does the same by itself (`look_at_node`).
+worker does the same by itself (`examine_node`).
 """
 
 import os
@@ -83,7 +83,7 @@ def own_report(device: torch.device) -> WorkerReport:
     }
 
 
-def look_at_node(task: Mapping[str, Any]) -> WorkerReport:
+def examine_node(task: Mapping[str, Any]) -> WorkerReport:
     """Return the report of this node, which has no worker."""
     report = own_report(torch.device("cpu"))
     report["folder"] = report_on(Path(task["folder"]), socket.gethostname(), is_shared=task["is_shared"])

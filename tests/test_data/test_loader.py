@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections import deque
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,6 +395,13 @@ def test_a_data_error_in_a_process_reaches_the_loop(index, order):
     shards = (*index.shards[:-1], replace(index.shards[-1], sha256="0" * 64))
     with pytest.raises(DataError, match="sha256"):
         run(replace(index, shards=shards), order, steps=2, processes=1)
+
+
+def test_an_error_of_the_system_in_a_process_is_not_taken_for_its_death(index, order):
+    failing = copy(order)
+    failing.batch = partial(os.open, "/nonexistent")  # called with a step, which it takes for its flags
+    with pytest.raises(FileNotFoundError):
+        run(index, failing, steps=1, processes=1)
 
 
 def shared_memory() -> dict[int, int]:

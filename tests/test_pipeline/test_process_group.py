@@ -17,7 +17,9 @@ from pipeline.process_group import (
     DEVICE,
     Arrival,
     Identity,
+    Place,
     check_device_memory,
+    describe_network,
     differences,
     identity,
     log_differences,
@@ -137,3 +139,35 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
     (line,) = value["said"]
     assert line.startswith(f"the clock of worker 1 on {NODE} is 3600.0 s ahead of that of worker 0 on {NODE}")
     assert value["seconds"] < 1.0, "0.09 s on two busy cores"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("backend", "settings", "expected"),
+    [
+        ("gloo", [("n1", "GLOO_SOCKET_IFNAME=eth0"), ("n2", "GLOO_SOCKET_IFNAME=eth0")], "gloo over eth0"),
+        (
+            "gloo",
+            [("n1", "GLOO_SOCKET_IFNAME=eth0"), ("n1", "GLOO_SOCKET_IFNAME=eth0"), ("n2", "GLOO_SOCKET_IFNAME=ib0")],
+            "gloo over eth0 on n1, ib0 on n2",
+        ),
+        (
+            "nccl",
+            [("n1", "GLOO_SOCKET_IFNAME=e"), ("n2", "GLOO_SOCKET_IFNAME=e")],
+            "NCCL over the interface that it picks",
+        ),
+        (
+            "nccl",
+            [("n1", "NCCL_SOCKET_IFNAME=ib0 NCCL_DEBUG=INFO"), ("n2", "NCCL_SOCKET_IFNAME=ib0")],
+            "NCCL over ib0; NCCL_DEBUG=INFO on n1, not set on n2",
+        ),
+        ("nccl", [(f"n{node}", f"NCCL_SOCKET_IFNAME=e{node}") for node in range(10)], None),
+    ],
+)
+def test_the_network_line_names_interfaces_and_settings(backend, settings, expected) -> None:
+    places = [Place(node, dict(word.split("=") for word in text.split())) for node, text in settings]
+    line = describe_network(backend, places).replace("; GLOO_SOCKET_IFNAME=e", "")
+    if expected is None:
+        shown = ", ".join(f"e{node} on n{node}" for node in range(8))
+        expected = f"NCCL over {shown} and 2 nodes more"
+    assert line == f"network: {expected}"

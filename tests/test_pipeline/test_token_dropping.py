@@ -19,7 +19,8 @@ import models
 from data.errors import ConfigError, Preempted
 from data.index.document import load_index
 from data.loader import TrainLoader
-from jobs.commands.plan import Assumptions, plan
+from jobs.commands.plan import plan
+from jobs.commands.plan_training import Assumptions
 from jobs.commands.replay import replay
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign

@@ -1,6 +1,5 @@
 """Tars are walked, never extracted: what tarfile reads is found, what is hostile is counted or refused."""
 
-import io
 import tarfile
 
 import numpy as np
@@ -8,22 +7,10 @@ import pytest
 
 from data.errors import DataError
 from data.index.names import parse_labels
-from data.index.refusals import Refusals
-from data.index.tar import members, walk
+from data.index.tar import Refusals, members, walk
+from tests.tars import tar_of
 
 pytestmark = pytest.mark.quick
-
-
-def tar_of(members: list[tuple[str, bytes]], format=tarfile.PAX_FORMAT, **fields) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
-        for name, body in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(body))
-    return buffer.getvalue()
 
 
 NAMES = [

@@ -22,7 +22,6 @@ from data.shards.leaks import (
     Leaks,
     Pair,
     in_pairs,
-    leaked_test_samples,
     read_leaks,
     write_leaks,
 )
@@ -74,18 +73,18 @@ def test_the_document_marks_the_samples_of_the_very_set_in_its_order(tmp_path):
     leaks = Leaks((Compared("train", train.digest),), sets, pairs, {"threshold": 3})
     write_leaks(tmp_path / "leaks.json", leaks)
     assert read_leaks(tmp_path / "leaks.json") == leaks
-    assert np.flatnonzero(leaked_test_samples(leaks, test)).tolist() == [4, 6]
-    assert np.flatnonzero(leaked_test_samples(leaks, other)).tolist() == [2]
+    assert np.flatnonzero(in_pairs(leaks, test, "test")).tolist() == [4, 6]
+    assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [2]
     assert np.flatnonzero(in_pairs(leaks, train, "train")).tolist() == [0, 1, 8]
     # Of a subset of the test set: the same samples, wherever they stand in it.
     half = make_subset(test, tmp_path / "half", Rule(keep=(0, 1)))
-    assert leaked_test_samples(leaks, half).tolist() == [key in ("s4", "s6") for key in ("s0", "s1", "s3", "s4", "s6")]
+    assert in_pairs(leaks, half, "test").tolist() == [key in ("s4", "s6") for key in ("s0", "s1", "s3", "s4", "s6")]
     # And a subset of the training set without them, by the document itself.
     clean = make_subset(train, tmp_path / "clean", Rule(but=str(tmp_path / "leaks.json")))
     keys = [row["key"] for number in range(len(clean.shards)) for row in clean.table(number)]
     assert keys == b"s2 s3 s4 s5 s6 s7".split()
     with pytest.raises(DataError, match=rf"{train.digest[:12]}.*is none of the test sets that were compared"):
-        leaked_test_samples(leaks, train)
+        in_pairs(leaks, train, "test")
 
 
 def test_a_document_made_by_hand_is_read_and_an_altered_one_refused(tmp_path):
@@ -228,9 +227,9 @@ def test_several_sets_keep_their_own_samples_apart(tmp_path, sets):
     leaks = find_leaks([("few", few), ("t", test)], [("other", other), ("test", test)], tmp_path / "leaks")
     of_copies = {(pair.train[1], pair.test_set, pair.test[1]) for pair in leaks.pairs if pair.train_set == 0}
     assert ("crop3", 0, "t0") in of_copies and ("crop3", 1, "t3") in of_copies
-    assert np.flatnonzero(leaked_test_samples(leaks, other)).tolist() == [0]
+    assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [0]
     # Test images are in the second training set themselves, which holds the very same samples.
-    assert int(leaked_test_samples(leaks, test).sum()) == 14
+    assert int(in_pairs(leaks, test, "test").sum()) == 14
 
 
 def test_the_command_writes_a_document_a_report_and_a_page(tmp_path, sets, capsys):

@@ -19,7 +19,7 @@ from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.page import write_page
-from data.shards.report import advice
+from data.shards.report import Report
 from data.sources.samples import Sample, digits
 from tests.tars import write_tar
 
@@ -143,7 +143,8 @@ def test_the_charts_are_of_the_classes_and_of_each_measure(tmp_path, monkeypatch
 )
 def test_many_small_shards_and_huge_ones_are_advised_against(shards, mebibytes, said, tmp_path):
     shard = Shard("x.tar", samples=1, bytes=mebibytes << 20, sha256="")
-    lines = advice(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards))
+    report = Report(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards), [])
+    lines = [line for line in report.lines() if line.startswith("advice: ")]
     assert said in "".join(lines) and len(lines) == bool(said)
 
 

@@ -7,14 +7,13 @@ import json
 import warnings
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import webdataset
 
 from data.errors import DataError
 from data.index.document import load_index
-from data.index.refusals import MOST_TYPES
+from data.index.tar import MOST_TYPES
 from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
@@ -22,11 +21,7 @@ from data.shards.reader import ShardReader
 from data.sources.samples import Sample
 from data.sources.tars import tars
 from jobs.__main__ import main
-from tests.tars import write_tar
-
-
-def picture(value: int) -> bytes:
-    return cv2.imencode(".jpg", np.full((8, 8, 3), value, np.uint8))[1].tobytes()
+from tests.tars import picture, write_tar
 
 
 def samples(first: int, count: int) -> list[tuple[str, bytes]]:

@@ -30,14 +30,11 @@ from data.sources.imagenet import train as imagenet_train
 from data.sources.imagenet import validation as imagenet_validation
 from data.sources.samples import Sample, digits
 from data.sources.tars import tars
+from tests.tars import picture, tar_of
 
 pytestmark = pytest.mark.quick
 
 needs_binding = pytest.mark.skipif(library() is None, reason="no C++ compiler, or Pillow is not the wheel")
-
-
-def picture(value: int, size: int = 8) -> bytes:
-    return cv2.imencode(".jpg", np.full((size, size, 3), value, np.uint8))[1].tobytes()
 
 
 def samples(count: int, classes: int = 5):
@@ -269,16 +266,6 @@ def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
     assert ShardReader(index).read(0, 2)[0] == "x" * 200
     text = (tmp_path / "t.index.json").read_text()
     assert '"link, device or sparse member": 2' in text and '"member type .pyd": 1' in text
-
-
-def tar_of(entries: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, body in entries.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            tar.addfile(info, io.BytesIO(body))
-    return buffer.getvalue()
 
 
 def test_packing_in_parallel_gives_the_same_bytes(tmp_path):

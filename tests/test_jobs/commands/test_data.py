@@ -21,7 +21,7 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
-from jobs.progress import Progress
+from jobs.progress import ProgressMeter
 
 pytestmark = pytest.mark.quick
 
@@ -250,7 +250,7 @@ def test_repair_does_not_overwrite_the_set(broken, tmp_path, capsys):
 def test_progress_speaks_now_and_then_with_speed_and_what_is_left():
     said: list[str] = []
     now = iter([0.0, 1.0, 10.0, 11.0, 20.0])
-    progress = Progress("samples", 4000, say=said.append, clock=lambda: next(now))
+    progress = ProgressMeter("samples", 4000, log=said.append, clock=lambda: next(now))
     for done in (100, 1000, 1100, 2000):
         progress(done, "3 shards")
     assert said == [

@@ -18,7 +18,8 @@ from data.errors import ConfigError, DataError, Diverged
 from jobs.__main__ import main
 from jobs.cluster.failure import StageFailed
 from jobs.commands import status
-from jobs.commands.plan import Assumptions, plan
+from jobs.commands.plan import plan
+from jobs.commands.plan_training import Assumptions
 from jobs.monitor.trackers import facts_of
 from jobs.recipe import campaign, records, render
 from jobs.recipe.render import portable

@@ -41,7 +41,7 @@ class Config:
 
 
 def run(cfg: Config, context) -> dict[str, Any]:
-    weights, config = models.load_weights(context.campaign.resolve(cfg.init))
+    weights, config = models.load_weights(context.campaign.path_of(cfg.init))
     for name, tensor in weights.items():
         mantissa, exponent = torch.frexp(tensor)
         weights[name] = torch.ldexp(torch.round(mantissa * 2**cfg.digits) / 2**cfg.digits, exponent)

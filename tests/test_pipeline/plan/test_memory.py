@@ -144,7 +144,7 @@ def test_a_budget_for_activations_recomputes_the_fewest_blocks_of_a_resnet_too()
     cfg = TrainConfig(steps=1, micro_batch=8, batch_size=8)
 
     def activations(blocks: int) -> int:
-        (trace,) = memory_traces.traces_of([step_to_trace(cfg, model, 1, 1, blocks, is_gpu=False)])
+        trace = memory_traces.trace_of(step_to_trace(cfg, model, 1, 1, blocks, is_gpu=False))
         return max(moment.parts(8)[Kind.ACTIVATIONS] for moment in trace.activations)
 
     budget = dataclasses.replace(cfg, activation_gb=0.6 * activations(0) / GIB)
@@ -219,9 +219,9 @@ def tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[memory_trace
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
     asked: list[memory_traces.StepToTrace] = []
 
-    def run(steps: list[memory_traces.StepToTrace]) -> list[str]:
-        asked.extend(steps)
-        return [json.dumps({"start": 7, "moments": [MOMENT], "activations": [MOMENT]})] * len(steps)
+    def run(step: memory_traces.StepToTrace) -> str:
+        asked.append(step)
+        return json.dumps({"start": 7, "moments": [MOMENT], "activations": [MOMENT]})
 
     monkeypatch.setattr(memory_traces, "run_tracer", run)
     return asked
@@ -235,7 +235,7 @@ def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: P
     def traced(step: memory_traces.StepToTrace) -> int:
         """How many steps were traced for this one."""
         before = len(tracer)
-        memory_traces.traces_of([step])
+        memory_traces.trace_of(step)
         return len(tracer) - before
 
     assert traced(step_of()) == 1 and traced(step_of()) == 0
@@ -271,8 +271,7 @@ def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
         monkeypatch.setattr("fcntl.flock", refuse_lock)
     else:
         monkeypatch.setattr(memory_traces, "write_whole", refuse_write)
-    (trace,) = memory_traces.traces_of([step_of()])
-    assert trace.start == 7 and tracer == [step_of()], "traced once, though not kept"
+    assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
         assert "traced steps cannot be kept, each plan traces anew" in caplog.text
 
@@ -283,18 +282,16 @@ def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.Mon
     for number in range(4):
         step = step_of(world=2**number)
         steps.append(step)
-        memory_traces.traces_of([step])
+        memory_traces.trace_of(step)
         os.utime(memory_traces.path_of(step), (number, number))
-    memory_traces.traces_of([step_of(world=16)])
+    memory_traces.trace_of(step_of(world=16))
     assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
     # Of the two, one is asked for again: the other is the first to go.
     for number, step in enumerate(steps[2:]):
         os.utime(memory_traces.path_of(step), (number, number))
-    memory_traces.traces_of([steps[2]])
-    memory_traces.traces_of([step_of(world=32)])
+    memory_traces.trace_of(steps[2])
+    memory_traces.trace_of(step_of(world=32))
     assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
-    # As many as one question asks for are answered, however few are kept.
-    assert len(memory_traces.traces_of(steps)) == 4
 
 
 # ---------------------------------------------------------------------------------------------------- what plan says
@@ -304,10 +301,10 @@ def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.Mon
 def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step can be traced."""
 
-    def refuse(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
+    def refuse(step: memory_traces.StepToTrace) -> Trace:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
-    monkeypatch.setattr(memory, "traces_of", refuse)
+    monkeypatch.setattr(memory, "trace_of", refuse)
 
 
 def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, capsys, untraceable):
@@ -337,16 +334,13 @@ def test_what_fits_a_budget_for_activations_is_not_guessed(recipe, capsys, untra
 def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
 
-    def traces(steps: list[memory_traces.StepToTrace]) -> list[Trace]:
-        answers = []
-        for step in steps:
-            share = 1 - step.recomputed / 24
-            states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
-            moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
-            answers.append(Trace(0, (moment,), (moment,)))
-        return answers
+    def trace(step: memory_traces.StepToTrace) -> Trace:
+        share = 1 - step.recomputed / 24
+        states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
+        moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
+        return Trace(0, (moment,), (moment,))
 
-    monkeypatch.setattr(memory, "traces_of", traces)
+    monkeypatch.setattr(memory, "trace_of", trace)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_hand):

@@ -311,7 +311,7 @@ def test_as_many_micro_batches_are_traced_as_make_a_difference(world, accumulati
     [
         (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
         (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
-        (0, "", "", "nothing"),  # fewer answers than questions
+        (0, "", "", "nothing"),  # no answer
         (0, "{}\n", "", "the tracer has said {}"),
         (0, "no JSON\n", "", "the tracer has said no JSON"),
     ],
@@ -326,11 +326,11 @@ def test_a_tracer_that_fails_is_said_and_nothing_is_kept(code, answer, said, exp
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(TraceFailed, match=expected):
-        memory_traces.traces_of([step_of()])
+        memory_traces.trace_of(step_of())
     assert memory_traces.kept(step_of()) is None
     environment = asked[0]["env"]
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
-    assert "file" not in json.loads(asked[0]["input"])[0]
+    assert "file" not in json.loads(asked[0]["input"])
 
 
 # ------------------------------------------------------------------------------------------------- what a worker needs
@@ -342,16 +342,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[StepToTrace]:
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     steps_asked: list[StepToTrace] = []
 
-    def traces(steps: Sequence[StepToTrace]) -> list[Trace]:
-        steps_asked.extend(steps)
-        answers = []
-        for step in steps:
-            per_image = GIB * (1 - step.recomputed / 24)
-            moment = Moment("backward", (GIB, 0, 0, 0, 0), (0, per_image, 0, 0, 0))
-            answers.append(Trace(8 * GIB, (moment,), (moment,)))
-        return answers
+    def trace(step: StepToTrace) -> Trace:
+        steps_asked.append(step)
+        moment = Moment("backward", (GIB, 0, 0, 0, 0), (0, GIB * (1 - step.recomputed / 24), 0, 0, 0))
+        return Trace(8 * GIB, (moment,), (moment,))
 
-    monkeypatch.setattr(memory, "traces_of", traces)
+    monkeypatch.setattr(memory, "trace_of", trace)
     return steps_asked
 
 

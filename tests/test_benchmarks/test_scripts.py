@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import mutation
+
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
@@ -36,3 +38,13 @@ def test_every_script_can_be_imported() -> None:
     command = [sys.executable, "-c", IMPORT_ALL, *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_tests_that_mutants_are_judged_by_exist() -> None:
+    """The table says which tests run which modules in processes of their own."""
+    for module, tests in mutation.WORKER_TESTS.items():
+        assert (ROOT / module).exists(), module
+        for name in tests:
+            path, _, beginning = name.partition("::")
+            assert (ROOT / path).exists(), name
+            assert not beginning or f"def {beginning}" in (ROOT / path).read_text(), name

@@ -1,0 +1,58 @@
+"""What `jobs status` says of a run, and of a stage's folder."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from data.errors import UsageError
+from jobs.commands.status import status
+from jobs.run.log import write_status
+from pipeline.monitoring.telemetry import Telemetry
+from tests.test_pipeline.monitoring.test_telemetry import REPORT
+
+pytestmark = pytest.mark.quick
+
+
+def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
+    for name in ("pretrain-1", "finetune-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "stage.json").write_text("{}")
+    status(tmp_path / "finetune-2")
+    assert capsys.readouterr().out.splitlines() == [
+        f"run  {tmp_path}",
+        "end  unknown: no command has ended yet",
+        f"{'finetune-2':24} started, no step yet",
+    ]
+
+
+def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
+    (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
+    (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
+    with pytest.raises(UsageError, match="runs beside it: digits"):
+        status(tmp_path / "digit")
+
+
+def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
+    def shown() -> tuple[str, str]:
+        status(tmp_path)
+        _run, end, stage = capsys.readouterr().out.splitlines()
+        return end, stage
+
+    (tmp_path / "pretrain-1").mkdir()
+    (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
+    write_status(tmp_path, None, "running", "python -m jobs run x.yaml")
+    owner = {"host": socket.gethostname(), "pid": os.getpid()}
+    (tmp_path / "owner.json").write_text(json.dumps(owner))
+    end, stage = shown()
+    assert "running, started" in end and "started, no step yet" in stage
+    (tmp_path / "owner.json").write_text(json.dumps(owner | {"pid": 2**22 + 1}))  # above Linux's largest pid
+    end, stage = shown()
+    assert "killed, or lost with its machine" in end and "ended before its first report" in stage
+    Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
+    _end, stage = shown()
+    assert "not running, " in stage and "eta" not in stage
+    write_status(tmp_path, 65, "too many bad samples", "python -m jobs run x.yaml")
+    assert "not running, " in shown()[1]

@@ -1,0 +1,93 @@
+"""The driver's log: a stage's lines and its own, each shown once, also where a terminal takes none."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs import terminal
+from jobs.run.log import RunLog
+from pipeline.monitoring.telemetry import Telemetry
+from tests.test_pipeline.monitoring.test_telemetry import REPORT
+
+pytestmark = pytest.mark.quick
+
+
+def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000001"
+    attempt.mkdir(parents=True)
+    log = tmp_path / "pretrain-1" / "log.txt"
+    run_log = RunLog()
+    log.write_text("one\ntwo\nthr")
+    run_log.poll(attempt, 1)
+    log.write_text("one\ntwo\nthree\n")
+    run_log.poll(attempt, 1)
+    assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
+
+
+def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    log = tmp_path / "pretrain-1" / "log.txt"
+    run_log = RunLog()
+    run_log("pretrain: skipped")
+    run_log.stage_file = log
+    Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).log("bad sample 1 replaced")
+    run_log("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
+    run_log.poll(attempt, 3)
+    assert log.read_text() == (
+        "[worker 1] bad sample 1 replaced\n[driver] SIGTERM: finishing the step\n[driver]   Ctrl-C again ends at once\n"
+    )
+    assert capsys.readouterr().out == (
+        "pretrain: skipped\nSIGTERM: finishing the step\n  Ctrl-C again ends at once\n"
+        "[pretrain-1] [worker 1] bad sample 1 replaced\n"
+    )
+
+
+def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_log(tmp_path: Path, capsys):
+    attempt = tmp_path / "pretrain-1" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    run_log = RunLog(start_timeout_s=300.0)
+    run_log.stage_file = tmp_path / "pretrain-1" / "log.txt"
+
+    def looks(count: int) -> list[str]:
+        for _ in range(count):
+            run_log.spoke -= 11.0  # as if nothing had been said for so many seconds
+            run_log.poll(attempt, 3)
+        return capsys.readouterr().out.splitlines()
+
+    waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
+    assert looks(5) == [waiting]
+    (attempt / "rank-00000.json").write_text("{}")
+    assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
+    Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
+    assert len(looks(3)) == 3, "signs of life"
+    assert run_log.stage_file.read_text().splitlines() == [
+        f"[driver] {waiting}",
+        "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
+    ]
+
+
+def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):
+    monkeypatch.setattr(terminal, "CLOSE_S", 0.2)
+    monkeypatch.setattr(terminal, "MOST_WAITING", 10)
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, b"x" * 4095 + b"\n")
+    with open(writer, "w") as stream:
+        stuck = terminal.Terminal(stream)
+        stuck.write("line 0")
+        while not stuck.waiting.empty():  # the thread has it, and cannot get rid of it
+            time.sleep(0.01)
+        for number in range(1, 31):
+            stuck.write(f"line {number}")
+        assert stuck.close() == 31
+        # Somebody scrolls on, and what has waited comes.
+        os.read(reader, 4096)
+        stuck.thread.join(10)
+        shown = os.read(reader, 4096).decode().splitlines()
+    os.close(reader)
+    notice = "(20 lines are not shown: this terminal took none; log.txt has them)"
+    assert shown == ["line 0", notice, *(f"line {number}" for number in range(1, 11))]
