@@ -223,7 +223,11 @@ def request_async(worker: Worker, step: int) -> bool:
         # A disk that refuses the request costs the loop an evaluation of its own, not the run.
         with suppress(OSError):
             # Where the workers evaluate it themselves and are killed meanwhile, the next attempt knows that it is due.
-            mark, other_mark = (REQUESTED, IN_LOOP) if is_spare else (IN_LOOP, REQUESTED)
+            mark = IN_LOOP
+            other_mark = REQUESTED
+            if is_spare:
+                mark = REQUESTED
+                other_mark = IN_LOOP
             async_evaluation.request(stage, step, mark)
             is_requested = [is_spare]
             # An earlier attempt may have made the other mark, and lost the step.

@@ -90,7 +90,9 @@ def milliseconds(seconds: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """Return a number of things as people say it: 1 node, 3 nodes."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def log_line(report: Record) -> str:
@@ -265,7 +267,9 @@ class Telemetry:
         with suppress(OSError):  # a full disk, as in `_append`
             for name, value in values.items():
                 if isinstance(value, float):
-                    curve = "1 loss" if (kind, name) == ("train", "loss") else name
+                    curve = name
+                    if kind == "train" and name == "loss":
+                        curve = "1 loss"
                     self.tensorboard.add_scalar(f"{group}/{curve}", value, values["step"])
         if line:
             self.log(line)
@@ -286,7 +290,9 @@ class Telemetry:
             # The line break ends what a refused write may have left of its line; readers skip both as torn.
             text = f"\n({lost} lines lost: the disk refused them)\n{text}"
         is_written = append_whole(self.directory / name, text.encode())
-        self.lost_lines[name] = 0 if is_written else lost + 1
+        self.lost_lines[name] = lost + 1
+        if is_written:
+            self.lost_lines[name] = 0
         return is_written
 
     def close(self) -> None:

@@ -186,7 +186,10 @@ class Watch:
                     self.behind[last] += 1
 
         # A worker that has never been seen may still be importing, which takes longer than any phase.
-        if idle_s <= (self.stall_s if has_all else self.start_s):
+        limit_s = self.start_s
+        if has_all:
+            limit_s = self.stall_s
+        if idle_s <= limit_s:
             return None
 
         # The workers that are missing; where all are there, those furthest behind, which may be several.
@@ -223,9 +226,11 @@ class Watch:
         if self.looks < SLOW_LOOKS:
             return None
         # Counting begins anew after every telling, so that a worker that has recovered is not named for its past.
-        looks, times_behind = self.looks, self.behind
-        self.looks, self.behind = 0, Counter()
-        for rank, times in times_behind.most_common(1):
+        looks = self.looks
+        most_behind = self.behind.most_common(1)
+        self.looks = 0
+        self.behind = Counter()
+        for rank, times in most_behind:
             if times >= SLOW_SHARE * looks:
                 return rank, times / looks
         return None
