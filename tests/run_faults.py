@@ -230,6 +230,18 @@ def stopped_in_an_evaluation() -> None:
     features.normalise = normalise  # type: ignore[assignment]
 
 
+def driver_killed_before_the_evaluation_of(step: int) -> None:
+    """The driver is killed when a step is committed and its evaluation is about to begin."""
+    driver = os.getpid()
+
+    def strike() -> None:
+        if dist.get_rank() == 0:
+            os.kill(driver, signal.SIGKILL)
+        sleep()
+
+    before(train, "evaluate_between", lambda worker, progress: progress.step == step, strike)
+
+
 def spare_core() -> None:
     """This machine has cores that no worker uses."""
     os.sched_getaffinity = lambda pid: set(range(64))  # type: ignore[assignment]
