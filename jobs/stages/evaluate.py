@@ -39,7 +39,15 @@ from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.probes import FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
-from pipeline.evaluation.protocols import FEATURES, check_names, check_ops, check_shape, protocols_of, value_names
+from pipeline.evaluation.protocols import (
+    FEATURES,
+    PROTOCOLS,
+    check_names,
+    check_ops,
+    check_shape,
+    protocols_of,
+    value_names,
+)
 from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
 
@@ -337,10 +345,13 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
             f"{name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
             f"  expected protocols of features: {', '.join(FEATURES)}",
         )
-        require(
-            "top-5" not in cfg.protocols or model.classes >= 5,
-            f"{name}: top-5 needs 5 classes, the weights have {model.classes}\n  leave it out of {name}.protocols",
-        )
+        for protocol in cfg.protocols:
+            most_guesses = PROTOCOLS[protocol].best
+            require(
+                most_guesses <= model.classes,
+                f"{name}: {protocol} needs {most_guesses} classes, the weights have {model.classes}\n"
+                f"  leave it out of {name}.protocols",
+            )
         for set_name, evaluated in cfg.sets.items():
             index = there.index(evaluated.test)
             if index is not None and index.classes > model.classes:
