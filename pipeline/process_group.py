@@ -159,7 +159,7 @@ def network_line() -> str:
 
     # The interface stands first, then the variables by their names.
     backend = dist.get_backend()
-    label = backend
+    label: str = backend
     chooser = "GLOO_SOCKET_IFNAME"
     if backend == "nccl":
         label = "NCCL"
