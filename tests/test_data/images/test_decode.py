@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import math
 import struct
 import tarfile
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.errors import ConfigError
 from data.images import augment as augmentation
 from data.images import decode as decoding
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
@@ -222,6 +224,25 @@ def test_a_random_crop_comes_from_everywhere():
         assert np.array_equal(out, image[y : y + 28, x : x + 28])
         offsets.add((y, x))
     assert len(offsets) == 25, "five rows and five columns"
+
+
+def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
+    """BiT-HyperRule: both sides to one number, whatever the aspect, then a crop of it from anywhere."""
+    image = scene(40, 70)
+    squashed = cv2.resize(image, (20, 20), interpolation=cv2.INTER_LINEAR).astype(int)  # within a rounding of ours
+    offsets = set()
+    for number in range(200):
+        out = np.empty((16, 16, 3), np.uint8)
+        augment(encoded(image, "PNG"), 16, Draws(number), AugmentConfig(crop="random", squash=20, flip=False), out)
+        errors = {}
+        for y, x in itertools.product(range(5), range(5)):
+            errors[y, x] = np.abs(squashed[y : y + 16, x : x + 16] - out).max()
+        place = min(errors, key=errors.__getitem__)
+        assert errors[place] <= 1
+        offsets.add(place)
+    assert len(offsets) == 25
+    with pytest.raises(ConfigError, match=r"augment\.squash is 20, expected with crop: random"):
+        AugmentConfig(squash=20)
 
 
 def test_a_reduced_box_lies_inside_and_moves_by_half_a_pixel_at_most():
