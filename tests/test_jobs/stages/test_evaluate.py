@@ -15,6 +15,8 @@ import models
 from data.evaluation import EvaluationSet
 from data.images import preprocess
 from data.index.document import load_index
+from data.seal import seal
+from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
@@ -261,8 +263,8 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
         test = [index.shards[number // 100].name, key]
         pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
     compared = {"path": "shards/test", "digest": index.digest}
-    leaks = {"schema": 1, "train": [compared], "test": [compared], "pairs": pairs}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": [compared], "test": [compared], "pairs": pairs}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert workers.leaked == [[3, 102, 354]]
     (result,) = document["results"]
@@ -281,8 +283,8 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     models.save(few, tmp_path / "few")
     headless = models.from_config(models.config_of("mu/8", 16, 0), torch.Generator())
     models.save(headless, tmp_path / "headless")
-    leaks = {"schema": 1, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
         ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
