@@ -73,6 +73,37 @@ def several(image: np.ndarray, rng: np.random.Generator) -> bytes:
     return jpeg(changed, rng.uniform(50, 90))
 
 
+def bordered(image: np.ndarray, colour: int, y: int, x: int) -> np.ndarray:
+    """The image with borders of one colour, of y pixels above and below and x left and right."""
+    return cv2.copyMakeBorder(image, y, y, x, x, cv2.BORDER_CONSTANT, value=(colour, colour, colour))
+
+
+def to_square(image: np.ndarray, rng: np.random.Generator) -> bytes:
+    height, width = image.shape[:2]
+    side = max(height, width)
+    return jpeg(bordered(image, int(rng.choice([0, 114, 255])), (side - height) // 2, (side - width) // 2))
+
+
+def framed(image: np.ndarray, rng: np.random.Generator) -> bytes:
+    height, width = image.shape[:2]
+    return jpeg(bordered(image, int(rng.choice([0, 255])), height // 5, width // 5))
+
+
+def cut(image: np.ndarray, rng: np.random.Generator, share: float) -> bytes:
+    """Without a share of it at one of its four sides: of other proportions."""
+    quarters = int(rng.integers(4))
+    turned = np.rot90(image, quarters)
+    kept = np.rot90(turned[int(share * len(turned)) :], -quarters)
+    return jpeg(np.ascontiguousarray(kept))
+
+
+def screenshot(image: np.ndarray, rng: np.random.Generator) -> bytes:
+    """At 60 % of its sides on a page, below a line of text."""
+    page = bordered(resized(image, 0.6), 255, 60, 40)
+    cv2.putText(page, "photograph - viewer", (8, 28), cv2.FONT_HERSHEY_SIMPLEX, 0.6, (40, 40, 40), 1, cv2.LINE_AA)
+    return jpeg(page)
+
+
 WAYS: dict[str, Draw] = {
     "same pixels, PNG": lambda image, rng: cv2.imencode(".png", image)[1].tobytes(),
     "JPEG quality 50 … 90": lambda image, rng: jpeg(image, rng.uniform(50, 90)),
@@ -84,6 +115,11 @@ WAYS: dict[str, Draw] = {
     "crop of 50 … 60 %": lambda image, rng: jpeg(crop(image, rng, 0.5, 0.6)),
     "middle 224 of 256": lambda image, rng: jpeg(middle(image)),
     "crop ≥ 60 %, mirrored or not, smaller, quality 50 … 90, brighter or darker": several,
+    "padded to a square": to_square,
+    "border of 20 % at every side": framed,
+    "screenshot at 60 %, with a line of text (not promised)": screenshot,
+    "15 % cut off one side": lambda image, rng: cut(image, rng, 0.15),
+    "30 % cut off one side (not promised)": lambda image, rng: cut(image, rng, 0.3),
     "grey": lambda image, rng: jpeg(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY)),
 }
 

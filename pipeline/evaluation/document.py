@@ -180,7 +180,7 @@ def table(document: Entry) -> list[str]:
             verdict = NOT_CHECKED
             if leaks != NOT_CHECKED:
                 clean = leaks["values"][name]
-                compared = ", ".join(one["digest"][:8] for one in leaks["train"])
+                compared = ", ".join(source["digest"][:8] for source in leaks["train"])
                 verdict = f"{clean['value']:.2%} without {leaks['leaked']} shared with {compared}"
                 # Of what has been learned from, nothing was compared: a value without leaks would tell nothing.
                 if leaks["not_checked"] and not leaks["checked"]:

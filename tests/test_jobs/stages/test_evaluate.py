@@ -15,6 +15,8 @@ import models
 from data.evaluation import EvaluationSet
 from data.images import preprocess
 from data.index.document import load_index
+from data.seal import seal
+from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
@@ -30,9 +32,9 @@ from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks
+from tests.golden import GOLDEN
 from tests.recipes import TINY
 
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 
@@ -261,8 +263,8 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
         test = [index.shards[number // 100].name, key]
         pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
     compared = {"path": "shards/test", "digest": index.digest}
-    leaks = {"schema": 1, "train": [compared], "test": [compared], "pairs": pairs}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": [compared], "test": [compared], "pairs": pairs}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert workers.leaked == [[3, 102, 354]]
     (result,) = document["results"]
@@ -303,8 +305,8 @@ def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
 
     digest = {name: load_index(path).digest for name, path in sets.items()}
     train_sets = [{"path": name, "digest": digest[name]} for name in compared]
-    leaks = {"schema": 1, "train": train_sets, "test": [{"path": "t", "digest": digest["test"]}], "pairs": []}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": train_sets, "test": [{"path": "t", "digest": digest["test"]}], "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     words = ["--protocol", "knn", f"train={sets['train']}", f"leaks={tmp_path / 'leaks.json'}"]
     document = judged(world, tmp_path / "out", *words, weights=str(weights))
     assert document["weights"]["trained_on"]["unknown"] == ""
@@ -329,8 +331,8 @@ def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
 ) -> None:
     monkeypatch.setattr(evaluation_worker, "supervise", Workers())
     compared = [{"path": "t", "digest": load_index(world / "test").digest}]
-    leaks = {"schema": 1, "train": compared, "test": compared, "pairs": []}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": compared, "test": compared, "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert document["weights"]["trained_on"] == {"sets": [], "unknown": str(world / "weights")}
     assert f"what {world / 'weights'} was trained on: not checked" in capsys.readouterr().out
@@ -350,8 +352,8 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     headless = models.from_config(models.config_of("mu/8", 16, 0), torch.Generator())
     models.save(headless, tmp_path / "headless")
     copied = shutil.copytree(world / "test", tmp_path / "copied")
-    leaks = {"schema": 1, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
         ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
