@@ -231,6 +231,20 @@ def step_of(cfg: TrainConfig = SMALL, world: int = 2, accumulation: int = 2) -> 
     return step_to_trace(cfg, models.config_of("mu/8", 16, 10), world, accumulation, 0, is_gpu=False)
 
 
+def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> None:
+    """The step to trace lists its fields by hand: a forgotten one would be planned with its default, without a word."""
+    in_the_step = {"objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"}
+    in_the_step |= {"data", "optim", "steps", "micro_batch", "batch_size", "deepspeed"}
+    beside_it = {"model", "init", "checkpoint_blocks", "activation_gb"}  # as the model and the blocks recomputed
+    not_traced = {"thinning", "compile"}  # what is planned then is said (docs/design/memory.md)
+    without_memory = {"new_head", "passes", "uneven", "seed", "evaluate_every", "evaluate_on", "probe", "log_every"}
+    without_memory |= {"save_every", "keep", "keep_every", "max_skipped", "max_failed_saves", "timeout_s", "stall_s"}
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert fields == in_the_step | beside_it | not_traced | without_memory
+    step = step_to_trace(TrainConfig(steps=1), models.ViTConfig(), 1, 1, 0, is_gpu=False)
+    assert set(step.config) == in_the_step - {"deepspeed"}
+
+
 def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def traced(step: memory_traces.StepToTrace) -> int:
         """How many steps were traced for this one."""
@@ -245,14 +259,17 @@ def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: P
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
     for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
         assert traced(dataclasses.replace(step_of(), **options)) == 1, options
-    # Other code, other libraries; and a file that somebody cut short is made anew.
+    # Other code, other libraries; and a file that was cut short, or in which a digit changed, is made anew.
     for name in ("digest_of_sources", "version"):
         with monkeypatch.context() as patch:
             patch.setattr(memory_traces, name, lambda *_: "another")
             assert traced(step_of()) == 1, name
-    for path in (tmp_path / "cache" / "patchline" / "memory").glob("*.json"):
-        path.write_text(path.read_text()[:20])
-    assert traced(step_of()) == 1
+    for change in (lambda kept: kept[:20], lambda kept: kept.replace(b'"start": 7', b'"start": 6')):
+        for path in (tmp_path / "cache" / "patchline" / "memory").glob("*.trace"):
+            assert change(path.read_bytes()) != path.read_bytes()
+            path.write_bytes(change(path.read_bytes()))
+        assert traced(step_of()) == 1
+        assert memory_traces.trace_of(step_of()).start == 7
 
 
 @pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
@@ -270,7 +287,7 @@ def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
     elif obstacle == "no locks":
         monkeypatch.setattr("fcntl.flock", refuse_lock)
     else:
-        monkeypatch.setattr(memory_traces, "write_whole", refuse_write)
+        monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
     assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
     if obstacle != "no locks":
         assert "traced steps cannot be kept, each plan traces anew" in caplog.text
@@ -403,6 +420,27 @@ def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_fo
     # Where the last steps see whole images, they count.
     assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
     assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
+
+
+def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(recipe, capsys, traced_by_hand):
+    """Uncompiled it would need 6 GiB."""
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
+    )
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
+    assert main(["run", str(recipe), *limited, "pretrain.activation_gb=1"]) == 78
+    said = capsys.readouterr().err
+    assert "pretrain.activation_gb=1: how many blocks to recompute is not known: the step is not traced with" in said
+    assert "type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N" in said
+
+    stage = load(recipe, limited).stage("pretrain")
+    assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
+    uncompiled = dataclasses.replace(stage.config, compile=False)
+    assert memory_need(uncompiled, stage.model, 2, is_gpu=True).device_bytes == 6 * GIB
 
 
 def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
