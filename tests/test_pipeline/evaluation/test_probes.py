@@ -30,10 +30,10 @@ from pipeline.evaluation.probes import (
 )
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.evaluation.worker import Request, result_of
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "fewshot_lsr.npz"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
 
@@ -95,9 +95,9 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, Featur
 
 @pytest.fixture(scope="module")
 def golden():
-    if not GOLDEN.exists():
+    if not (GOLDEN / "fewshot_lsr.npz").exists():
         pytest.skip("golden data is absent: ../shared/golden/fewshot_lsr.npz")
-    return np.load(GOLDEN)
+    return np.load(GOLDEN / "fewshot_lsr.npz")
 
 
 def accuracy_of(

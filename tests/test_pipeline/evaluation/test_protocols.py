@@ -24,11 +24,10 @@ from pipeline.evaluation.probes import FewShotConfig, Inputs, LinearConfig, Neig
 from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.monitoring.watchdog import Phases
+from tests.golden import GOLDEN
 from tests.test_pipeline.evaluation.test_probes import CPU, NAMES, inputs_of, no_beat, store_of
 
 pytestmark = pytest.mark.quick
-
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 
 
 # ------------------------------------------------------------------------------------------------ intervals
