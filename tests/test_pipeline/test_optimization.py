@@ -1,7 +1,6 @@
 """Optimizers, schedules and losses against arrays that the original code produced."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +19,9 @@ from pipeline.optimization import (
     learning_rate,
     mixup,
 )
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 
 def golden(name: str):

@@ -9,6 +9,7 @@ import tarfile
 import time
 import zlib
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import cv2
@@ -160,6 +161,25 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, 
         assert library() is None and "no-such-compiler" in caplog.text
     finally:
         library.cache_clear()
+
+
+@needs_binding
+def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path, caplog):
+    """A flip in its code gave other pixels: 6 of 200."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    path = decoding.compile_binding()
+    whole = path.read_bytes()
+    rng = np.random.default_rng(5)
+    for place in rng.integers(0, len(whole), 3).tolist():
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        assert decoding.compile_binding() == path
+        assert f"{path}: torn or altered" in caplog.text
+        assert sha256(path.read_bytes()[:-32]).digest() == path.read_bytes()[-32:]
+        caplog.clear()
+    # A whole one is taken as it is.
+    written_at = path.stat().st_mtime_ns
+    assert decoding.compile_binding() == path and path.stat().st_mtime_ns == written_at
+    assert not caplog.text
 
 
 def test_flipping_mirrors_the_same_crop():
