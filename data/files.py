@@ -9,6 +9,8 @@ A reader therefore finds the old file, the new file or none, and never a part of
 
 Every file gets the mode that the umask gives, by whatever code its bytes are written. An error of the disk names the
 file; `explain` says it in words, with the room that there is.
+
+A network file system may show some seconds late what another node has written: `look_for` waits for it.
 """
 
 import errno
@@ -17,7 +19,8 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_native_id
@@ -40,6 +43,9 @@ AT_ONCE = 32 << 20  # bytes of one direct write
 NOT_DIRECT = {errno.EINVAL, errno.EFAULT, errno.ENOTTY, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 # What write and fsync answer. An error of the network, say, is not about the file that was being written.
 OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
+SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
+POLL_S = 0.1
+SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
 def state_folder() -> Path:
@@ -219,6 +225,48 @@ def lacking(path: Path, feature: str, error: OSError) -> StorageError:
         f"expected: a local disk, or a network file system with flock and hard links (NFS 4, Lustre with -o flock)\n"
         f"choose another run or cache directory: run=/elsewhere, data.cache.directory=/elsewhere"
     )
+
+
+# ------------------------------------------------------------------------ files that other nodes have written
+
+
+def look_for(folder: Path, names: Iterable[str]) -> tuple[dict[str, int | None], float]:
+    """Look for names in a folder until all are seen, or 30 s are over.
+
+    Returns those that are not seen, and the seconds it took.
+    """
+    return wait_until_seen(lambda: dict.fromkeys(names_in(folder)), dict.fromkeys(names))
+
+
+def wait_until_seen(
+    sizes: Callable[[], Mapping[str, int | None]], expected: Mapping[str, int | None], *, is_patient: bool = True
+) -> tuple[dict[str, int | None], float]:
+    """Ask for the sizes of files until they are as expected, None for any size, or 30 s are over.
+
+    Without patience they are asked for once. Returns the files that are not seen so, each with the size that was seen,
+    None for no file; and the seconds it took.
+    """
+    patience_s = SEEN_WITHIN_S if is_patient else 0.0
+    began = time.monotonic()
+    while True:
+        seen = sizes()
+        unseen: dict[str, int | None] = {}
+        for name, size in expected.items():
+            if name not in seen or (size is not None and seen[name] != size):
+                unseen[name] = seen.get(name)
+        waited_s = time.monotonic() - began
+        if not unseen or waited_s >= patience_s:
+            return unseen, waited_s
+        time.sleep(POLL_S)
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder, listed anew; none where there is no such folder."""
+    # To open a folder makes a network file system ask its server what is new there; to ask for a name may not.
+    try:
+        return set(os.listdir(folder))
+    except FileNotFoundError:
+        return set()
 
 
 # ------------------------------------------------------------------------ what the disk refuses, in words

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from data.errors import ClusterError
-from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
+from data.files import SAME_STORAGE, look_for
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.versions import MUST_BE_EQUAL, ROOT, SHOULD_BE_EQUAL, code_version, package_versions
 

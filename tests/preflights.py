@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from data import files
 from pipeline import process_group, versions
-from pipeline.checkpoints import stage_checkpoints
 from pipeline.monitoring.watchdog import Phases
 from pipeline.process_group import join_group
 from tests.savers import with_a_disk_of_its_own
@@ -55,7 +55,7 @@ def be_otherwise(task: dict[str, Any]) -> None:
 
 def start(task: dict[str, Any]) -> dict[str, Any]:
     """Check the start, as `set_up` does."""
-    stage_checkpoints.SEEN_WITHIN_S = 0.3
+    files.SEEN_WITHIN_S = 0.3
     device = join_group(60)
     if dist.get_rank() == 1:
         be_otherwise(task)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 import models
+from data import files
 from data.errors import CheckpointError
 from data.storage import open_storage
-from pipeline.checkpoints import restore, stage_checkpoints
+from pipeline.checkpoints import restore
 from pipeline.checkpoints import saver as saving
 from pipeline.checkpoints.manifest import Manifest, committed
 from pipeline.checkpoints.saver import Saver
@@ -314,7 +315,7 @@ def save_apart(task: dict[str, Any]) -> str:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     run = Path(task["run"])
-    stage_checkpoints.SEEN_WITHIN_S = 0.5
+    files.SEEN_WITHIN_S = 0.5
     if rank == 1 and task["apart"]:
         with_a_disk_of_its_own(task["run"])
     saver = saver_of(checkpoints_in(run / "stage" / "checkpoints"))

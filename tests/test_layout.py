@@ -40,6 +40,7 @@ WALLS = (
     ("pipeline.checkpoints", "pipeline.engine"),
     ("pipeline.evaluation", "pipeline.engine"),
     ("pipeline.evaluation", "pipeline.checkpoints"),
+    ("jobs.cluster", "pipeline.checkpoints"),
     ("jobs.cluster", "pipeline.train"),
     ("jobs.cluster", "pipeline.training_config"),
     ("jobs.cluster", "pipeline.health"),

@@ -231,7 +231,8 @@ class RayNodes:
         selector = None
         avoided = self._avoided_for(least, ClusterState.now())
         if avoided:
-            selector = [{"ray.io/node-id": f"!in({', '.join(sorted(avoided))})"}] * workers
+            # Without a space: Ray takes it for a part of the next id, which then names no node.
+            selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}] * workers
         share = share_of_worker(self.cluster)
         group = placement_group(
             [dict(share)] * workers,

@@ -35,7 +35,7 @@ from typing import Any, NotRequired, TypedDict
 import psutil
 
 from data.errors import ClusterError
-from data.files import refusal, write_with_reserve
+from data.files import SAME_STORAGE, look_for, refusal, write_with_reserve
 from pipeline.monitoring.watchdog import NODE_FOLDER
 
 Task = dict[str, Any]  # what the workers of an attempt are told; JSON
@@ -213,9 +213,6 @@ def _prepare(order: WorkerOrder) -> None:
     info = order.info
     folder = order.folder
     if order.is_shared:
-        # Imported here: an agent imports this module and not numpy, which this one brings.
-        from pipeline.checkpoints.stage_checkpoints import SAME_STORAGE, look_for
-
         # With patience, because a network file system may show late what the driver has made.
         unseen, waited_s = look_for(folder.parent, {folder.name: None})
         if unseen:

@@ -18,16 +18,14 @@ some seconds late.
 A start takes the newest checkpoint that is whole (`choose`); pipeline/checkpoints/restore.py loads it.
 """
 
-import os
 import socket
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, StorageError
-from data.files import refusal, size_text
+from data.files import refusal, size_text, wait_until_seen
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     ChunkedRecord,
@@ -42,10 +40,7 @@ from pipeline.checkpoints.manifest import (
 from pipeline.checkpoints.reader import verify
 
 LEAST_KEPT = 2  # the newest may turn out to be damaged when it is read
-SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
-POLL_S = 0.1
 SOON_S = 1.0  # a wait beyond it is logged
-SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 Log = Callable[[str], None]
 
@@ -265,7 +260,7 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
     expected = {file.name: file.bytes for file in written}
     # What rank 0 has written itself it sees at once: where that is gone, another start has swept the folder.
     is_patient = not storage.sees_at_once and written[0].name in sizes()
-    unseen, waited_s = wait_until_seen(sizes, expected, SEEN_WITHIN_S if is_patient else 0.0)
+    unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)
     address = storage.address(staged)
     if not unseen:
         if waited_s > SOON_S:
@@ -284,40 +279,3 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
         f"{socket.gethostname()} sees {seen} there after {waited_s:.0f} s{others}; "
         f"{address.rpartition('/')[0]} must be the same storage on all nodes"
     )
-
-
-def look_for(folder: Path, names: Iterable[str]) -> tuple[dict[str, int | None], float]:
-    """Look for names in a folder until all are seen, or 30 s are over.
-
-    Returns those that are not seen, and the seconds it took.
-    """
-    return wait_until_seen(lambda: dict.fromkeys(names_in(folder)), dict.fromkeys(names), SEEN_WITHIN_S)
-
-
-def wait_until_seen(
-    sizes: Callable[[], Mapping[str, int | None]], expected: Mapping[str, int | None], patience_s: float
-) -> tuple[dict[str, int | None], float]:
-    """Ask for the sizes of files until they are as expected, None for any size, or the patience is over.
-
-    Returns the files that are not seen so, each with the size that was seen, None for no file; and the seconds it took.
-    """
-    began = time.monotonic()
-    while True:
-        seen = sizes()
-        unseen: dict[str, int | None] = {}
-        for name, size in expected.items():
-            if name not in seen or (size is not None and seen[name] != size):
-                unseen[name] = seen.get(name)
-        waited_s = time.monotonic() - began
-        if not unseen or waited_s >= patience_s:
-            return unseen, waited_s
-        time.sleep(POLL_S)
-
-
-def names_in(folder: Path) -> set[str]:
-    """Return the names in a folder, listed anew; none where there is no such folder."""
-    # To open a folder makes a network file system ask its server what is new there; to ask for a name may not.
-    try:
-        return set(os.listdir(folder))
-    except FileNotFoundError:
-        return set()

@@ -23,12 +23,21 @@ from pathlib import Path
 from typing import TypedDict
 
 from data.errors import StorageError
-from data.files import create_exclusively, free_bytes, locked, refusal, sync, write_durably, write_whole
-from pipeline.checkpoints.stage_checkpoints import look_for, names_in
+from data.files import (
+    create_exclusively,
+    free_bytes,
+    locked,
+    look_for,
+    names_in,
+    refusal,
+    sync,
+    write_durably,
+    write_whole,
+)
 
 DRIVER_FILE = "driver.json"
 LOCK_FILE = "lock"
-ANSWERED_WITHIN_S = 30.0  # as pipeline.checkpoints.stage_checkpoints waits for a file
+ANSWERED_WITHIN_S = 30.0  # as data.files waits for a file
 REQUESTS = 3
 POLL_S = 0.002
 ANSWER_POLL_S = 0.005

@@ -196,7 +196,7 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.stage_checkpoints.SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
     order = worker.WorkerOrder(
         info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True

@@ -216,7 +216,7 @@ def test_the_driver_answers_and_its_clock_is_told_from_the_answer(tmp_path, monk
 
 
 def test_a_folder_without_the_driver_is_not_shared_and_a_lock_that_is_not_held_is_said(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.checkpoints.stage_checkpoints.SEEN_WITHIN_S", 0.1)
+    monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     monkeypatch.setattr(folders, "ANSWERED_WITHIN_S", 0.1)
     assert folders.report_on(tmp_path, "0")["sees_driver"] is False
     (tmp_path / folders.DRIVER_FILE).touch()

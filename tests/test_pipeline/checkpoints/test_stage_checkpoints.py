@@ -36,7 +36,7 @@ from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from pipeline.checkpoints import manifest as manifests
-from pipeline.checkpoints import reader, saver, stage_checkpoints
+from pipeline.checkpoints import reader, saver
 from pipeline.checkpoints.manifest import (
     SCHEMA,
     ChunkedRecord,
@@ -491,7 +491,7 @@ def test_a_former_owner_whose_files_were_swept_commits_nothing(group) -> None:
 
 
 def test_a_file_that_rank_0_does_not_see_whole_fails_the_save_with_worker_node_and_path(group, monkeypatch) -> None:
-    monkeypatch.setattr(stage_checkpoints, "SEEN_WITHIN_S", 0.2)
+    monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.2)
     for seen, said in ((None, "no such file"), (b"half", "4 bytes")):
         group.begin(30)
         path = group.temporary(30) / "rank-00001.safetensors"
