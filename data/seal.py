@@ -14,12 +14,16 @@ stopped.
    The first line holds the setting in the same way.
 A line that a kill has cut, or in which a bit has changed, ends what is taken over: its piece and those behind it are
 made once more.
+
+An entry of a cache is any bytes with their sha256 behind them (`write_entry`); what differs is not given back
+(`read_entry`), so that whoever asks makes it anew.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +34,7 @@ from data.files import write_whole
 # The end of a record of several lines, and of one line, behind its last entry.
 ENDS = (re.compile(rb',\n "sha256": "([0-9a-f]{64})"(\n\})\Z'), re.compile(rb', "sha256": "([0-9a-f]{64})"(\})\Z'))
 LONGEST_END = 100  # bytes of such an end, and some more
+DIGEST_BYTES = 32  # of a sha256
 
 
 class Unsealed(ValueError):
@@ -61,6 +66,24 @@ def unseal(text: bytes) -> dict[str, Any]:
             return entries
         raise Unsealed("it does not match its own sha256")
     raise Unsealed("it is torn or altered: no record that ends with its sha256")
+
+
+def write_entry(path: Path, content: bytes) -> None:
+    """Keep bytes in a cache, whole, with their sha256 behind them."""
+    write_whole(path, content + hashlib.sha256(content).digest())
+
+
+def read_entry(path: Path) -> bytes | None:
+    """Return the bytes of an entry; None where it is not kept, or is not what was written, which is logged."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    content = text[:-DIGEST_BYTES]
+    if hashlib.sha256(content).digest() == text[-DIGEST_BYTES:]:
+        return content
+    logging.getLogger(__name__).warning("%s: torn or altered, it is made anew", path)
+    return None
 
 
 class Journal:

@@ -19,7 +19,8 @@ attempt where that is needed: step-0000001200, step-0000001200-000007. Its life,
 4. `set_aside` keeps a bad one where no later attempt tries it; `retire` deletes an old one; `sweep` deletes what
    earlier attempts have left unpublished, and makes sure that none of it is published any more.
 Neither a kill nor a power cut leaves half a set under a valid name.
-A third kind of storage is a third class with the methods of `Folder`, and a line in `open_storage`.
+A third kind of storage is a third class with the methods of `Folder`, and a line in `open_storage`; where no node
+sees the others' files (`is_shared` is False), jobs/run/sync.py brings them together.
 
 A folder that every node mounts at the same path is the form that stands here; data/bucket.py is the other. In the
 folder of its sets:

@@ -83,9 +83,7 @@ class ClusterConfig:
         at_least(self, 1, "cpus_per_worker")
         at_least(self, 0, "gpus_per_worker max_restarts backoff_s patience_s")
         more_than_0(self, "gpu_memory_gb start_timeout_s wait_s")
-        text = complaint(self.environment)
-        if text:
-            raise ConfigError(f"environment: {text}")
+        check_environment(self.environment, "environment: ")
 
     @property
     def least(self) -> int:
@@ -109,26 +107,26 @@ class ClusterConfig:
         return self.workers
 
 
-def complaint(environment: Mapping[str, str]) -> str:
-    """Say which variable may not be given to workers, why, and what to do instead; "" where all may."""
+def check_environment(environment: Mapping[str, str], place: str = "") -> None:
+    """Raise ConfigError where a variable may not be given to workers; `place` stands before its name in the message."""
     for name, value in environment.items():
+        problem = ""
         if not NAME.fullmatch(name):
-            return f"{name!r} is no name of a variable\n  expected letters, digits and _, for example NCCL_DEBUG"
-        if name in OURS:
-            return f"{name} is set for every worker by its rank\n  leave it out"
-        if name == MALLOC_VARIABLE:
-            return f"{name} is set for workers on CPUs by Patchline\n  leave it out; on GPUs that of the node holds"
-        # The value is not repeated: this message is printed and kept.
-        reason = "its name" if SECRET_NAME.search(name) else ""
-        if SECRET_VALUE.search(value):
-            reason = "its value"
-        if reason:
-            return (
+            problem = f"{name!r} is no name of a variable\n  expected letters, digits and _, for example NCCL_DEBUG"
+        elif name in OURS:
+            problem = f"{name} is set for every worker by its rank\n  leave it out"
+        elif name == MALLOC_VARIABLE:
+            problem = f"{name} is set for workers on CPUs by Patchline\n  leave it out; on GPUs that of the node holds"
+        elif SECRET_NAME.search(name) or SECRET_VALUE.search(value):
+            reason = "its value" if SECRET_VALUE.search(value) else "its name"
+            # The value is not repeated: this message is printed and kept.
+            problem = (
                 f"{name} looks like a secret by {reason}: it would be shown in clear to whoever lists the jobs\n"
                 "  secrets belong to the nodes: their environment, instance role or mounted files\n"
                 "  leave it out here; workers have the environment of their node"
             )
-    return ""
+        if problem:
+            raise ConfigError(f"{place}{problem}")
 
 
 def cores() -> int:

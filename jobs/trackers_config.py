@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from data.errors import ConfigError
-from jobs.cluster_config import complaint
+from jobs.cluster_config import check_environment
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class MlflowConfig:
     RESUME: ClassVar[Mapping[str, str]] = dict.fromkeys(["uri", "experiment"], "free")
 
     def __post_init__(self) -> None:
-        text = complaint({"uri": self.uri})
-        if text:
-            raise ConfigError(f"mlflow.{text}")
+        check_environment({"uri": self.uri}, "mlflow.")
         is_relative = self.uri and "://" not in self.uri and not self.uri.startswith("/")
         if is_relative:
             raise ConfigError(

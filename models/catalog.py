@@ -32,7 +32,7 @@ from models.checks import did_you_mean
 
 # Another architecture is a file with its config and its module, and one entry in each of these three. A module has
 # `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
-# `family`, `image_size`, `classes` and `head_bias`.
+# `family`, `image_size`, `classes`, `head_bias`, `head_fields`, `absent` and `with_new_head()`.
 ModelConfig = vit.ViTConfig | resnet.BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
 Model = vit.ViT | masked.MaskedViT | resnet.BiT  # AxialViT is a ViT
 # The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
@@ -99,6 +99,8 @@ def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
     known = [field.name for field in fields(kind)]
     hashable: ConfigFields = {}
     for name, value in values.items():
+        if name not in known and name in kind.absent and value == kind.absent[name]:
+            continue
         if name not in known:
             raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, known)}")
         # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.

@@ -6,7 +6,9 @@ sides. Each has its own epsilons, and each adds them in another place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +52,9 @@ class BiTConfig:
     head_bias: float = 0.0  # initial
 
     family = "bit"
+    head_fields = ("classes",)  # weights that differ in one of these cannot share a head
+    # Fields that a ResNet does without. These values say so, and a recipe for weights of any family may give them.
+    absent: ClassVar[Mapping[str, object]] = {"representation": None, "dropout": 0.0, "drop_path": 0.0}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
@@ -59,6 +64,10 @@ class BiTConfig:
         checks.multiple("width", self.width, GROUPS, f"{GROUPS} groups")
         if not self.units or not all(map(checks.is_integer, self.units)):
             raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
+
+    def with_new_head(self) -> BiTConfig:
+        """Return the config of the same model with a new head: a ResNet's is one layer, of the same shape."""
+        return self
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:

@@ -76,8 +76,8 @@ def transfer(
 ) -> tuple[dict[str, Tensor], TransferReport]:
     """Return the target's whole state dict made from the source's weights, and the report of how.
 
-    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if classes,
-    representation or pooling differ (SPEC 1.5). Raises ValueError naming every key that does not fit.
+    The head (with its tanh layer) is replaced by a zero-initialised one if `new_head`, or if one of the family's
+    `head_fields` differs (SPEC 1.5). Raises ValueError naming every key that does not fit.
     """
     check_weights(weights, source)
     if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
@@ -186,10 +186,9 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
     """Return whether the head of the source is carried over, and with it what its outputs mean."""
-    # A ResNet has neither field, and source and target are of one family here.
-    has_same_pool = getattr(source, "pool", None) == getattr(target, "pool", None)
-    has_same_layer = getattr(source, "representation", None) == getattr(target, "representation", None)
-    return not new_head and source.classes == target.classes and has_same_pool and has_same_layer
+    if new_head or source.family != target.family:
+        return False
+    return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:

@@ -15,7 +15,9 @@ when the module that owns them runs, so `features` and `encode` work there too.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +79,8 @@ class ViTConfig:
     stem_width: int = 64  # channels of its root
 
     family = "vit"
+    head_fields = ("classes", "pool", "representation")  # weights that differ in one of these cannot share a head
+    absent: ClassVar[Mapping[str, object]] = {}  # fields that the family does without, and the values that say so
 
     def __post_init__(self) -> None:
         # First of all what may be written shorter is filled in: the checks below calculate with pairs. A frozen
@@ -116,6 +120,10 @@ class ViTConfig:
         # The patches cover the image exactly.
         for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
             checks.multiple(f"image {side}", pixels, step, f"the patch stride {step}", "nearest image_size")
+
+    def with_new_head(self) -> ViTConfig:
+        """Return the config of the same model with a new head: without the tanh layer of pretraining (paper, 3.1)."""
+        return replace(self, representation=None)
 
     @property
     def stride(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 1. `evaluate_between`: the training workers evaluate, and go on with the steps whatever becomes of it;
 2. `request_async`: rank 0 requests the evaluation of a step that is about to be committed, where a worker is spare;
    the driver runs `evaluate_commit` there, and rank 0 reports the outcome (pipeline/evaluation/async_evaluation.py);
-3. `evaluate_unfinished`: at the start of an attempt, the evaluation that a stop cut short;
+3. `evaluate_unfinished`: at the start of an attempt, the commits whose evaluation a stop or a kill cut short;
 4. `evaluate_at_the_end`: of the weights that the stage hands on; a failure ends the stage.
 """
 
@@ -24,15 +24,17 @@ from data.checks import one_line
 from data.index.index import Index
 from models import ModelConfig
 from pipeline import config
-from pipeline.checkpoints.manifest import read_manifest, step_of
+from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation import async_evaluation, document
-from pipeline.evaluation.async_evaluation import IN_LOOP, REQUESTED
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
+
+TRIES = 3  # of one evaluation whose workers die or hang
 
 # ------------------------------------------------------------------------------------------------ one evaluation
 
@@ -138,13 +140,7 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         evaluate(worker, progress)
     except EvaluationStopped:
         if worker.rank == 0:
-            consequence = "it is left out"
-            # In an object store there is nothing that the next attempt would look at.
-            if worker.job.storage.is_shared:
-                with suppress(OSError):
-                    async_evaluation.request(Path(worker.job.directory), progress.step, IN_LOOP)
-                    consequence = "it is done later"
-            worker.telemetry.log(f"evaluate step {progress.step}: stopped, {consequence}")
+            worker.telemetry.log(f"evaluate step {progress.step}: stopped, it is done later")
         return False
     except EvaluationFailed as error:
         report_failure(worker, progress, error, "training goes on without it")
@@ -164,10 +160,6 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         worker.telemetry.log(
             f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time; {remark}"
         )
-    # The step is not due any more, by whichever workers.
-    if worker.rank == 0:
-        with suppress(OSError):
-            async_evaluation.withdraw(Path(worker.job.directory), progress.step)
     return True
 
 
@@ -218,49 +210,65 @@ def request_async(worker: Worker, step: int) -> bool:
         return False
     is_requested = [False]
     if worker.rank == 0:
-        is_spare = (worker.job.attempt_folder / async_evaluation.SPARE_FILE).exists()
         stage = Path(worker.job.directory)
         # A disk that refuses the request costs the loop an evaluation of its own, not the run.
         with suppress(OSError):
-            # Where the workers evaluate it themselves and are killed meanwhile, the next attempt knows that it is due.
-            mark = IN_LOOP
-            other_mark = REQUESTED
-            if is_spare:
-                mark = REQUESTED
-                other_mark = IN_LOOP
-            async_evaluation.request(stage, step, mark)
-            is_requested = [is_spare]
-            # An earlier attempt may have made the other mark, and lost the step.
-            async_evaluation.file_of(stage, step, other_mark).unlink(missing_ok=True)
+            if (worker.job.attempt_folder / async_evaluation.SPARE_FILE).exists():
+                async_evaluation.request(stage, step)
+                is_requested = [True]
+            else:
+                # An earlier attempt may have requested it, and lost the step.
+                async_evaluation.withdraw(stage, step)
     dist.broadcast_object_list(is_requested, src=0)
     return is_requested[0]
 
 
 def evaluate_unfinished(worker: Worker, progress: Progress) -> bool:
-    """Collective: evaluate the first step where a stop cut that short; return False where stopped again.
+    """Collective: at the start of an attempt, evaluate what is due; return False where stopped in that.
 
-    Where evaluations are requested beside training the driver does it. Otherwise older requests are skipped, and each
-    is reported.
+    Due are commits without a recorded outcome. Where a spare worker evaluates, all of them are requested. Otherwise the
+    workers evaluate the one that they start from, at most TRIES times; older requests are skipped. What is skipped is
+    reported.
     """
     cfg = worker.cfg
-    if not worker.job.storage.is_shared or (cfg.evaluate_on == "spare" and cfg.evaluate_every):
-        return True
-    is_missing = [False]
+    job = worker.job
+    has_sets = bool(job.evaluate or job.probe_train)
+    is_spare = cfg.evaluate_on == "spare" and cfg.evaluate_every > 0 and job.storage.is_shared
+    is_due = [False]
     if worker.rank == 0:
-        stage = Path(worker.job.directory)
-        is_before_the_end = cfg.evaluate_every > 0 and progress.step < worker.steps
+        stage = Path(job.directory)
         with suppress(OSError):
-            is_missing = [is_before_the_end and progress.step in async_evaluation.due(stage)]
-            for step in sorted(async_evaluation.due(stage)):
-                if step == progress.step and is_missing[0]:
-                    continue
-                # Steps that lie ahead are taken, and evaluated, again.
-                if step <= progress.step:
-                    async_evaluation.skip(stage, step, "nothing is evaluated beside training any more")
-                async_evaluation.withdraw(stage, step)
+            commits = {progress.step}
+            if is_spare:
+                commits.update(map(step_of, committed(stage / "checkpoints")))
+            # Requests are read first: an outcome is written before its request goes.
+            requested = async_evaluation.requested(stage)
+            recorded = async_evaluation.recorded(stage)
+            due = set()
+            for step in commits - recorded:
+                # The last step is evaluated at the end, in any case.
+                is_amid = 0 < step <= progress.step and step < worker.steps
+                if has_sets and is_amid and cfg.evaluate_every and step % cfg.evaluate_every == 0:
+                    due.add(step)
+            if is_spare:
+                for step in due.difference(requested):
+                    async_evaluation.request(stage, step)
+            else:
+                is_due = [progress.step in due]
+                for step in requested:
+                    # Steps that lie ahead are taken, and evaluated, again.
+                    if step <= progress.step and step not in recorded and step not in due:
+                        async_evaluation.skip(stage, step, "nothing is evaluated beside training any more")
+                    async_evaluation.withdraw(stage, step)
+                starts = [record for record in read_metrics(stage, "start") if record["step"] == progress.step]
+                # It may be what ends the attempts: then training would never go on.
+                if is_due[0] and len(starts) >= TRIES:
+                    is_due = [False]
+                    reason = f"{TRIES} attempts have ended before it had a value"
+                    async_evaluation.skip(stage, progress.step, reason)
         async_evaluation.report_records(stage, worker.telemetry.report)
-    dist.broadcast_object_list(is_missing, src=0)
-    return not is_missing[0] or evaluate_between(worker, progress)
+    dist.broadcast_object_list(is_due, src=0)
+    return not is_due[0] or evaluate_between(worker, progress)
 
 
 # ------------------------------------------------------------------------------------------------ beside training

@@ -40,13 +40,21 @@ class ScheduleConfig:
     end: float = 1e-5  # linear: the rate it ends with, absolute (vit_jax utils.py: linear_end)
     timescale: int = 10_000  # rsqrt: steps after the warm-up until the rate is 1/√2 of the peak (big_vision)
     shift: int = 0  # rsqrt: steps by which the decay is ahead (big_vision)
+    drops: tuple[int, ...] = ()  # constant: steps after which the rate is a tenth of what it was (BiT-HyperRule)
     cooldown_steps: int = 0  # last steps, over which the rate goes linearly to 0 (big_vision); 0: none
 
-    RESUME: ClassVar[Tags] = tags(forbid="decay warmup_steps end timescale shift cooldown_steps")
+    RESUME: ClassVar[Tags] = tags(forbid="decay warmup_steps end timescale shift drops cooldown_steps")
+    LATER: ClassVar[tuple[str, ...]] = ("drops",)
 
     def __post_init__(self) -> None:
         at_least(self, 0, "warmup_steps end shift cooldown_steps", "optim.schedule.")
         more_than_0(self, "timescale", "optim.schedule.")
+        is_staircase = self.decay == "constant" and list(self.drops) == sorted(set(self.drops))
+        require(
+            is_staircase or not self.drops,
+            f"optim.schedule.drops are {list(self.drops)} with decay {self.decay}\n"
+            "  expected rising steps with decay: constant, for example drops: [3000, 6000, 9000]",
+        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,8 @@ def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> fl
         since = max(step, cfg.warmup_steps) + cfg.shift - cfg.warmup_steps
         rate = peak / math.sqrt(1 + since / cfg.timescale)
     else:
-        rate = peak
+        # The update of such a step itself still has the rate before it (big_transfer bit_hyperrule.py, get_lr).
+        rate = peak / 10 ** sum(step > drop for drop in cfg.drops)
     if cfg.warmup_steps:
         rate *= min(1.0, step / cfg.warmup_steps)
     if cfg.cooldown_steps:

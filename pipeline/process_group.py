@@ -144,7 +144,8 @@ class Place(NamedTuple):
 def network_line() -> str:
     """Collective: say over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
 
-    It is "" for a single worker, which has no other to talk to.
+    A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2". The line is "" for a
+    single worker, which has no other to talk to.
     """
     if dist.get_world_size() == 1:
         return ""
@@ -155,15 +156,10 @@ def network_line() -> str:
     place = Place(socket.gethostname(), settings)
     places = [place] * dist.get_world_size()
     dist.all_gather_object(places, place)
-    return describe_network(dist.get_backend(), places)
 
-
-def describe_network(backend: str, places: Sequence[Place]) -> str:
-    """Return the line of `network_line`, from the places of all workers by rank.
-
-    A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2".
-    """
-    label = backend
+    # The interface stands first, then the variables by their names.
+    backend = dist.get_backend()
+    label: str = backend
     chooser = "GLOO_SOCKET_IFNAME"
     if backend == "nccl":
         label = "NCCL"

@@ -258,7 +258,7 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
-        needed=partial(async_evaluation.due, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+        needed=partial(async_evaluation.requested, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
     )
     return Worker(
         cfg=cfg,

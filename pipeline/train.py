@@ -77,7 +77,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     worker.since_line.clear()
     worker.loop_price.begin(progress.step)
     engine = worker.engine
-    phases = worker.phases
+    watched = worker.phases  # what this worker does, as the watchdog is told
     health = worker.health
     saver = worker.saver
     objective = OBJECTIVES[cfg.objective]
@@ -122,18 +122,18 @@ def train(task: Mapping[str, Any]) -> StageResult:
             ids += batch.ids.tolist()
             images = begin_forward(worker, step, batch)
             micro_batch_loss = objective(worker, step, images, batch)
-            phases.enter("backward", step)
+            watched.enter("backward", step)
             engine.backward(micro_batch_loss * weight)
             loss_sum = loss_sum + micro_batch_loss.detach()
             # Their memory is free before the optimizer steps, which needs some of its own.
             del batch, images, micro_batch_loss
-            phases.enter("reduce", step)
+            watched.enter("reduce", step)
             if number + 1 < accumulation:
                 engine.end_micro_batch(rate)
 
         # 3. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up
         # alone. Nothing else in a step has the host wait for the device.
-        mean_loss, bad_of_all, stopping, all_written = agree(worker, rate, loss_sum, bad_samples)
+        mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples)
         # The ledger is over the planned ids; a bad sample's replacement is counted and does not change it.
         progress.ledger = progress.ledger.update(step, *planned)
         progress.step += 1
@@ -232,12 +232,13 @@ def notice_sigterm(asked: threading.Event) -> None:
     def remember(number: int, frame: object) -> None:
         asked.set()
 
-    # Only a main thread may catch signals; under Ray we are in another, and the driver's stop file tells us to stop.
+    # Only a main thread may catch signals. A worker trains in its main thread; in another one, as of a notebook, the
+    # stop file alone tells it to stop.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, remember)
 
 
-def agree(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int) -> tuple[float, int, bool, bool]:
+def finish_step(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int) -> tuple[float, int, bool, bool]:
     """Collective, once a step: have the optimizer step, add up what the workers have seen, and hear what they want.
 
     Returns (mean loss, bad samples, anyone wants to stop, everyone has written its file).

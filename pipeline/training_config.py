@@ -109,7 +109,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
     model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
-    new_head: bool = False  # replace the head by a zero-initialised one (paper, B.1.1) even where classes agree
+    new_head: bool = False  # replace the head by one zero-initialised layer (paper, B.1.1) even where classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
     objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
     loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
@@ -247,6 +247,8 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
     if isinstance(source, MaskedConfig) and not is_masked:
         # What predicts patches is no part of a classifier; the ViT inside goes on with its own config.
         source = source.vit
+    if source is not None and cfg.new_head:
+        source = source.with_new_head()
     model = model_config(cfg.model, source)
     require(
         (model.family == "masked") == is_masked,
@@ -264,6 +266,11 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
     """
     height, width = model.image_size
     require(height == width, f"{key}.image_size is {height}×{width}, expected a square: training crops are")
+    squash = cfg.data.augment.squash
+    require(
+        squash is None or squash >= height,
+        f"data.augment.squash is {squash}, out of which {height} pixels are to be cropped\n  expected {height} or more",
+    )
     check_token_dropping(cfg.thinning, model, cfg.objective, f"{key.removesuffix('model')}thinning")
     if cfg.objective == "masked":  # labels are not used
         return

@@ -159,13 +159,35 @@ def assert_same(run: Path, twin: Path) -> None:
 
 
 def assert_same_stage(folder: Path, twin: Path) -> None:
-    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the bits of the twin's."""
+    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the bits of the twin's.
+
+    So are evaluations: each of the twin's has its value here, or a record that says why it has none.
+    """
     ours, theirs = (checkpoint_reader.verify(committed(each / "checkpoints")[0]) for each in (folder, twin))
     assert (ours.step, ours.ledger, ours.files) == (theirs.step, theirs.ledger, theirs.files)
     assert (folder / "weights.safetensors").read_bytes() == (twin / "weights.safetensors").read_bytes()
     reference = step_losses(twin)
     wrong = {step: values for step, values in step_losses(folder).items() if set(values) != set(reference[step])}
     assert not wrong, wrong
+    ours, theirs = evaluations(folder), evaluations(twin)
+    for step, values in theirs.items():
+        assert values[0] is not None, f"step {step} of the twin has no value"
+        assert step in ours, f"step {step} was not evaluated, and nothing says so"
+        assert all(value in (None, values[0]) for value in ours[step]), (step, ours[step], values)
+
+
+def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
+    """What every evaluation of a stage has come to, by step; None where it failed or was skipped with words."""
+    outcomes: dict[int, list[dict[str, float] | None]] = {}
+    for record in read_metrics(folder, None):
+        if record["kind"] in ("evaluate_failed", "evaluate_skipped"):
+            outcomes.setdefault(record["step"], []).append(None)
+        elif record["kind"] == "evaluate":
+            # Where and how long it was is no part of it.
+            about = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
+            values = {name: value for name, value in record.items() if name not in about}
+            outcomes.setdefault(record["step"], []).append(values)
+    return outcomes
 
 
 def at_step(run: Path, process: Any, step: int, then: Callable[[], None]) -> None:

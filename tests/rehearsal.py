@@ -48,7 +48,7 @@ from pipeline.evaluation.features import normalise
 from pipeline.plan.memory_traces import Kind
 from pipeline.plan.tracer import LiveBytes, TracedWorker, fake_workers, fused_attention
 from pipeline.start import Worker, build_engine
-from pipeline.train import agree
+from pipeline.train import finish_step
 from pipeline.training_config import TrainConfig
 from tests.waits import Waits, compute_as_on_a_gpu
 
@@ -200,7 +200,7 @@ def take_step(
         enter("update")
         if number + 1 < accumulation:
             worker.engine.end_micro_batch(worker.cfg.optim.lr)
-    agree(as_worker, worker.cfg.optim.lr, loss_sum, bad_samples=0)
+    finish_step(as_worker, worker.cfg.optim.lr, loss_sum, bad_samples=0)
 
 
 def note_outputs(network: torch.nn.Module, outputs: dict[str, list[Any]]) -> None:

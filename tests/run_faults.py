@@ -130,7 +130,7 @@ def slowly(clock_s: int = 0) -> None:
     now = time.time
     time.time = lambda: now() + clock_s
     worker_group.TICK_S = 0.1
-    before(train, "agree", lambda *args: True, lambda: time.sleep(0.06))
+    before(train, "finish_step", lambda *args: True, lambda: time.sleep(0.06))
 
 
 def unread_terminal() -> None:
@@ -150,7 +150,7 @@ def in_no_hurry() -> None:
         while not Path("go").exists():
             time.sleep(0.02)
 
-    before(train, "agree", at(1, 0, 0), wait)
+    before(train, "finish_step", at(1, 0, 0), wait)
 
 
 def before(owner: Any, name: str, when: Callable[..., bool], act: Callable[[], Any]) -> None:
@@ -178,10 +178,10 @@ def at(attempt: int, steps: int | None = None, rank: int | None = None) -> Calla
 def hanging(places: str) -> None:
     """The first attempt hangs at the first of the places, the second at the second …"""
     attempts = {place: number for number, place in enumerate(places.split(","), 1)}
-    before(train, "agree", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before(train, "finish_step", at(attempts["reduce"], 11, 1), lambda: os.kill(os.getpid(), signal.SIGSTOP))
     before(start, "build_model", lambda *args: args[-1].attempt == attempts.get("build") and on_rank_1(), sleep)
     before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
-    before(train, "agree", at(attempts.get("collective", 0), 31), sleep)
+    before(train, "finish_step", at(attempts.get("collective", 0), 31), sleep)
     before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
     batches, agreed = train.micro_batches, evaluation.Evaluator.together
 
@@ -211,7 +211,7 @@ def sleep() -> None:
 
 def killed_amid_a_window() -> None:
     """Worker 0 of the first attempt is killed in step 18: behind the commit of step 15, amid the steps of a line."""
-    before(train, "agree", at(1, 17, 0), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    before(train, "finish_step", at(1, 17, 0), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def stopped_in_an_evaluation() -> None:
@@ -228,6 +228,18 @@ def stopped_in_an_evaluation() -> None:
         return original(*args)
 
     features.normalise = normalise  # type: ignore[assignment]
+
+
+def driver_killed_before_the_evaluation_of(step: int) -> None:
+    """The driver is killed when a step is committed and its evaluation is about to begin."""
+    driver = os.getpid()
+
+    def strike() -> None:
+        if dist.get_rank() == 0:
+            os.kill(driver, signal.SIGKILL)
+        sleep()
+
+    before(train, "evaluate_between", lambda worker, progress: progress.step == step, strike)
 
 
 def spare_core() -> None:
@@ -316,10 +328,10 @@ def short_of_memory() -> None:
     def cuda() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    before(train, "agree", at(1, 11, 1), killed)
-    before(train, "agree", at(2, 16, 0), lambda: torch.empty(1 << 50))
-    before(train, "agree", at(3, 21, 1), lambda: bytearray(1 << 50))
-    before(train, "agree", at(4, 26, 1), cuda)
+    before(train, "finish_step", at(1, 11, 1), killed)
+    before(train, "finish_step", at(2, 16, 0), lambda: torch.empty(1 << 50))
+    before(train, "finish_step", at(3, 21, 1), lambda: bytearray(1 << 50))
+    before(train, "finish_step", at(4, 26, 1), cuda)
 
 
 def troubled_probe() -> None:

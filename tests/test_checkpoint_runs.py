@@ -30,6 +30,7 @@ from tests import run_faults
 from tests.drives import (
     assert_same,
     at_step,
+    evaluations,
     finish,
     forget,
     incidents,
@@ -62,17 +63,32 @@ def run(twin, tmp_path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.fixture(scope="module")
+def evaluated(shards) -> list[str]:
+    """Options with which steps 8, 16, 24, 32 and 40 are evaluated, all of which are committed."""
+    return ["pretrain.evaluate_every=8", f"pretrain.data.evaluate={shards / 'test'}", "pretrain.save_every=4"]
+
+
+@pytest.fixture(scope="module")
+def evaluated_twin(tmp_path_factory, evaluated) -> Path:
+    """A run with evaluations that nothing befell."""
+    run = tmp_path_factory.mktemp("evaluated") / "run"
+    assert finish(run, *evaluated) == 0, said(run)
+    assert {step: len(values) for step, values in evaluations(stage(run)).items()} == dict.fromkeys(range(8, 41, 8), 1)
+    return run
+
+
 def training_set(run: Path) -> Path:
     return next(run.glob("shards-*")) / "train"
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(17, marks=SOAK)])
-def test_workers_killed_at_any_moment_change_nothing(rounds, twin, run) -> None:
+def test_workers_killed_at_any_moment_change_nothing(rounds, evaluated, evaluated_twin, run) -> None:
     """Three kills a round, at random moments of random phases."""
     rng = random.Random(SEED)
     for number in range(rounds):
         forget(run)
-        process = start(run, "pretrain.log_every=1", patch="slowly")
+        process = start(run, "pretrain.log_every=1", *evaluated, patch="slowly")
         for third in range(3):
             pause = rng.random() * 0.06
 
@@ -83,18 +99,20 @@ def test_workers_killed_at_any_moment_change_nothing(rounds, twin, run) -> None:
             at_step(run, process, 12 * third + rng.randrange(1, 10), kill)
         process.join()
         assert process.exitcode == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
-        assert_same(run, twin)
+        assert_same(run, evaluated_twin)
         assert said(run).count("killed by SIGKILL; restarting from") == 3 * (number + 1), said(run)
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(17, marks=SOAK)])
-def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes_on(rounds, twin, run) -> None:
+def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes_on(
+    rounds, evaluated, evaluated_twin, run
+) -> None:
     """Three kills a round; workers and their decoding processes go with the driver."""
     rng, family = random.Random(SEED + 1), []
     for number in range(rounds):
         forget(run)
         for third in range(3):
-            process = start(run, "pretrain.log_every=1", "pretrain.data.processes=1", patch="slowly")
+            process = start(run, "pretrain.log_every=1", *evaluated, "pretrain.data.processes=1", patch="slowly")
 
             def kill(process: Any = process) -> None:
                 family[:] = psutil.Process(process.pid).children(recursive=True)
@@ -104,22 +122,37 @@ def test_a_driver_killed_at_any_moment_takes_its_workers_along_and_the_next_goes
             process.join()
             assert process.exitcode == -signal.SIGKILL
             assert len(family) >= 4 and not psutil.wait_procs(family, timeout=20)[1], "they outlive their driver"
-        assert finish(run, "pretrain.log_every=1") == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
-        assert_same(run, twin)
+        assert finish(run, "pretrain.log_every=1", *evaluated) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
+        assert_same(run, evaluated_twin)
+
+
+@pytest.mark.parametrize("evaluate_on", ["training", pytest.param("spare", marks=pytest.mark.slow)])
+def test_an_evaluation_that_a_kill_of_the_driver_cut_short_is_done_by_the_next(
+    evaluate_on, evaluated, evaluated_twin, run
+) -> None:
+    """Killed behind the commit of step 8, when all workers are about to evaluate it: nothing was spare."""
+    options = [*evaluated, f"pretrain.evaluate_on={evaluate_on}", "cluster.cpus_per_worker=1"]
+    assert finish(run, *options, patch="driver_killed_before_the_evaluation_of 8") == -signal.SIGKILL
+    assert not evaluations(stage(run)) and read_manifest(committed(stage(run) / "checkpoints")[0]).step == 8
+    assert finish(run, *options) == 0, said(run)
+    assert "resumed from step 8" in said(run)
+    assert_same(run, evaluated_twin)
 
 
 STOPS = [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGHUP]]
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=SOAK)])
-def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at_once(rounds, twin, run) -> None:
+def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at_once(
+    rounds, evaluated, evaluated_twin, run
+) -> None:
     """Five stops a round, and the clock jumps by an hour, either way, before each start."""
     rng, clock = random.Random(SEED + 2), 0
     for number in range(rounds):
         forget(run)
         for fifth, signals in enumerate(STOPS):
             clock += rng.choice((-3600, 3600))
-            process = start(run, "pretrain.log_every=1", patch=f"slowly {clock}")
+            process = start(run, "pretrain.log_every=1", *evaluated, patch=f"slowly {clock}")
             step, heard = 7 * fifth + rng.randrange(1, 4), said(run).count("finishing the step")
 
             def stop(process: Any = process, signals: Any = signals, heard: int = heard) -> None:
@@ -143,8 +176,8 @@ def test_a_signal_at_any_moment_commits_and_exits_75_and_a_second_ctrl_c_ends_at
                 log = (stage(run) / "log.txt").read_text()
                 assert f"[driver] {signals[0].name}: finishing the step" in log, log
         assert not list(stage(run).glob("stop*"))
-        assert finish(run) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
-        assert_same(run, twin)
+        assert finish(run, *evaluated) == 0, f"round {number}, FAULT_SEED={SEED}\n{said(run)}"
+        assert_same(run, evaluated_twin)
 
 
 def test_a_terminal_that_takes_no_line_holds_up_no_stop_and_the_log_has_every_line(run) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
 import cv2
 import numpy as np
@@ -28,7 +28,7 @@ from data.checks import at_least, more_than_0
 from data.draws import Draws
 from data.errors import ConfigError
 from data.images.decode import Box, Header, decode_crop, decode_whole, read_header
-from data.images.preprocess import resize_small
+from data.images.preprocess import resize, resize_small
 
 ATTEMPTS = 100  # to draw a box, as in TensorFlow
 RESIZE_BEFORE_RANDOM_CROP = "resize_small(256)"  # as an op, with the size for crops of 224 pixels
@@ -40,6 +40,7 @@ class AugmentConfig:
 
     # inception: of random area and aspect; random: resize_small(size · 8/7), then crop; none: the whole image
     crop: Literal["inception", "random", "none"] = "inception"
+    squash: int | None = None  # random: pixels of the square that is cropped instead (BiT-HyperRule: 448 for 384)
     reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale where the crop still covers the image size
     flip: bool = True  # mirror left to right with probability 1/2
     min_area: float = 0.05  # least share of the image that a crop covers (Szegedy et al. 2015 and big_vision)
@@ -48,9 +49,13 @@ class AugmentConfig:
     randaug_layers: int = 0  # operations of RandAugment an image; 0 is off (AugReg and the better baselines: 2)
     randaug_magnitude: float = 10.0  # strength of every one of them, 0 to 30; 0 is not a no-op
 
+    LATER: ClassVar[tuple[str, ...]] = ("squash",)  # as `pipeline.config.tagged` means it
+
     def __post_init__(self) -> None:
         more_than_0(self, "min_area min_aspect max_aspect", "augment.")
         at_least(self, 0, "randaug_layers randaug_magnitude", "augment.")
+        if self.squash is not None and self.crop != "random":
+            raise ConfigError(f"augment.squash is {self.squash}, expected with crop: random; crop is {self.crop}")
         if self.min_area > 1:
             raise ConfigError(f"augment.min_area is {self.min_area}, expected 1 (the whole image) or less")
         if self.min_aspect > self.max_aspect:
@@ -125,7 +130,10 @@ def augment(data: bytes, image_size: int, draws: Draws, cfg: AugmentConfig, out:
     if cfg.crop == "random":
         # A square from anywhere in the image, whose shorter side is made 8/7 of the square's: 256 for 224. It is cut
         # from the resized image, so that its offsets can only be drawn when all of it is decoded.
-        resized = resize_small(decode_whole(data), image_size * 8 // 7)
+        if cfg.squash is None:
+            resized = resize_small(decode_whole(data), image_size * 8 // 7)
+        else:
+            resized = resize(decode_whole(data), (cfg.squash, cfg.squash))
         height, width = resized.shape[:2]
         y = draws.below(height - image_size + 1)
         x = draws.below(width - image_size + 1)

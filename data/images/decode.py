@@ -18,6 +18,7 @@ import logging
 import os
 import struct
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -28,7 +29,8 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.files import state_folder, whole_file
+from data.files import state_folder
+from data.seal import read_entry, write_entry
 
 MAX_BYTES = 100_000_000  # of one encoded image
 MAX_PIXELS = 100_000_000  # what a header may claim: 300 MB decoded
@@ -264,7 +266,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def compile_binding() -> Path:
-    """Compile unless the cache folder has it; the name holds everything that the result depends on.
+    """Compile unless the cache folder has it, whole; the name holds everything that the result depends on.
 
     Raises OSError and subprocess.SubprocessError where it cannot be compiled, PackageNotFoundError without Pillow.
     """
@@ -278,7 +280,8 @@ def compile_binding() -> Path:
         raise FileNotFoundError("this Pillow brings no libjpeg along; install its wheel")
     digest = sha256(SOURCE.read_bytes() + str(libjpeg).encode() + os.uname().machine.encode()).hexdigest()
     path = state_folder() / f"jpeg-{digest[:16]}.so"
-    if path.exists():
+    # The sha256 behind the library is no part of what the loader reads.
+    if read_entry(path) is not None:
         return path
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,9 +289,11 @@ def compile_binding() -> Path:
     # rpath, because libjpeg-turbo lies inside Pillow's wheel, where the linker does not look by itself.
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{libjpeg.parent}"]
     # Other processes compile it at the same moment: each writes a file of its own, and the last one stays.
-    with whole_file(path) as temporary:
-        command = [compiler, *flags, str(SOURCE), "-o", str(temporary), str(libjpeg)]
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = Path(folder) / path.name
+        command = [compiler, *flags, str(SOURCE), "-o", str(compiled), str(libjpeg)]
         subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        write_entry(path, compiled.read_bytes())
     return path
 
 

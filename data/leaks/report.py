@@ -60,6 +60,10 @@ def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[s
     kinds = Counter(pair.kind for pair in leaks.pairs)
     if kinds:
         report.append("  ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items())))
+    own_pairs = leaks.settings.get("test_pairs")
+    if own_pairs is not None:
+        alike = own_pairs["alike"]
+        report.append(f"of {own_pairs['compared']:,} pairs of different test images {alike:,} are alike at first sight")
     for pair in leaks.pairs[:MOST_EXAMPLES]:
         report.append(f"  {caption(pair)}")
     undecodable = counts["train_undecodable"] + counts["test_undecodable"]

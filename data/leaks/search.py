@@ -1,19 +1,22 @@
 """Search training shards for images of test sets: what the test sets are recognised by is kept, training streams past.
 
 How the pairs are found, in order (`find_leaks`):
-1. `write_signatures` writes the signatures of all test images into a folder, a file a shard, and maps them as arrays;
-2. processes take one training shard after the other; `search_shard` reads each sample once, and asks of it
+1. `write_signatures` writes the signatures of all test images into a folder, an entry a shard, and maps them as arrays;
+2. `alike_among` looks how often test images are alike that show different things: where they often are, pictures prove
+   nothing, and the search is refused;
+3. processes take one training shard after the other; `search_shard` reads each sample once, and asks of it
    a. whether its bytes are those of a test image: exact;
    b. whether it is a candidate, and its picture fits the test image's (data.leaks.matching): perceptual;
    c. of a pair that fits, whether the decoded pixels are the same: exact too. So are pictures asked that are flat;
-3. the journal gets one line a shard, so that a killed search goes on;
-4. the pairs become leaks.json, and the signatures are deleted.
+4. the journal gets one line a shard, so that a killed search goes on;
+5. the pairs become leaks.json, and the signatures are deleted.
 
 A process holds one batch of training images and one block of test images, whatever the sizes of the sets.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from data.errors import DataError
+from data.errors import DataError, StorageError
 from data.files import whole_file
 from data.images.decode import BadImage
 from data.index.index import Index
@@ -33,16 +36,19 @@ from data.index.shard import Shard
 from data.leaks.matching import ALIKE, TestSignatures, candidates, likeness
 from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_digest, signature
 from data.remote.cache import CacheConfig
-from data.seal import Journal
+from data.seal import Journal, read_entry, write_entry
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
 from data.shards.parallel import in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
 # T test images of all sets, K crops of each, D coefficients of a crop
 
-VERSION = 1  # of what signatures are and how they are compared; another one begins anew
-FITS = 0.88  # likeness from which on a pair shows the same
+VERSION = 2  # of what signatures are and how they are compared; another one begins anew
+FITS = 0.88  # likeness from which on a pair shows the same; at 1 bytes and pixels alone are compared
 NEARLY_THE_SAME = 0.98  # likeness from which on the decoded pixels are compared: another encoder's may be the same
+MOST_ALIKE = 0.01  # share of pairs of test images that may be candidates; of photographs 0.0002 are
+FEWEST_ALIKE = 10  # candidates from which on such a share means something
+SAMPLED = 256  # test images that are compared with each other for it
 BATCH = 64  # training images that are compared at once
 JOURNAL = "leaks.partial"
 DOCUMENT = "leaks.json"
@@ -101,8 +107,10 @@ def find_leaks(
     """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
 
     Sets come with the path that they are called by; `embeddings` are what features have found (see there). Safe to kill
-    and run again. `report` is told how many training shards are done, of how many that were left to do; `report_test`
-    the same of test shards, which come first. Raises DataError where a shard is missing or not what was indexed.
+    and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards are
+    done, of how many that were left to do; `report_test` the same of test shards, which come first. Raises DataError
+    where a shard is missing or not what was indexed, and where the test images are too much alike for pictures to tell
+    copies from others.
     """
     for path, index in (*train, *test):
         if index.samples == 0:
@@ -111,12 +119,26 @@ def find_leaks(
     check_sizes([index for _, index in (*train, *test)])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
-    setting = [VERSION, fits, [index.digest for index in test_sets]]
+    digests = [index.digest for index in test_sets]
+    setting = [VERSION, fits, digests]
     settings: dict[str, Any] = {"version": VERSION, "alike": ALIKE, "fits": fits}
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
-    signatures = output / f"signatures-{sha256(json.dumps(setting).encode()).hexdigest()[:12]}"
+    signatures = output / f"signatures-{sha256(json.dumps([VERSION, digests]).encode()).hexdigest()[:12]}"
     write_signatures(test_sets, signatures, workers, cache, report_test)
+
+    # Whether the search can tell copies from other images is measured on these very sets.
+    if fits < 1:
+        alike, compared = alike_among(open_signatures(signatures).signatures)
+        settings["test_pairs"] = {"alike": alike, "compared": compared}
+        share = alike / max(compared, 1)
+        if alike >= FEWEST_ALIKE and share > MOST_ALIKE:
+            raise DataError(
+                f"{', '.join(path for path, _ in test)}: {alike:,} of {compared:,} pairs of different test images are "
+                f"alike at first sight ({share:.1%}): of such images pictures do not tell copies from others\n"
+                f"  expected {MOST_ALIKE:.0%} at most, photographs have 0.02 %\n"
+                f"  compare bytes and pixels alone: the same command with --fits 1"
+            )
 
     jobs = {}  # by the training shard that is searched
     for _, index in train:
@@ -162,7 +184,10 @@ class SignJob(NamedTuple):
 def write_signatures(
     sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
 ) -> None:
-    """Write the signatures of all test images into a folder; those of an earlier, killed search are kept."""
+    """Write the signatures of all test images into a folder; those of an earlier, killed search are kept.
+
+    Raises OSError where the disk is full.
+    """
     folder.mkdir(exist_ok=True)
     jobs = []
     missing = []
@@ -170,10 +195,10 @@ def write_signatures(
     for index in sets:
         total += index.samples
         for number, shard in enumerate(index.shards):
-            path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.npz"
+            path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.signatures"
             job = SignJob(index.alone(number), path, cache)
             jobs.append(job)
-            if not path.exists():
+            if read_entry(path) is None:
                 missing.append(job)
     with in_parallel(sign_shard, missing, workers, report) as results:
         for _ in results:
@@ -186,19 +211,18 @@ def write_signatures(
         "digests": ((total, 2, 32), np.uint8),
         "bad": ((total,), np.bool_),
     }
-    arrays = {}
     for name, (shape, kind) in shapes.items():
-        # Mapped, so that all processes share one copy, which need not fit the memory.
-        arrays[name] = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", kind, shape)
-    start = 0
-    for job in jobs:
-        with np.load(job.path) as part:
-            stop = start + len(part["bad"])
-            for name, array in arrays.items():
-                array[start:stop] = part[name]
-        start = stop
-    for array in arrays.values():
-        array.flush()
+        # Written, not mapped: a full disk is then an error of this command, and not the end of its process. It is
+        # mapped to be read, so that all processes share one copy, which need not fit the memory.
+        with whole_file(folder / f"{name}.npy") as temporary, open(temporary, "wb") as file:
+            header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for job in jobs:
+                entry = read_entry(job.path)
+                if entry is None:
+                    raise StorageError(f"{job.path}: is not what was written a moment ago: see to the disk")
+                with np.load(io.BytesIO(entry)) as part:
+                    file.write(part[name].tobytes())
 
 
 def sign_shard(job: SignJob) -> None:
@@ -225,8 +249,9 @@ def sign_shard(job: SignJob) -> None:
             # What has no structure is like anything else: its pixels alone are compared.
             if not sign.is_flat:
                 crops[row] = sign.crops
-    with whole_file(job.path) as temporary, open(temporary, "wb") as file:
-        np.savez(file, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
+    arrays = io.BytesIO()
+    np.savez(arrays, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
+    write_entry(job.path, arrays.getvalue())
 
 
 class TestImages(NamedTuple):
@@ -250,6 +275,21 @@ def open_signatures(folder: Path) -> TestImages:
         if not bad[number]:
             by_pixels.setdefault(digests[number, 1].tobytes(), []).append(number)
     return TestImages(TestSignatures(**arrays), by_bytes, by_pixels)
+
+
+def alike_among(tests: TestSignatures) -> tuple[int, int]:
+    """Return how many pairs of different test images are candidates, and of how many: among SAMPLED of them, evenly."""
+    has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
+    evenly = np.linspace(0, len(has_structure) - 1, min(SAMPLED, len(has_structure))).round().astype(int)
+    sample = TestSignatures(*(array[has_structure[evenly]] for array in tests))
+    count = len(evenly)
+    alike = set()
+    for start in range(0, count, BATCH):
+        for candidate in candidates(sample.crops[start : start + BATCH], sample):
+            first = start + candidate.train
+            if first != candidate.test:
+                alike.add((min(first, candidate.test), max(first, candidate.test)))
+    return len(alike), count * (count - 1) // 2
 
 
 # ------------------------------------------------------------------------------------------ training images
@@ -289,8 +329,8 @@ def search_shard(job: SearchJob) -> ShardMatches:
                 matches.append(Match(row, number, "exact", 0.0))
             try:
                 sign = signature(image)
-                if sign.is_flat:
-                    flat += 1
+                flat += sign.is_flat
+                if sign.is_flat or job.fits >= 1:
                     for number in test_images.by_pixels.get(pixel_digest(image), []):
                         if number not in same:
                             matches.append(Match(row, number, "exact", 0.0))

@@ -1,7 +1,8 @@
 """What an image is recognised by: a small grey picture of it, and low frequencies of the whole and of its crops.
 
 How bytes become a signature, in order:
-1. the image is decoded upright and grey, a JPEG at a reduced scale, and squashed to SIDE × SIDE pixels;
+1. the image is decoded upright and grey, a JPEG at a reduced scale; borders of one colour are cut off (`trimmed`), and
+   what is left is squashed to SIDE × SIDE pixels;
 2. of the whole, and of each of BOXES crops, the cosine transform's first 55 coefficients but the mean are taken,
    weighted by their frequency (photographs have about as much of each then), and brought to length 1;
 3. the inner product of two such vectors says how alike two crops are, whatever their brightness and contrast.
@@ -31,6 +32,9 @@ SCALES = (1.0, 0.94, 0.88, 0.82, 0.775)  # of each side of the crops
 STEP = 0.06  # of the side, between neighbouring crops
 EVALUATED = 0.875  # of the square in the middle: 224 of 256 pixels
 FLAT = 2.0  # grey levels: an image whose pixels deviate less has nothing to be recognised by
+OF_ONE_COLOUR = 8  # grey levels that a border's pixels deviate from its middle one, but for SPECKS
+SPECKS = 0.02  # share of a border's pixels that may deviate by more: noise of encoding beside the picture
+LEAST_LEFT = 0.25  # of each side: of what would be cut to less, all is kept
 FLOOR = 1.0  # length of a vector before it is brought to 1: that of less is noise, and becomes shorter than 1
 
 
@@ -54,7 +58,7 @@ class Signature(NamedTuple):
 
 def signature(data: bytes) -> Signature:
     """Return the signature of an encoded image; raises BadImage."""
-    grey = grey_of(data)
+    grey = trimmed(grey_of(data))
     height, width = grey.shape
     square = squashed(grey, SIDE).astype(np.float32)
     proportion = width / height
@@ -84,6 +88,45 @@ def grey_of(data: bytes) -> np.ndarray:
     if image is None:
         raise BadImage("not decodable")
     return image
+
+
+def trimmed(grey: np.ndarray) -> np.ndarray:
+    """Return the image (H, W) without its borders of one colour, as copies get that are padded, framed or letterboxed.
+
+    A frame within a frame goes too. An image that would hardly be left is returned whole.
+    """
+    top = 0
+    left = 0
+    bottom, right = grey.shape
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
+        for axis in (0, 1):
+            inner = grey[top:bottom, left:right]
+            lines = inner if axis == 0 else inner.T
+            first = border_lines(lines)
+            last = len(lines) - border_lines(lines[::-1])
+            if first > 0 or last < len(lines):
+                if last - first < LEAST_LEFT * grey.shape[axis]:
+                    return grey
+                is_smaller = True
+            if axis == 0:
+                bottom = top + last
+                top += first
+            else:
+                right = left + last
+                left += first
+    return np.ascontiguousarray(grey[top:bottom, left:right])
+
+
+def border_lines(lines: np.ndarray) -> int:
+    """Return how many lines of (lines, pixels) have the colour of the first one: 0 where that has several."""
+    colour = int(np.median(lines[0]))
+    for number, line in enumerate(lines):
+        is_other = np.abs(line.astype(np.int16) - colour) > OF_ONE_COLOUR
+        if is_other.mean() > SPECKS:
+            return number
+    return len(lines)
 
 
 def squashed(grey: np.ndarray, side: int) -> np.ndarray:

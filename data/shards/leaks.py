@@ -1,20 +1,19 @@
 """What a search for leaks came to: `leaks.json`, written by `patchline leaks` and read by evaluations and subsets.
 
-    {"schema": 1,
+    {"schema": 2,
      "train": [{"path": "shards/train", "digest": "9f3c…"}], "test": [{"path": "shards/test", "digest": "51aa…"}],
      "pairs": [{"train": ["train-000021.tar", "n0144"], "test": ["test-000000.tar", "v7"], "kind": "perceptual",
                 "distance": 0.04, "train_set": 0, "test_set": 0}],
-     "settings": {…}, "looked_at": {…}, "seal": "e5f0…"}
+     "settings": {…}, "looked_at": {…}, "sha256": "e5f0…"}
 
 A pair is of one training sample and one test sample, each by shard and key; `train_set` and `test_set` say of which of
-the sets, where there are several. The seal is the sha256 of everything else; a document made by hand may do without.
+the sets, where there are several. The document ends with the sha256 of its text (data/seal.py); without it is none.
 
     in_pairs(read_leaks("leaks.json"), load_index("shards/test"), "test")   →   array([False, True, …])
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,10 +24,10 @@ import numpy as np
 
 from data.errors import DataError
 from data.files import write_whole
-from data.index.document import seal_of
 from data.index.index import Index
+from data.seal import Unsealed, seal, unseal
 
-SCHEMA = 1
+SCHEMA = 2
 Kind = Literal["exact", "perceptual", "embedding"]
 Side = Literal["train", "test"]
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -115,11 +114,9 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
 def read_leaks(path: str | os.PathLike[str]) -> Leaks:
     """Read a leaks.json; raises DataError where there is none, or it is not what was written."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = unseal(Path(path).read_bytes())
         if content["schema"] != SCHEMA:
             raise DataError(f"{path}: schema {content['schema']}, this version reads {SCHEMA}; run `jobs leaks` again")
-        if "seal" in content and content["seal"] != seal_of(content):
-            raise DataError(f"{path}: its seal does not match its contents: torn or altered; run `jobs leaks` again")
         pairs = []
         for entry in content["pairs"]:
             train_shard, train_key = entry["train"]
@@ -142,6 +139,8 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
         )
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise DataError(f"{path}: there is no such document; `python -m jobs leaks` makes one") from None
+    except Unsealed as error:
+        raise DataError(f"{path}: {error}\n  expected a leaks.json as it was written; run `jobs leaks` again") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: no leaks.json ({repr(error)[:100]}); run `python -m jobs leaks` again") from None
     for pair in leaks.pairs:
@@ -153,6 +152,4 @@ def read_leaks(path: str | os.PathLike[str]) -> Leaks:
 
 def write_leaks(path: Path, leaks: Leaks) -> None:
     """Write a leaks.json, whole."""
-    content: dict[str, object] = {"schema": SCHEMA, **asdict(leaks)}
-    content["seal"] = seal_of(json.loads(json.dumps(content)))  # as it is read: tuples are lists there
-    write_whole(path, json.dumps(content, indent=1))
+    write_whole(path, seal({"schema": SCHEMA, **asdict(leaks)}))

@@ -18,7 +18,7 @@ from jobs.terminal import echo
 Train = Annotated[list[str], typer.Argument(help="Indexes, or their folders: what was or will be trained on.")]
 Test = Annotated[list[str], typer.Option(help="An index, or its folder, that is judged on; repeatable.")]
 Output = Annotated[str, typer.Option(help="Folder of leaks.json, the report and the page.")]
-Fits = Annotated[float, typer.Option(min=0.5, max=1.0, help="Likeness from which on two pictures show the same.")]
+Fits = Annotated[float, typer.Option(min=0.5, max=1.0, help="Likeness of two that show the same; 1: equal pixels.")]
 Weights = Annotated[str | None, typer.Option(help="Also compare features of these weights: ours, .npz, timm, HF.")]
 Cosine = Annotated[float, typer.Option(min=0.0, max=1.0, help="With --weights: of two features, at least.")]
 CacheFolder = Annotated[str | None, typer.Option("--cache", help="URLs: folder that shards are fetched to.")]

@@ -251,6 +251,6 @@ def prune(path: str, keep: int, keep_every: int) -> None:
             for name in checkpoints.committed()[:keep]:
                 checkpoints.verify(name)
         for checkpoints in run.stages:
-            needed = async_evaluation.due(run.storage.local / checkpoints.stage)
+            needed = async_evaluation.requested(run.storage.local / checkpoints.stage)
             for name in checkpoints.prune(keep, keep_every, needed):
                 echo(f"{checkpoints.stage}: {name} deleted")

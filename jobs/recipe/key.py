@@ -106,8 +106,14 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         "config": values,
         "inputs": inputs_in_key,
     }
-    # Only where there are any: the keys of all other stages stay what they were.
-    corrected = corrected_ops(forbidden | warned)
+    # The corrections of the preprocessing that fields ask for. Only where there are any: the keys of all other stages
+    # stay what they were.
+    corrected: dict[str, int] = {}
+    for field_name, field_value in (forbidden | warned).items():
+        if field_name.endswith("augment.crop") and field_value == "random":
+            corrected |= corrections(RESIZE_BEFORE_RANDOM_CROP)
+        elif field_name.split(".")[-1] == "preprocess" and field_value is not None:
+            corrected |= corrections(str(field_value))
     if corrected:
         identity["corrected"] = corrected
 
@@ -199,14 +205,3 @@ def model_at(folder: str) -> ModelConfig | None:
         return models.from_dict(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # weights without digests may hold anything
         raise DataError(f"{path} is torn or altered: {error}\n  bring it back from a copy, or import again") from None
-
-
-def corrected_ops(fields: Mapping[str, object]) -> dict[str, int]:
-    """Return the corrections of the preprocessing that a stage's fields, by dotted name, ask for; {} of most."""
-    corrected: dict[str, int] = {}
-    for field_name, value in fields.items():
-        if field_name.endswith("augment.crop") and value == "random":
-            corrected |= corrections(RESIZE_BEFORE_RANDOM_CROP)
-        elif field_name.split(".")[-1] == "preprocess" and value is not None:
-            corrected |= corrections(str(value))
-    return corrected

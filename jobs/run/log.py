@@ -78,9 +78,16 @@ class RunLog:
         directory = attempt_folder.parents[1]
         stage = directory.name
         last = last_metrics(directory)
-        worker_lines = self.new_lines(directory / "log.txt")
-        if worker_lines is not None:
-            for line in worker_lines:
+        log = directory / "log.txt"
+        shown = self.shown_bytes.get(log, 0)
+        if size_of(log) > shown:
+            with open(log, "rb") as file:
+                file.seek(shown)
+                added = file.read()
+            # The last line may be half written; the next call shows it.
+            whole = added[: added.rfind(b"\n") + 1]
+            self.shown_bytes[log] = shown + len(whole)
+            for line in whole.decode(errors="replace").splitlines():
                 # The driver's own lines were shown when they were logged.
                 if not line.startswith(DRIVER_MARK):
                     self.keep(f"[{stage}] {line}")
@@ -107,19 +114,6 @@ class RunLog:
         if (wait, attempt_folder) != self.last_wait:
             self(wait)
         self.last_wait = (wait, attempt_folder)
-
-    def new_lines(self, log: Path) -> list[str] | None:
-        """Return the whole lines that were added since the last call; None where nothing was added."""
-        shown = self.shown_bytes.get(log, 0)
-        if size_of(log) <= shown:
-            return None
-        with open(log, "rb") as file:
-            file.seek(shown)
-            added = file.read()
-        # The last line may be half written; the next call shows it.
-        whole = added[: added.rfind(b"\n") + 1]
-        self.shown_bytes[log] = shown + len(whole)
-        return whole.decode(errors="replace").splitlines()
 
     def close(self) -> None:
         """Take the bar away, and give the terminal a few seconds for the lines that it has not taken yet."""

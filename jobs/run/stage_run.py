@@ -7,7 +7,7 @@ In order:
 4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges;
 5. `provenance.json` is written: config, inputs, code, environment;
 6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
-   finished and is skipped.
+   finished, and the session (jobs/run/session.py) skips it.
 """
 
 import dataclasses

@@ -16,7 +16,8 @@ from typing import Any
 import safetensors
 
 import models
-from data.errors import DataError
+from data.errors import DataError, PatchlineError
+from data.index.document import load_index
 from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 
@@ -75,6 +76,34 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
         return models.load(path, **options)
     except UNREADABLE as error:
         raise DataError(f"cannot load {path}: {error}") from None
+
+
+def training_sets(path: str) -> tuple[list[dict[str, str]], str]:
+    """Return the sets that weights were trained on, {"path", "digest"} each, and where the records end ("": nowhere).
+
+    The records are the provenance.json of the weights' stage, of the stage that it started from, and so on. Weights of
+    others, and imported and exported ones, have no such record. Raises DataError for an altered record.
+    """
+    sets: dict[str, dict[str, str]] = {}
+    while True:
+        folder = Path(path)
+        if not (folder / artifacts.PROVENANCE).is_file():
+            return list(sets.values()), path
+        inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
+        if inputs is None:
+            return list(sets.values()), path
+        for field, index_path in inputs.items():
+            if not field.startswith("data.") or not field.endswith("train"):
+                continue
+            # A set that is gone by now can be compared with nothing.
+            try:
+                digest = load_index(index_path).digest
+            except PatchlineError:
+                digest = "unknown"
+            sets[f"{digest} {index_path}"] = {"path": index_path, "digest": digest}
+        if "init" not in inputs:
+            return list(sets.values()), ""
+        path = inputs["init"]
 
 
 def refuse_other_pixels(path: str) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.resolved_recipe import Context
 from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.evaluate import AsyncOutcome, evaluate_commit
+from pipeline.evaluate import TRIES, AsyncOutcome, evaluate_commit
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import Telemetry, duration
 from pipeline.monitoring.watchdog import Watch
@@ -42,7 +42,6 @@ POLL_S = 1.0  # between two polls of the thread
 WAIT_POLL_S = 0.2  # of the wait for the last evaluations
 NEXT_LINE_S = 60.0  # between two lines about that wait
 END_S = 10.0  # for the worker to end when its attempt does
-TRIES = 3  # of one evaluation whose worker dies or hangs; then the loop does without
 NICE = 19  # the lowest priority: what training leaves of the cores
 
 
@@ -81,9 +80,6 @@ class AsyncEvaluation:
         if self.place is None:
             busy_cores = cluster.world * (cluster.cpus_per_worker + self.cfg.data.processes)
             self.place = spare_place_of(cluster, busy_cores)
-        # A disk that refuses costs that evaluation, not the attempt.
-        with suppress(OSError):
-            async_evaluation.request_unfinished(self.stage)
         self.start_thread()
         try:
             yield
@@ -139,7 +135,7 @@ class AsyncEvaluation:
             self.place.close()
         # Checkpoints stayed beyond `keep` because they were to be evaluated.
         try:
-            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.due(self.stage))
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.requested(self.stage))
         except OSError as error:
             self.context.log(f"old checkpoints stay: {error}")
 

@@ -24,12 +24,12 @@ import numpy as np
 
 import models
 from data.checks import at_least, check_name, more_than_0
-from data.errors import DataError
+from data.errors import DataError, PatchlineError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, in_pairs, read_leaks
+from data.shards.leaks import Leaks, in_pairs, numbers_of, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
@@ -39,7 +39,15 @@ from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.probes import FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
-from pipeline.evaluation.protocols import FEATURES, check_names, check_ops, check_shape, protocols_of, value_names
+from pipeline.evaluation.protocols import (
+    FEATURES,
+    PROTOCOLS,
+    check_names,
+    check_ops,
+    check_shape,
+    protocols_of,
+    value_names,
+)
 from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
 
@@ -172,12 +180,18 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             results[named.digests] = {**result, "code": code_version()}
 
     # The document has them in the order of the recipe, under today's names.
+    trained_on, unknown = any_weights.training_sets(init)
     in_order = []
     for named in all_named:
-        in_order.append(with_names(results[named.digests], named, leaks))
+        in_order.append(with_names(results[named.digests], named, leaks, trained_on))
     written: Entry = {
         "schema": document.SCHEMA,
-        "weights": {"path": init, "digest": weights_digest, "model": models.to_dict(context.model)},
+        "weights": {
+            "path": init,
+            "digest": weights_digest,
+            "model": models.to_dict(context.model),
+            "trained_on": {"sets": trained_on, "unknown": unknown},
+        },
         "results": in_order,
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
@@ -193,7 +207,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
 def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
     """Return the requests set by set and protocol by protocol, in the order of the recipe.
 
-    Raises DataError where a leaks.json is not about a set.
+    Raises DataError where a leaks.json is not about a set, or a test set is the training set.
     """
     common: dict[str, Any] = {
         "preprocess": preprocess,
@@ -226,6 +240,7 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
                 assert evaluated.train is not None, "Config refuses it for protocols that learn"
                 train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
+                refuse_same_set(name, evaluated, index.digest, train_digest)
             request = Request(test, train, protocol, leaked=leaked)
             digests = (index.digest, train_digest, protocol.digest, leaks_digest)
             all_named.append(NamedRequest(name, request, digests))
@@ -259,19 +274,49 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
     return results
 
 
-def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None) -> Entry:
-    """Return a result with today's names and paths, on which it does not depend."""
+def refuse_same_set(name: str, evaluated: EvaluatedSet, test_digest: str, train_digest: str) -> None:
+    """Raise DataError where protocols would be judged on the very samples that they learn from."""
+    if test_digest == train_digest:
+        raise DataError(
+            f"sets.{name}: test {evaluated.test} and train {evaluated.train} are the same set, digest "
+            f"{test_digest[:12]}\n"
+            "  expected a training set that shares no sample with the test set\n"
+            f"  give another sets.{name}.train; `python -m jobs subset` holds out a part of a set"
+        )
+
+
+def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str]]) -> Entry:
+    """Return a result with today's names and paths, on which it does not depend.
+
+    Its leaks name the sets that were compared, and those of what was learned from that were not.
+    """
     signed = dict(result)
     signed.pop("from", None)
     # Names and paths come first in the document, also where an earlier one had others.
     signed["set"] = {"name": "", "path": "", **result["set"]} | {"name": named.name, "path": named.request.test}
+    learned = list(trained_on)
     if named.request.train is not None:
         signed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
+        learned.append({"path": named.request.train, "digest": result["train"]["digest"]})
     if leaks is not None:
+        checked = []
+        not_checked = []
+        for source in learned:
+            # A subset of a set that was compared has been compared with it; one that is gone is known by nothing.
+            try:
+                was_compared = bool(numbers_of(leaks.leaks, load_index(source["path"]), "train"))
+            except PatchlineError:
+                was_compared = False
+            if was_compared:
+                checked.append(source)
+            else:
+                not_checked.append(source)
         signed["leaks"] = {
             "path": leaks.path,
             "digest": leaks.digest,
             "train": list(map(asdict, leaks.leaks.train)),
+            "checked": checked,
+            "not_checked": not_checked,
             "leaked": result["leaks"]["leaked"],
             "values": result["leaks"]["values"],
         }
@@ -337,10 +382,13 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
             f"{name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
             f"  expected protocols of features: {', '.join(FEATURES)}",
         )
-        require(
-            "top-5" not in cfg.protocols or model.classes >= 5,
-            f"{name}: top-5 needs 5 classes, the weights have {model.classes}\n  leave it out of {name}.protocols",
-        )
+        for protocol in cfg.protocols:
+            most_guesses = PROTOCOLS[protocol].best
+            require(
+                most_guesses <= model.classes,
+                f"{name}: {protocol} needs {most_guesses} classes, the weights have {model.classes}\n"
+                f"  leave it out of {name}.protocols",
+            )
         for set_name, evaluated in cfg.sets.items():
             index = there.index(evaluated.test)
             if index is not None and index.classes > model.classes:
@@ -354,7 +402,11 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if there.looks_at_files:
         require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
         paths = []
-        for evaluated in cfg.sets.values():
+        learns = any(protocol in FEATURES for protocol in cfg.protocols)
+        for set_name, evaluated in cfg.sets.items():
+            indexes = there.made([evaluated.test, evaluated.train or evaluated.test])
+            if learns and evaluated.train is not None and len(indexes) == 2:
+                refuse_same_set(set_name, evaluated, indexes[0].digest, indexes[1].digest)
             paths.append(evaluated.test)
             if evaluated.train is not None:
                 paths.append(evaluated.train)

@@ -1,4 +1,4 @@
-"""The table of a sweep: the metrics of its runs, mean ± standard deviation over the seeds, and which values did best.
+"""The table of a sweep: the metrics of its runs, mean, interval and deviation over the seeds, and which did best.
 
 In:  the finished runs that jobs/recipe/sweeps.py has written into the recipe, each a stage with its metrics
 Out: sweep.json, the record of runs, rows and choice, with its own sha256, and report.txt, the same for people
@@ -9,7 +9,9 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
     optim.lr=0.03                     -   diverged
 
 1. The metrics of every run are read from what it left behind; a run that has diverged has none.
-2. Runs that differ by their seed alone make a row: mean and standard deviation (n − 1) of every metric.
+2. Runs that differ by their seed alone make a row: mean and standard deviation (n − 1) of every metric, and where the
+   runs were evaluated by a stage evaluate, on the same samples, the interval over runs, draws and samples
+   (pipeline/evaluation/intervals.py). The accuracies of training stages name no samples: they have no interval.
 3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
    run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails.
 4. Another table needs all its runs: a mean of those that went well would be a number of nothing.
@@ -22,13 +24,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, tags
-from pipeline.evaluation import async_evaluation, document
+from pipeline.evaluation import async_evaluation, document, intervals
 
 DOCUMENT = "sweep.json"
 DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
@@ -70,7 +74,7 @@ class Result:
     values: Mapping[str, Any]  # of the grid, or chosen from one
     metrics: Mapping[str, float]
     diverged: str = ""  # the message of its end, where it has diverged
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # low and high, where it was evaluated
+    entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation, where it has one
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,22 @@ class Mean:
     mean: float
     sd: float | None  # standard deviation of a sample (n − 1); None of one run alone
     runs: int
-    interval: tuple[float, float] | None = None  # low and high, of one run alone whose evaluation says them
+    interval: tuple[float, float] | None = None  # low and high, 95 %; None where the runs name no samples
 
     def __str__(self) -> str:
-        """Return "98.12 ± 0.07", in percent; of one run "98.12", and its interval if known: "98.12 [97.43, 98.63]"."""
-        text = f"{100 * self.mean:.2f}"
+        """Return the parts that are known, in percent: "98.12 [97.43, 98.63] ± 0.07"."""
+        return " ".join(filter(None, self.cells()))
+
+    def cells(self) -> tuple[str, str, str]:
+        """Return the mean, its interval and the deviation between runs in percent, "" where they are not known."""
+        interval = ""
         if self.interval is not None:
             low, high = self.interval
-            return f"{text} [{100 * low:.2f}, {100 * high:.2f}]"
-        return text if self.sd is None else f"{text} ± {100 * self.sd:.2f}"
+            interval = f"[{100 * low:.2f}, {100 * high:.2f}]"
+        deviation = ""
+        if self.sd is not None:
+            deviation = f"± {100 * self.sd:.2f}"
+        return f"{100 * self.mean:.2f}", interval, deviation
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         "metric": cfg.best,
         "rule": TIES,
         "chosen": chosen,
-        "runs": list(map(asdict, results)),
+        "runs": [run_as_json(result) for result in results],
         "rows": rows_as_json(rows),
         "means": rows_as_json(means),
     }
@@ -164,6 +175,16 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
     return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
+
+
+def run_as_json(result: Result) -> dict[str, object]:
+    """Return a result as the record holds it: with its intervals, and without which samples were right."""
+    values = asdict(replace(result, entries={}))
+    values.pop("entries")
+    intervals_of_run = {}
+    for metric, entry in result.entries.items():
+        intervals_of_run[metric] = (entry["low"], entry["high"])
+    return {**values, "intervals": intervals_of_run}
 
 
 def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
@@ -192,12 +213,10 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     # What an earlier table has chosen for the run stands in the run's own record.
     chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
     values = {**cfg.values, **chosen}
-    intervals = {}
+    entries = {}
     if (folder / document.NAME).exists():
         entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
-        for metric, entry in entries.items():
-            intervals[metric] = (entry["low"], entry["high"])
-    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, intervals)
+    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, entries)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -211,10 +230,16 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         means: dict[str, Mean] = {}
         if not any(result.diverged for result in runs):
             means = means_by_metric([result.metrics for result in runs])
-        # Several runs have their deviation; the interval of a single run is of its test samples.
-        if len(runs) == 1 and means:
-            for metric, interval in runs[0].intervals.items():
-                means[metric] = replace(means[metric], interval=interval)
+        for metric, mean in means.items():
+            entries = [result.entries[metric] for result in runs if metric in result.entries]
+            if len(entries) < len(runs):
+                continue
+            if len(runs) == 1:
+                means[metric] = replace(mean, interval=(entries[0]["low"], entries[0]["high"]))
+            # Runs are laid over each other sample by sample, which they all must have read.
+            elif all("right" in entry and entry["whole"] == entries[0]["whole"] != "" for entry in entries):
+                right = np.stack([document.right_of(entry) for entry in entries])
+                means[metric] = replace(mean, interval=intervals.over_draws(right))
         # The rows of a grid are called by their values.
         remark = in_words(runs[0].values)
         if not means:
@@ -276,32 +301,33 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
     """Log the table and write it to report.txt: the metric that decides first, then the others."""
     all_rows = [*rows, *means]
     title = f"{context.stage.name}, in %"
-    # 1. The metrics that are in any row, and the widths of the columns.
+    # 1. The metrics that are in any row.
     metrics = [metric]
-    width = len(title)
-    column = 16
     for row in all_rows:
-        width = max(width, len(row.name))
-        for name, mean in row.means.items():
+        for name in row.means:
             if name not in metrics:
                 metrics.append(name)
-            column = max(column, len(name) + 3, len(str(mean)) + 3)
-    column = max(column, len(metric) + 3)
 
-    # 2. A line for every row.
-    heading = title.ljust(width)
+    # 2. The cells: of each metric its mean, and where any row knows them a column of intervals and one of deviations.
+    lines = [title] + [row.name for row in all_rows]
+    width = max(map(len, lines))
+    lines = [line.ljust(width) for line in lines]
     for name in metrics:
-        heading += f"{name:>{column}}"
-    lines = [heading]
-    for row in all_rows:
-        line = row.name.ljust(width)
-        for name in metrics:
-            line += f"{row.means.get(name, '-')!s:>{column}}"
+        for part, heading in enumerate((name, "95 %", "± sd")):
+            cells = [heading]
+            for row in all_rows:
+                cell = "-" if name not in row.means else row.means[name].cells()[part] or "-"
+                cells.append(cell)
+            if part > 0 and set(cells[1:]) == {"-"}:
+                continue
+            column = max(16 if part == 0 else 0, *(len(cell) + 3 for cell in cells))
+            for number, cell in enumerate(cells):
+                lines[number] += f"{cell:>{column}}"
+    for number, row in enumerate(all_rows, start=1):
         if row is best:
-            line += "   the best"
+            lines[number] += "   the best"
         elif row.remark:
-            line += f"   {row.remark}"
-        lines.append(line)
+            lines[number] += f"   {row.remark}"
     for line in lines:
         context.log(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")

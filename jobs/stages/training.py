@@ -369,8 +369,7 @@ FINETUNE = dataclasses.replace(
     TRAINED,
     name="finetune",
     defaults=TrainConfig(
-        model={"representation": None},  # both layers of the pretraining head go (paper, 3.1 and B.1.1)
-        new_head=True,
+        new_head=True,  # all layers of the pretraining head go (paper, 3.1 and B.1.1)
         optim=OptimConfig(
             name="sgd",
             lr=0.03,  # of the grid 0.003, 0.01, 0.03, 0.06 (paper, table 4)

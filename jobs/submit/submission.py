@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, TypedDict
 
 from pathspec import PathSpec
 
-from data.errors import ClusterError, RunOwned, UsageError
+from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from jobs.cluster.embedded import use_token_if_any
 from jobs.cluster.ray import EXCLUDES, ROOT, WAITING, explain, require_reachable
-from jobs.cluster_config import complaint
+from jobs.cluster_config import check_environment
 from jobs.terminal import echo
 
 if TYPE_CHECKING:
@@ -115,9 +115,10 @@ def submit(
     """
     # Both are refused before there is a connection: Ray shows a job's environment in clear, and answers more than 100
     # MiB with HTTP 413.
-    text = complaint(environment)
-    if text:
-        raise UsageError(text)
+    try:
+        check_environment(environment)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
     size = sum(measure(root).values())
     client = _connect()
     tries = _jobs_of_run(client, run)
@@ -142,7 +143,11 @@ def submit(
         "runtime_env": {"working_dir": str(root), "excludes": EXCLUDES, "env_vars": variables},
     }
     echo(f"shipping {root}: {size / MIB:.1f} MiB before compression")
-    echo(f"the same by hand: {equivalent(client.get_address(), request, command)}")
+    # The `ray job submit` that does the same, but for Ray's own quoting, which mangles braces in the command.
+    words = ["ray", "job", "submit", "--address", client.get_address(), "--submission-id", job_id, "--working-dir", "."]
+    words += ["--metadata-json", json.dumps(request["metadata"])]
+    words += ["--runtime-env-json", json.dumps({"excludes": EXCLUDES, "env_vars": variables})]
+    echo(f"the same by hand: {shlex.join([*words, '--', *command])}")
     # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
     _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request))
     echo(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
@@ -276,23 +281,6 @@ def measure(root: Path) -> dict[str, int]:
             f"move them out of {root}, or name them in .rayignore"
         )
     return dict(sizes)
-
-
-def equivalent(address: str, request: JobRequest, command: Sequence[str]) -> str:
-    """Return the `ray job submit` that does the same (its own quoting mangles braces in the command)."""
-    runtime_env: dict[str, object] = {**request["runtime_env"]}
-    del runtime_env["working_dir"]  # an option of its own
-    options = {
-        "--address": address,
-        "--submission-id": request["submission_id"],
-        "--working-dir": ".",
-        "--metadata-json": json.dumps(request["metadata"]),
-        "--runtime-env-json": json.dumps(runtime_env),
-    }
-    words = ["ray", "job", "submit"]
-    for option, value in options.items():
-        words += [option, value]
-    return shlex.join([*words, "--", *command])
 
 
 # ------------------------------------------------------------------------ the Jobs API

@@ -90,13 +90,9 @@ class StageCheckpoints:
         self.stage = stage
         self.sends_metrics = sends_metrics
         self.folder = f"{stage}/{folder}"  # in the storage
+        self.address = storage.address(self.folder)  # where the checkpoints are, for people
         self.local = storage.local / stage / folder  # on this node
         self.refused = 0  # by this start
-
-    @property
-    def address(self) -> str:
-        """Return where the checkpoints are, for people."""
-        return self.storage.address(self.folder)
 
     # ------------------------------------------------------------------------ which there are
 

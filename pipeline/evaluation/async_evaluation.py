@@ -1,13 +1,15 @@
 """Asynchronous evaluation (`evaluate_on: spare`): how rank 0 requests it, and how its outcome reaches metrics.jsonl.
 
+An evaluation has an outcome, or it is due: at the start of an attempt, of each commit that has none recorded
+(`recorded`), by whichever workers.
+
 The driver and rank 0 leave each other files, because neither may wait for the other:
 
     <attempt>/spare                                  the driver: a worker beside training can evaluate a commit
     <stage>/evaluations/step-0000001200.requested    rank 0, before the commit: evaluate this step beside training
-    <stage>/evaluations/step-0000001200.in-loop      rank 0: the workers that train evaluate the step themselves, now
     <stage>/evaluations/step-0000001200.json         the driver: the record that rank 0 puts into metrics.jsonl
 
-As long as a step has one of the middle two its checkpoint stays and its evaluation is due, also after a kill.
+As long as a step is requested its checkpoint stays, also after a kill.
 """
 
 import json
@@ -20,18 +22,19 @@ from pathlib import Path
 from typing import TypedDict
 
 from data.files import write_whole
+from pipeline.monitoring.telemetry import read_metrics
 
 SPARE_FILE = "spare"
 FOLDER = "evaluations"  # of a stage
 REQUESTED = ".requested"
-IN_LOOP = ".in-loop"
+OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records
 OF_ONE_SEED = re.compile(r"-seed-\d+$")  # the name of a value that is of a single draw of the shots: "5shot-seed-0"
 
 
 class EvaluationRecord(TypedDict):
     """Holds the outcome of an evaluation: the kind, values and line of its record in metrics.jsonl."""
 
-    kind: str  # "evaluate", "evaluate_failed" or "evaluate_skipped"
+    kind: str  # of OUTCOMES
     values: dict[str, float | int | str]
     line: str
 
@@ -44,44 +47,45 @@ def file_of(stage: Path, step: int, suffix: str) -> Path:
     return stage / FOLDER / f"step-{step:010d}{suffix}"
 
 
-def request(stage: Path, step: int, suffix: str) -> None:
-    """Mark a step as due for evaluation: beside training (REQUESTED) or by the training workers (IN_LOOP).
-
-    Raises OSError.
-    """
-    path = file_of(stage, step, suffix)
+def request(stage: Path, step: int) -> None:
+    """Request the evaluation of a step beside training. Raises OSError."""
+    path = file_of(stage, step, REQUESTED)
     path.parent.mkdir(exist_ok=True)
     path.touch()
 
 
 def withdraw(stage: Path, step: int) -> None:
-    """Remove the marks of a step, which is not due any more. Raises OSError."""
-    for suffix in (IN_LOOP, REQUESTED):
-        file_of(stage, step, suffix).unlink(missing_ok=True)
+    """Take back the request for a step. Raises OSError."""
+    file_of(stage, step, REQUESTED).unlink(missing_ok=True)
 
 
-def requested(stage: Path, suffix: str = REQUESTED) -> list[int]:
-    """Return the steps with this mark, the oldest first."""
+def requested(stage: Path) -> list[int]:
+    """Return the steps that are requested, the oldest first: their checkpoints must stay."""
     steps = []
-    for path in (stage / FOLDER).glob(f"step-*{suffix}"):
+    for path in (stage / FOLDER).glob(f"step-*{REQUESTED}"):
         steps.append(int(path.stem.removeprefix("step-")))
     return sorted(steps)
 
 
-def due(stage: Path) -> set[int]:
-    """Return the steps whose evaluation is due, by whichever workers: their checkpoints must stay."""
-    return {*requested(stage), *requested(stage, IN_LOOP)}
-
-
-def request_unfinished(stage: Path) -> None:
-    """Request the evaluations that the training workers of an earlier attempt began and did not finish."""
-    for step in requested(stage, IN_LOOP):
-        file_of(stage, step, IN_LOOP).replace(file_of(stage, step, REQUESTED))
+def recorded(stage: Path) -> set[int]:
+    """Return the steps whose evaluation has an outcome: a value, an error, or a reason why there is none."""
+    steps: set[int] = set()
+    for record in read_metrics(stage, None):
+        if record["kind"] == "start":
+            # Steps behind the one that an attempt starts from are taken, and evaluated, again.
+            steps = {step for step in steps if step <= record["step"]}
+        elif record["kind"] in OUTCOMES:
+            steps.add(record["step"])
+    for path in records(stage):
+        steps.add(int(path.stem.removeprefix("step-")))
+    return steps
 
 
 def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
-    """Leave the outcome of an evaluation for rank 0; from then on the step is not due any more. Raises OSError."""
-    write_whole(file_of(stage, step, ".json"), json.dumps(record))
+    """Leave the outcome of an evaluation for rank 0, and take back its request. Raises OSError."""
+    path = file_of(stage, step, ".json")
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, json.dumps(record))
     file_of(stage, step, REQUESTED).unlink(missing_ok=True)
 
 

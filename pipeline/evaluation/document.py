@@ -1,38 +1,41 @@
 """The document of an evaluation, evaluation.json: each value with its interval, and all that it traces back to.
 
-{"schema": 1,
- "weights": {"path": "…/finetune-1a2b3c4d", "digest": "9f3c…", "model": {…}},
+{"schema": 2,
+ "weights": {"path": "…/finetune-1a2b3c4d", "digest": "9f3c…", "model": {…},
+             "trained_on": {"sets": [{"path": "…", "digest": "…"}, …], "unknown": ""}},    or where the records end
  "results": [{
    "code": "77ab…",                                               the version that computed it
    "set": {"name": "test", "path": "…", "digest": "…", "samples": 360, "judged": 360},
    "train": {"path": "…", "digest": "…", "samples": 1437, "used": 1437},          null for protocols of the head
    "protocol": {"name": "fewshot", "fields": {…}, "digest": "…"},
-   "values": {"5shot": {"value": 0.91, "low": 0.88, "high": 0.94, "samples": 360, "interval": "…", …}, …},
+   "values": {"5shot": {"value": 0.91, "low": 0.88, "high": 0.94, "samples": 360, "interval": "95 %, over 3 draws …",
+                        "seeds": {"0": 0.90, …}, "sd": 0.012, "right": "…"}, …},        bits (S, N) in base64
    "classes": [{"id": 0, "name": "zero", "value": …, "low": …, "high": …, "samples": 36}, …],       of per-class alone
    "shots": {"5shot": {"0": [[shard, sample], …], …}},       of fewshot alone; numbers in the training set's index
    "chosen": {"l2": 0.01, …},                                                                      of logistic alone
-   "leaks": "not checked"                                        or {…, "leaked": 7, "values": {…}}: without those
+   "leaks": "not checked"                       or {…, "train": the sets that were compared with this one,
+                                                    "checked", "not_checked": those of them, and others, that the
+                                                    weights or the protocol learned from, "leaked": 7, "values": {…}}
  }, …]}
 
 Nothing in it depends on when, where or on how many workers it was computed, but for the paths. The digest of a set is
 its index's; that of a protocol is the sha256 of {"fields": …, "protocol": name} as JSON with sorted keys.
 """
 
-import math
+import base64
 from collections.abc import Sequence
-from statistics import NormalDist, stdev
+from statistics import stdev
 from typing import Any
 
 import numpy as np
 
+from pipeline.evaluation import intervals
 from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probes import Outcome
 from pipeline.evaluation.protocols import Protocol
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had other intervals
 NAME = "evaluation.json"
-CONFIDENCE = 0.95
-Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # 1.96
 NOT_CHECKED = "not checked"  # for leaks
 
 Entry = dict[str, Any]  # JSON
@@ -76,6 +79,8 @@ def result_of(
     if leaked is not None:
         is_clean = ~np.isin(test.rows, np.asarray(leaked, int))
         values_without, _ = value_entries(outcome, protocol, test, is_clean)
+        for entry in values_without.values():
+            entry.pop("right", None)
         result["leaks"] = {"leaked": int((~is_clean).sum()), "values": values_without}
     return result
 
@@ -85,77 +90,70 @@ def value_entries(
 ) -> tuple[dict[str, Entry], list[Entry]]:
     """Return a protocol's values, and the classes of per-class, over the chosen samples of the set: (N,) bool.
 
-    The only place where a value gets its interval.
+    Intervals are those of intervals.py; `sd`, the deviation between seeds, stands beside them.
     """
     interval = protocol.kind.interval
+    samples = int(chosen.sum())
     values: dict[str, Entry] = {}
     classes: list[Entry] = []
     for name, right_of_seeds in outcome.right.items():
-        samples = int(chosen.sum())
-        shares = []  # of samples that were right: of every seed, or once
-        for is_right in right_of_seeds:
-            shares.append(int(is_right[chosen].sum()) / max(samples, 1))
+        right = np.stack(right_of_seeds)[:, chosen]  # (S, N), of every seed, or once
+        shares = []
+        for is_right in right:
+            shares.append(int(is_right.sum()) / max(samples, 1))
 
-        # The mean over several seeds, ± the standard deviation between them.
-        if interval == "seeds" and len(shares) > 1:
-            mean = sum(shares) / len(shares)
-            deviation = stdev(shares)
-            values[name] = {
-                "value": mean,
-                "low": mean - deviation,
-                "high": mean + deviation,
-                "samples": samples,
-                "interval": f"± standard deviation over {len(shares)} seeds",
-                "sd": deviation,
-            }
-        # The mean over classes, each with the same weight; its interval is the normal one.
-        elif interval == "classes":
+        # The mean over classes, each with the same weight.
+        if interval == "classes":
             # An entry for each class that has samples; a sample with several labels counts in each of their classes.
             labels = test.labels[chosen]
             row, column = np.nonzero(labels >= 0)
             of_class = np.bincount(labels[row, column])
-            hits = np.bincount(labels[row, column], weights=right_of_seeds[0][chosen][row])
+            hits = np.bincount(labels[row, column], weights=right[0][row])
             for label in np.flatnonzero(of_class).tolist():
                 class_name = None
                 if label < len(test.index.names):
                     class_name = test.index.names[label]
                 classes.append({"id": label, "name": class_name, **share_entry(int(hits[label]), int(of_class[label]))})
-            count = max(len(classes), 1)
-            mean = sum(entry["value"] for entry in classes) / count
-            variance = sum(entry["value"] * (1 - entry["value"]) / entry["samples"] for entry in classes) / count**2
-            spread = Z * math.sqrt(variance)
+            low, high = intervals.mean_over_classes(right[0], labels)
             values[name] = {
-                "value": mean,
-                "low": max(0.0, mean - spread),
-                "high": min(1.0, mean + spread),
-                "samples": sum(entry["samples"] for entry in classes),
-                "interval": "normal, 95 %, of the mean over classes",
+                "value": sum(entry["value"] for entry in classes) / max(len(classes), 1),
+                "low": low,
+                "high": high,
+                "samples": len(np.unique(row)),
+                "interval": "95 %, over test samples, of the mean over these classes",
             }
-        # The share of the samples that were right, also of a single seed.
-        else:
-            right = int(right_of_seeds[0][chosen].sum())
-            values[name] = {**share_entry(right, samples), "interval": "Wilson score, 95 %"}
+            continue
+        # The share of the samples that were right: once, or the mean over several seeds.
+        low, high = intervals.over_draws(right)
+        values[name] = {
+            "value": sum(shares) / len(shares),
+            "low": low,
+            "high": high,
+            "samples": samples,
+            "interval": "95 %, over test samples",
+        }
         if interval == "seeds":
             seeds = map(str, protocol.settings.seeds)
             values[name]["seeds"] = dict(zip(seeds, shares, strict=True))
+            values[name]["interval"] = "95 %, over test samples; a single draw tells nothing of the variance over draws"
+        if len(shares) > 1:
+            values[name]["interval"] = f"95 %, over {len(shares)} draws and test samples"
+            values[name]["sd"] = stdev(shares)
+        values[name]["right"] = base64.b64encode(np.packbits(right).tobytes()).decode()
     return values, classes
 
 
-def share_entry(right: int, samples: int) -> Entry:
-    """Return a share with its Wilson score interval (Wilson 1927) at 95 %; 0 to 1 where there is no sample.
+def right_of(entry: Entry) -> np.ndarray:
+    """Return what was right by a value's entry: (S, N) bool, of every seed or once."""
+    draws = len(entry.get("seeds", [0]))
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(entry["right"]), np.uint8), count=draws * entry["samples"])
+    return bits.reshape(draws, entry["samples"]).astype(bool)
 
-    Unlike the normal interval it stays within 0 … 1, and is no point where all are right.
-    """
+
+def share_entry(right: int, samples: int) -> Entry:
+    """Return a share of samples with its interval."""
     share = right / max(samples, 1)
-    low = 0.0
-    high = 1.0
-    if samples:
-        middle = share + Z**2 / (2 * samples)
-        spread = Z * math.sqrt(share * (1 - share) / samples + Z**2 / (4 * samples**2))
-        scale = 1 + Z**2 / samples
-        # Rounding may lead a hair beyond 0 and 1.
-        low = max(0.0, (middle - spread) / scale)
-        high = min(1.0, (middle + spread) / scale)
+    low, high = intervals.wilson(share, samples)
     return {"value": share, "low": low, "high": high, "samples": samples}
 
 
@@ -173,17 +171,34 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
 
 
 def table(document: Entry) -> list[str]:
-    """Return a document's values as lines: set, value, interval, samples."""
-    rows = [("set", "protocol", "value", "interval", "samples", "leaks")]
+    """Return a document's values as lines: set, value, interval, deviation between draws, samples, leaks."""
+    rows = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
+    trained_on = {compared["digest"] for compared in document["weights"]["trained_on"]["sets"]}
     for result in document["results"]:
+        leaks = result["leaks"]
         for name, entry in result["values"].items():
-            leaks = NOT_CHECKED
-            if result["leaks"] != NOT_CHECKED:
-                clean = result["leaks"]["values"][name]
-                leaks = f"{clean['value']:.2%} without {result['leaks']['leaked']}"
+            verdict = NOT_CHECKED
+            if leaks != NOT_CHECKED:
+                clean = leaks["values"][name]
+                compared = ", ".join(source["digest"][:8] for source in leaks["train"])
+                verdict = f"{clean['value']:.2%} without {leaks['leaked']} shared with {compared}"
+                # Of what has been learned from, nothing was compared: a value without leaks would tell nothing.
+                if leaks["not_checked"] and not leaks["checked"]:
+                    verdict = f"compared with {compared} alone"
+                for missed in leaks["not_checked"]:
+                    verdict += f"; {missed['path']} ({missed['digest'][:8]}) {NOT_CHECKED}"
+                if document["weights"]["trained_on"]["unknown"]:
+                    verdict += f"; what {document['weights']['trained_on']['unknown']} was trained on: {NOT_CHECKED}"
+            if result["set"]["digest"] in trained_on:
+                verdict = f"the weights were trained on this set; {verdict}"
+            deviation = "-"
+            if "sd" in entry:
+                deviation = f"± {entry['sd']:.2%}"
+            elif "seeds" in entry:
+                deviation = "one draw"
             interval = f"{entry['low']:.2%} to {entry['high']:.2%}"
-            row = (result["set"]["name"], name, f"{entry['value']:.2%}", interval, f"{entry['samples']:,}", leaks)
-            rows.append(row)
+            samples = f"{entry['samples']:,}"
+            rows.append((result["set"]["name"], name, f"{entry['value']:.2%}", interval, deviation, samples, verdict))
     # Each column is as wide as its widest cell.
     widths = [0] * len(rows[0])
     for row in rows:
@@ -199,7 +214,10 @@ def table(document: Entry) -> list[str]:
 
 
 def entries_of(document: Entry) -> dict[str, Entry]:
-    """Return the entry of every value by its name, with the set's name in front where there are several sets."""
+    """Return the entry of every value by its name, with the set's name in front where there are several sets.
+
+    Each also has "whole": the digest of its set, and "" where not every sample of it could be read.
+    """
     names = {result["set"]["name"] for result in document["results"]}
     entries: dict[str, Entry] = {}
     for result in document["results"]:
@@ -207,5 +225,7 @@ def entries_of(document: Entry) -> dict[str, Entry]:
             full_name = name
             if len(names) > 1:
                 full_name = f"{result['set']['name']} {name}"
-            entries[full_name] = entry
+            entries[full_name] = {**entry, "whole": ""}
+            if entry["samples"] == result["set"]["samples"]:
+                entries[full_name]["whole"] = result["set"]["digest"]
     return entries

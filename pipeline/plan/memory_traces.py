@@ -4,7 +4,8 @@ In:  StepToTrace(model={…}, config={…}, world=8, accumulation=2, recomputed=
 Out: Trace, from which follows what lives at the fullest moment with any micro-batch
 
 A kept trace is found by the digest of everything that it depends on: the step, which is all that the process is told,
-the versions of torch and DeepSpeed, and the sources of `models/`, `pipeline/` and the tracer itself.
+the versions of torch and DeepSpeed, and the sources of `models/`, `pipeline/` and the tracer itself. It is an entry of
+a cache with its own digest (data/seal.py): one that has changed is traced anew.
 """
 
 import dataclasses
@@ -24,7 +25,8 @@ from typing import Any
 
 import models
 from data.errors import PatchlineError, StorageError
-from data.files import locked, state_folder, write_whole
+from data.files import locked, state_folder
+from data.seal import read_entry, write_entry
 from models import ModelConfig
 from pipeline.config import digest
 from pipeline.training_config import TrainConfig
@@ -146,8 +148,8 @@ def trace_of(step: StepToTrace) -> Trace:
 
         # It is kept, and of the others those that were not used for longest go.
         try:
-            write_whole(path_of(step), answer)
-            by_use = sorted(traces_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            write_entry(path_of(step), answer.encode())
+            by_use = sorted(traces_folder().glob("*.trace"), key=lambda path: path.stat().st_mtime, reverse=True)
             for path in by_use[MOST_KEPT:]:
                 path.unlink(missing_ok=True)
         except (OSError, StorageError) as error:
@@ -182,15 +184,17 @@ def run_tracer(step: StepToTrace) -> str:
 
 
 def kept(step: StepToTrace) -> Trace | None:
-    """Return the kept trace of a step, which counts as used now; None where there is none, or where it is no trace."""
+    """Return the kept trace of a step, which counts as used now; None where there is none, or it has changed."""
     path = path_of(step)
     try:
-        trace = trace_in(path.read_text())
-    except (OSError, ValueError):
+        answer = read_entry(path)
+    except OSError:
+        return None
+    if answer is None:
         return None
     with suppress(OSError):
         os.utime(path)
-    return trace
+    return trace_in(answer.decode())
 
 
 def trace_in(answer: str) -> Trace | None:
@@ -217,7 +221,7 @@ def path_of(step: StepToTrace) -> Path:
     """Return the file in which the trace of a step is kept; its name is of everything that a trace depends on."""
     versions = {name: version(name) for name in LIBRARIES}
     key = digest({"step": dataclasses.asdict(step), "versions": versions, "sources": digest_of_sources()})
-    return traces_folder() / f"{key}.json"
+    return traces_folder() / f"{key}.trace"
 
 
 @functools.cache

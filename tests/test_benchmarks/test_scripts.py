@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from scipy.stats import binomtest
 
-from benchmarks import mutation
+from benchmarks import leaks, mutation
 
 pytestmark = pytest.mark.quick
 
@@ -48,3 +49,10 @@ def test_the_tests_that_mutants_are_judged_by_exist() -> None:
             path, _, beginning = name.partition("::")
             assert (ROOT / path).exists(), name
             assert not beginning or f"def {beginning}" in (ROOT / path).read_text(), name
+
+
+@pytest.mark.parametrize(("found", "trials"), [(0, 44_850), (3, 44_850), (1, 20)])
+def test_the_bound_of_false_pairs_is_scipys(found: int, trials: int) -> None:
+    expected = binomtest(found, trials, alternative="less").proportion_ci(0.95, method="exact").high
+    assert leaks.bound_of(found, trials) == pytest.approx(expected, rel=1e-6)
+    assert leaks.bound_of(0, 300 * 299 // 2) < 7e-5

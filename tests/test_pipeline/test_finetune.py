@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
 from pipeline.optimization import LOSSES, OptimConfig, ScheduleConfig, build_optimizer, dense_targets, learning_rate
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 softmax_loss = LOSSES["softmax"]
 
 

@@ -1,7 +1,6 @@
 """Optimizers, schedules and losses against arrays that the original code produced."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +19,9 @@ from pipeline.optimization import (
     learning_rate,
     mixup,
 )
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 
 def golden(name: str):
@@ -163,3 +161,23 @@ def test_a_step_has_the_hooks_and_the_name_in_a_profile_that_torchs_own_has():
 def test_ranges_are_checked(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         OptimConfig(**wrong)
+
+
+@pytest.mark.parametrize(("supports", "peak"), [((100, 200, 300, 400, 500), 0.003), ((7, 11, 30, 41), 0.5)])
+def test_a_staircase_is_the_rule_of_bit(supports, peak):
+    """An independent walk: a linear rise, and a division by ten in every update after a support that has passed."""
+    first, *drops, steps = supports
+    schedule = ScheduleConfig(decay="constant", warmup_steps=first, drops=tuple(drops))
+    rate = peak
+    for step in range(steps):
+        if step - 1 in drops:
+            rate /= 10
+        expected = peak * step / first if step < first else rate
+        assert learning_rate(step, steps, peak, schedule) == pytest.approx(expected, rel=1e-12)
+    assert rate == pytest.approx(peak / 10 ** len(drops))
+
+
+@pytest.mark.parametrize("fields", [{"drops": (5,)}, {"decay": "constant", "drops": (5, 5)}])
+def test_a_staircase_has_steps_that_rise_and_no_other_schedule_has_any(fields):
+    with pytest.raises(ConfigError, match="expected rising steps with decay: constant"):
+        ScheduleConfig(**fields)

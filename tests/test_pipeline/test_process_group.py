@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
@@ -19,10 +20,10 @@ from pipeline.process_group import (
     Identity,
     Place,
     check_device_memory,
-    describe_network,
     differences,
     identity,
     log_differences,
+    network_line,
     other_code,
 )
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
@@ -164,9 +165,16 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
         ("nccl", [(f"n{node}", f"NCCL_SOCKET_IFNAME=e{node}") for node in range(10)], None),
     ],
 )
-def test_the_network_line_names_interfaces_and_settings(backend, settings, expected) -> None:
+def test_the_network_line_names_interfaces_and_settings(backend, settings, expected, monkeypatch) -> None:
     places = [Place(node, dict(word.split("=") for word in text.split())) for node, text in settings]
-    line = describe_network(backend, places).replace("; GLOO_SOCKET_IFNAME=e", "")
+
+    def gather(gathered: list[Place], own: Place) -> None:
+        gathered[:] = places
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: len(places))
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    line = network_line().replace("; GLOO_SOCKET_IFNAME=e", "")
     if expected is None:
         shown = ", ".join(f"e{node} on n{node}" for node in range(8))
         expected = f"NCCL over {shown} and 2 nodes more"

@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import itertools
 import math
 import struct
 import tarfile
 import time
 import zlib
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import cv2
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.errors import ConfigError
 from data.images import augment as augmentation
 from data.images import decode as decoding
 from data.images.augment import AugmentConfig, Draws, augment, inception_box
@@ -160,6 +163,25 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path, 
         library.cache_clear()
 
 
+@needs_binding
+def test_a_kept_binding_that_has_changed_is_compiled_anew(monkeypatch, tmp_path, caplog):
+    """A flip in its code gave other pixels: 6 of 200."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    path = decoding.compile_binding()
+    whole = path.read_bytes()
+    rng = np.random.default_rng(5)
+    for place in rng.integers(0, len(whole), 3).tolist():
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        assert decoding.compile_binding() == path
+        assert f"{path}: torn or altered" in caplog.text
+        assert sha256(path.read_bytes()[:-32]).digest() == path.read_bytes()[-32:]
+        caplog.clear()
+    # A whole one is taken as it is.
+    written_at = path.stat().st_mtime_ns
+    assert decoding.compile_binding() == path and path.stat().st_mtime_ns == written_at
+    assert not caplog.text
+
+
 def test_flipping_mirrors_the_same_crop():
     data = encoded(scene(120, 90))
     flipped = 0
@@ -202,6 +224,25 @@ def test_a_random_crop_comes_from_everywhere():
         assert np.array_equal(out, image[y : y + 28, x : x + 28])
         offsets.add((y, x))
     assert len(offsets) == 25, "five rows and five columns"
+
+
+def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
+    """BiT-HyperRule: both sides to one number, whatever the aspect, then a crop of it from anywhere."""
+    image = scene(40, 70)
+    squashed = cv2.resize(image, (20, 20), interpolation=cv2.INTER_LINEAR).astype(int)  # within a rounding of ours
+    offsets = set()
+    for number in range(200):
+        out = np.empty((16, 16, 3), np.uint8)
+        augment(encoded(image, "PNG"), 16, Draws(number), AugmentConfig(crop="random", squash=20, flip=False), out)
+        errors = {}
+        for y, x in itertools.product(range(5), range(5)):
+            errors[y, x] = np.abs(squashed[y : y + 16, x : x + 16] - out).max()
+        place = min(errors, key=errors.__getitem__)
+        assert errors[place] <= 1
+        offsets.add(place)
+    assert len(offsets) == 25
+    with pytest.raises(ConfigError, match=r"augment\.squash is 20, expected with crop: random"):
+        AugmentConfig(squash=20)
 
 
 def test_a_reduced_box_lies_inside_and_moves_by_half_a_pixel_at_most():

@@ -2,7 +2,6 @@
 
 import json
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +9,9 @@ import pytest
 from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
 from data.images.preprocess import preprocess, shape_of
+from tests.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick
-
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
 
 
 def test_the_example_at_the_top_of_the_module_is_what_happens():

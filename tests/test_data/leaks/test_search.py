@@ -1,6 +1,9 @@
 """Leaks: training images that are in a test set, planted and found; and what a leaks.json says of a set."""
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +13,14 @@ import pytest
 import torch
 from sklearn.metrics.pairwise import cosine_similarity
 
-from data.errors import DataError
+from data.errors import DataError, ExitCode
 from data.images.preprocess import preprocess
 from data.index.document import load_index
 from data.index.index import Index
 from data.leaks import search
 from data.leaks.search import find_leaks
+from data.leaks.signature import trimmed
+from data.seal import seal
 from data.shards.indexing import build_index
 from data.shards.leaks import (
     Compared,
@@ -32,7 +37,9 @@ from data.sources.samples import Sample
 from jobs.__main__ import main
 from pipeline.evaluation import embedding
 from tests.tars import write_tar
+from tests.test_pipeline.checkpoints.test_disk_space import IN_A_NAME_SPACE, can_mount
 
+ROOT = Path(__file__).parents[3]
 SHARED = Path(__file__).parents[3].parent / "shared" / "images"
 
 
@@ -87,23 +94,25 @@ def test_the_document_marks_the_samples_of_the_very_set_in_its_order(tmp_path):
         in_pairs(leaks, train, "test")
 
 
-def test_a_document_made_by_hand_is_read_and_an_altered_one_refused(tmp_path):
+def test_a_document_is_refused_wherever_a_bit_of_it_changes(tmp_path):
     path = tmp_path / "leaks.json"
-    by_hand = {
-        "schema": 1,
-        "train": [{"path": "a", "digest": "aa"}],
-        "test": [{"path": "b", "digest": "bb"}],
-        "pairs": [{"train": ["x.tar", "1"], "test": ["y.tar", "2"], "kind": "exact", "distance": 0}],
-    }
-    path.write_text(json.dumps(by_hand))
-    leaks = read_leaks(path)
-    assert leaks.pairs == (Pair(("x.tar", "1"), ("y.tar", "2"), "exact", 0.0),)
-    write_leaks(path, leaks)
-    path.write_text(path.read_text().replace('"2"', '"3"'))
-    with pytest.raises(DataError, match="seal does not match"):
-        read_leaks(path)
-    for wrong in ({"schema": 2}, {"pairs": [{"train": "x"}]}, {"pairs": [{**by_hand["pairs"][0], "test_set": 3}]}):
-        path.write_text(json.dumps({**by_hand, **wrong}))
+    pair = Pair(("x.tar", "1"), ("y.tar", "2"), "exact", 0.0)
+    write_leaks(path, Leaks((Compared("a", "aa"),), (Compared("b", "bb"),), (pair,), {"fits": 0.88}))
+    whole = path.read_bytes()
+    # Of every byte one bit: in values, and in names such as that of the digest itself.
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 7]) + whole[place + 1 :])
+        with pytest.raises(DataError, match="jobs leaks` again"):
+            read_leaks(path)
+    for text in (b"", whole[:-30], json.dumps({"schema": 2, "train": [], "test": [], "pairs": []}).encode()):
+        path.write_bytes(text)
+        with pytest.raises(DataError, match="jobs leaks` again"):
+            read_leaks(path)
+    entries = json.loads(whole)
+    del entries["sha256"]
+    entry = entries["pairs"][0]
+    for wrong in ({"schema": 9}, {"pairs": [{"train": "x"}]}, {"pairs": [{**entry, "test_set": 3}]}):
+        path.write_text(seal({**entries, **wrong}))
         with pytest.raises(DataError, match="jobs leaks"):
             read_leaks(path)
     with pytest.raises(DataError, match="there is no such document"):
@@ -172,7 +181,7 @@ def expected() -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, sets, workers):
+def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, sets, workers, monkeypatch):
     train, test = sets
     leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", workers=workers)
     assert found(leaks) == expected()
@@ -182,7 +191,8 @@ def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, set
     assert leaks.looked_at == counts
     assert read_leaks(tmp_path / "leaks" / "leaks.json") == leaks
     assert [path.name for path in (tmp_path / "leaks").iterdir()] == ["leaks.json"]
-    # The other way round the pairs are the same.
+    # The other way round the pairs are the same; such a test set shows the same thing eight times.
+    monkeypatch.setattr(search, "MOST_ALIKE", 0.1)
     back = find_leaks([("test", test)], [("train", train)], tmp_path / "back")
     assert {(test_key, train_key): kind for (train_key, test_key), kind in found(back).items()} == expected()
 
@@ -206,11 +216,20 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     # The kill cut the last line of the journal: its shard is looked through once more.
     journal = tmp_path / "leaks" / "leaks.partial"
     journal.write_text(journal.read_text()[:-20])
-    remembered_at = {path: path.stat().st_mtime_ns for path in (tmp_path / "leaks").glob("signatures*/*.npz")}
+    remembered_at = {path: path.stat().st_mtime_ns for path in (tmp_path / "leaks").glob("signatures*/*.signatures")}
     assert len(remembered_at) == 3
+    # Of one kept file a byte has changed: that one alone is made anew.
+    rotten = sorted(remembered_at)[1]
+    content = bytearray(rotten.read_bytes())
+    content[len(content) // 2] ^= 4
+    rotten.write_bytes(content)
+    signed = []
+    sign_shard = search.sign_shard
+    monkeypatch.setattr(search, "sign_shard", lambda job: (signed.append(job.path), sign_shard(job)))
     leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks")
     names = [shard.name for shard in train.shards]
     assert looked_at == [*names[:2], *names[1:]]
+    assert signed == [rotten]
     assert found(leaks) == expected()
     # A search of another setting takes nothing over.
     with pytest.raises(KeyboardInterrupt):
@@ -218,6 +237,94 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     looked_at.clear()
     find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", fits=0.999)
     assert looked_at == names
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs Linux where a user may mount a tmpfs of his own")
+def test_a_full_disk_ends_the_command_with_its_reason(tmp_path, sets):
+    """Writing to a mapped file of which the disk has no room ends a process by SIGBUS, without a word."""
+    train, test = sets
+    command = [sys.executable, "-m", "jobs", "leaks", str(train.tables), "--test", str(test.tables), "--workers", "1"]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # 14 test images take 157 kB as entries, and as much again as one array each.
+    script = f"mount -t tmpfs -o size=240k none {disk} && {shlex.join(command)} --output {disk}/leaks"
+    done = subprocess.run([*IN_A_NAME_SPACE, "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == ExitCode.IO and "No space left on device" in done.stderr, done.stderr
+    assert "signatures-" in done.stderr and "make room" in done.stderr
+
+
+def sprite(number: int) -> np.ndarray:
+    """A white disc or square on black, as dSprites has them, of another size and place for every number."""
+    rng = np.random.default_rng(number)
+    image = np.zeros((64, 64), np.uint8)
+    x, y = rng.integers(18, 46, 2).tolist()
+    size = int(rng.integers(6, 16))
+    if number % 2 == 0:
+        cv2.circle(image, (x, y), size, 255, -1)
+    else:
+        image[y - size : y + size, x - size : x + size] = 255
+    return image
+
+
+def test_of_images_that_are_all_alike_only_equal_pixels_are_believed(tmp_path, capsys):
+    """Of unrelated discs and squares 389 of 900 pairs were taken for copies, and subset --but would empty the set."""
+    samples = [Sample(f"s{number}", cv2.imencode(".png", sprite(number))[1].tobytes(), (0,)) for number in range(40)]
+    test = pack(samples[:30], tmp_path / "test")
+    pixels = cv2.imencode(".bmp", cv2.cvtColor(sprite(7), cv2.COLOR_GRAY2BGR))[1].tobytes()
+    pixels = cv2.imencode(".png", cv2.imdecode(np.frombuffer(pixels, np.uint8), cv2.IMREAD_COLOR))[1].tobytes()
+    train = pack([*samples[30:], samples[3], Sample("seven", pixels, (0,))], tmp_path / "train")
+    assert pixels != samples[7].image
+    assert leaks_command(train, test, tmp_path) == ExitCode.DATA
+    said = capsys.readouterr().err
+    assert "of 435 pairs of different test images are alike at first sight" in said and "--fits 1" in said
+    assert not (tmp_path / "leaks" / "leaks.json").exists()
+    with pytest.raises(DataError, match="do not tell copies from others"):
+        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks")
+    # The way out that it names, against the arrays themselves.
+    leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", fits=1.0)
+    equal = set()
+    for number in (*range(30, 40), 3, 7):
+        for other in range(30):
+            if np.array_equal(sprite(number), sprite(other)):
+                equal.add((number, other))
+    assert equal == {(3, 3), (7, 7)}
+    assert found(leaks) == {("s3", "s3"): "exact", ("seven", "s7"): "exact"}
+
+
+def framed(image: np.ndarray, colour: int, top: int, bottom: int, left: int, right: int) -> np.ndarray:
+    return cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(colour, colour, colour))
+
+
+def test_copies_that_are_padded_framed_or_letterboxed_are_found(tmp_path):
+    """Borders of one colour, and two one in the other, of up to a third of the sides."""
+    test = pack([Sample(f"t{number}", jpeg(painting(number)), (0,)) for number in range(12)], tmp_path / "test")
+    train = []
+    for number in range(12):
+        image = painting(number)
+        train += [
+            Sample(f"square{number}", jpeg(framed(image, 0, 40, 40, 0, 0), 60), (0,)),
+            Sample(f"frame{number}", jpeg(framed(image, 255, 48, 48, 64, 64), 60), (0,)),
+            Sample(f"one-side{number}", jpeg(framed(image[:, ::-1], 114, 0, 0, 0, 160)), (0,)),
+            Sample(f"double{number}", jpeg(framed(framed(image, 0, 9, 9, 9, 9), 250, 30, 10, 20, 20)), (0,)),
+        ]
+    leaks = find_leaks([("train", pack(train, tmp_path / "train"))], [("test", test)], tmp_path / "leaks")
+    ways = ("square", "frame", "one-side", "double")
+    assert set(found(leaks)) == {(f"{way}{number}", f"t{number}") for number in range(12) for way in ways}
+
+
+def test_borders_are_cut_off_to_the_pixel_and_no_image_to_nothing():
+    inside = cv2.cvtColor(painting(5), cv2.COLOR_BGR2GRAY)
+    assert np.array_equal(trimmed(inside), inside)
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        sides = rng.integers(0, 90, 4).tolist()
+        bordered = cv2.copyMakeBorder(inside, *sides, cv2.BORDER_CONSTANT, value=int(rng.integers(256)))
+        noise = rng.integers(-3, 4, bordered.shape)  # as of an encoder
+        noise[sides[0] : sides[0] + 240, sides[2] : sides[2] + 320] = 0
+        assert np.array_equal(trimmed(np.clip(bordered + noise, 0, 255).astype(np.uint8)), inside)
+    flat = np.full((50, 60), 9, np.uint8)
+    small = framed(inside[:20, :20], 0, 100, 100, 100, 100)
+    assert trimmed(flat).shape == (50, 60) and trimmed(small).shape == (220, 220)
 
 
 def test_several_sets_keep_their_own_samples_apart(tmp_path, sets):

@@ -14,9 +14,11 @@ from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index, exclude, join
+from data.seal import seal
 from data.shards import subset
 from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
+from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
 from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset
@@ -327,7 +329,7 @@ def test_a_list_of_what_is_not_there_is_refused(tmp_path, parent, lines, reason)
 def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     other = pack([Sample("s04", picture(40, 16), (0,))], tmp_path / "other", classes=5)
     document = {
-        "schema": 1,
+        "schema": SCHEMA,
         "train": [{"path": "a", "digest": other.digest}, {"path": "b", "digest": parent.digest}],
         "test": [{"path": "c", "digest": "0" * 64}],
         "pairs": [
@@ -337,7 +339,7 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
         ],
     }
     path = tmp_path / "leaks.json"
-    path.write_text(json.dumps(document))
+    path.write_text(seal(document))
     assert chosen(parent, tmp_path / "s", but=str(path)) == [n for n in range(25) if n not in (1, 7)]
     # Of a subset, pairs that are not in it are left out; of a subset of it nobody knows that it is of the same set.
     few = make_subset(parent, tmp_path / "few", Rule(part=":7"))
@@ -346,11 +348,14 @@ def test_a_leaks_document_names_the_samples_of_this_set_alone(tmp_path, parent):
     with pytest.raises(DataError, match=f"this one has {fewer.digest[:12]}"):
         make_subset(fewer, tmp_path / "u", Rule(but=str(path)))
     # A pair that the very set lacks is refused, and so is a document that was altered after it was sealed.
-    path.write_text(json.dumps(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
+    path.write_text(seal(document | {"pairs": [pair("train-000000.tar", "s24", 1)]}))
     with pytest.raises(DataError, match=r"1 of its 1 samples are not in .*s24"):
         make_subset(parent, tmp_path / "v", Rule(but=str(path)))
-    for changes, reason in (({"seal": "0" * 64}, "seal does not match"), ({"schema": 9}, "schema 9")):
-        path.write_text(json.dumps(document | changes))
+    for text, reason in (
+        (json.dumps(document), "no record that ends with"),
+        (seal(document | {"schema": 9}), "schema 9"),
+    ):
+        path.write_text(text)
         with pytest.raises(DataError, match=reason):
             make_subset(parent, tmp_path / "v", Rule(but=str(path)))
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ import pytest
 from data.images.preprocess import preprocess
 from data.vtab import tasks
 from data.vtab.tasks import label_of
-
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="shared/golden is not beside this checkout")
+from tests.golden import GOLDEN, needs_golden
 
 # Examples of every split, as task_adaptation's own tests expect them (data/*_test.py: train, val, test).
 SPLITS = {

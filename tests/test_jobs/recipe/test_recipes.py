@@ -95,6 +95,9 @@ def test_every_line_of_table_3_is_a_recipe_with_the_overrides_that_stand_behind_
         assert (line[1], int(line[2])) == (model, passes) == (cfg.model["name"], cfg.passes)
         assert (cfg.optim.lr, cfg.optim.schedule.decay, cfg.optim.weight_decay) == (lr, decay, weight_decay)
         assert cfg.optim.name == "adam" and cfg.batch_size == 4096 and cfg.optim.schedule.warmup_steps == 10_000
+        # The same start for all; of table 3, ImageNet alone is clipped (SPEC 2.1).
+        assert stage.model.head_bias == -10 and cfg.loss == "sigmoid"
+        assert cfg.optim.clip == (1 if name == "vit_i1k" else 0)
         if not model.startswith("BiT"):
             width = WIDTHS[model.removeprefix("R50+")[0]]
             assert stage.model.dropout == dropout and stage.model.representation == stage.model.width == width
@@ -123,9 +126,10 @@ def test_what_the_recipes_expect_is_what_the_paper_has():
         cells = re.search(rf"^\| {pretraining} \| (.*) \|$", table_5, re.M)
         assert cells is not None
         for column, cell in zip(columns, cells[1].split(" | "), strict=True):
+            recipe = "imagenet" if column == "real" else column
+            text = (RECIPES / "transfer" / f"{recipe}.yaml").read_text()
             if column == "real":
-                continue
-            text = (RECIPES / "transfer" / f"{column}.yaml").read_text()
+                text = text.partition("# ReaL")[2]
             expected = re.search(rf"^#   {head} +(.*)$", text, re.M)
             assert expected is not None and expected[1].split() == cell.replace("–", "-").split(), (column, head)
 
@@ -212,3 +216,51 @@ def test_a_run_costs_what_the_recipe_says(name):
         model, flops = entry.split()
         images = int(steps[1]) * 512
         assert flops_an_image(model, 384) * images / 1e18 == pytest.approx(float(flops), rel=1e-3, abs=6e-4)
+
+
+@pytest.mark.parametrize("name", ["transfer/imagenet", "vit_b16_i1k", "vit_l16_i21k", "vit_h14_jft300m"])
+def test_what_is_fine_tuned_on_imagenet_is_judged_by_real_as_its_table_is(name):
+    loaded = load(name, [])
+    finetuned = []
+    for stage in loaded.stages:
+        # Without the pretraining, which may be on ImageNet too, and the grid on a part of it.
+        if stage.kind.name == "finetune" and stage.config.data.evaluate == "shards/imagenet1k/validation":
+            finetuned.append(stage)
+    judged = [stage for stage in loaded.stages if stage.kind.name == "evaluate" and "real" in stage.config.sets]
+    assert {stage.config.init for stage in judged} == {f"@{stage.name}" for stage in finetuned}
+    for stage in judged:
+        assert (stage.config.sets["real"].test, stage.config.protocols) == ("shards/imagenet1k/real", ("real",))
+        # Of the same pixels as its accuracy.
+        assert {stage.config.preprocess} == {parent.config.data.preprocess for parent in finetuned}
+
+
+def hyperrule(images: int, pixels: int) -> tuple[int, list[int], float, tuple[int, int]]:
+    """BiT-HyperRule by hand: warm-up, the steps of the staircase and its end, mixup, sides before and after a crop."""
+    sides = (160, 128) if pixels < 96 * 96 else (448, 384)
+    if images < 20_000:
+        return 100, [200, 300, 400, 500], 0.0, sides
+    if images < 500_000:
+        return 500, [3000, 6000, 9000, 10_000], 0.1, sides
+    return 500, [6000, 12_000, 18_000, 20_000], 0.1, sides
+
+
+def test_bit_hyperrule_is_the_rule_for_every_set_of_its_head():
+    text = (RECIPES / "transfer" / "bit_hyperrule.yaml").read_text()
+    lines = re.findall(r"^# (\w+) +([\d,]+)  ([\d.]+)(.*)$", text, re.M)
+    assert [line[0] for line in lines] == ["imagenet", "cifar10", "cifar100", "pets", "flowers102"]
+    for name, count, _accuracy, overrides in lines:
+        loaded = load("transfer/bit_hyperrule", overrides.split())
+        images = int(count.replace(",", ""))
+        pixels = 32 * 32 if name.startswith("cifar") else 400 * 500
+        warmup, steps, mixup, (squash, crop) = hyperrule(images, pixels)
+        for seed in (0, 1, 2):
+            cfg = loaded.stage(f"finetune.seed-{seed}").config
+            schedule = cfg.optim.schedule
+            assert (schedule.decay, schedule.warmup_steps) == ("constant", warmup)
+            assert [*schedule.drops, cfg.steps] == steps and cfg.mixup == mixup
+            assert (cfg.data.augment.crop, cfg.data.augment.squash) == ("random", squash)
+            optim = (cfg.optim.name, cfg.optim.lr, cfg.optim.momentum, cfg.optim.weight_decay, cfg.optim.clip)
+            assert optim == ("sgd", 0.003, 0.9, 0, 0) and (cfg.batch_size, cfg.loss) == (512, "softmax")
+            assert cfg.model["classes"] == TABLE_4[name][3]
+            assert name.removesuffix("net") in cfg.data.train and name.removesuffix("net") in cfg.data.evaluate
+        assert loaded.stage("resize").config.image_size == crop

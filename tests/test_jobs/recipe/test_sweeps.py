@@ -1,5 +1,7 @@
 """A sweep is many stages: what they are called and keyed, which values are chosen, and what the tables say."""
 
+import base64
+import hashlib
 import json
 import os
 import signal
@@ -31,6 +33,7 @@ from jobs.stages import sweep
 from pipeline import artifacts
 from pipeline.config import read_recipe
 from pipeline.evaluation import async_evaluation
+from pipeline.evaluation.intervals import over_draws
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ROOT.parent / "shared" / "images"
@@ -368,32 +371,95 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
     assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
 
 
+def evaluated(
+    folder: Path, right: np.ndarray, *, name: str = "accuracy", digest: str = "d" * 64, missing: int = 0
+) -> None:
+    """Leave behind the document of an evaluation with what was right: (N,), or (draws, N) of seeds from 2 on."""
+    samples = right.shape[-1]
+    low, high = over_draws(right)
+    entry = {"value": right.mean(), "low": low, "high": high, "samples": samples}
+    entry["right"] = base64.b64encode(np.packbits(right).tobytes()).decode()
+    if right.ndim == 2:
+        entry["seeds"] = {str(seed + 2): share for seed, share in enumerate(right.mean(1).tolist())}
+    result = {"set": {"name": "test", "digest": digest, "samples": samples + missing}, "values": {"accuracy": entry}}
+    (folder / "evaluation.json").write_text(json.dumps({"results": [result]}))
+
+
+@pytest.mark.parametrize("draws", [None, 3])
+def test_a_row_of_several_evaluated_runs_has_an_interval_over_runs_draws_and_samples(protocol, draws):
+    loaded = campaign.load(protocol, ["finetune.sweep.seeds=[4,7,9]"])
+    shape = (3, 90) if draws is None else (3, draws, 90)
+    right = np.random.default_rng(12).random(shape) < 0.8
+    for number, seed in enumerate((4, 7, 9)):
+        folder = finish(loaded, f"finetune.seed-{seed}", float(right[number].mean()))
+        evaluated(folder, right[number])
+    document, said = make_table(loaded, "finetune")
+    entry = document["rows"]["finetune"]["accuracy"]
+    of_runs = right.reshape(3, -1).mean(1)
+    assert (entry["mean"], entry["sd"]) == pytest.approx((of_runs.mean(), of_runs.std(ddof=1)))
+    low, high = over_draws(right)
+    assert entry["interval"] == [low, high] and low < of_runs.mean() < high
+    cells = [f"[{100 * low:.2f},", f"{100 * high:.2f}]", "±", f"{100 * entry['sd']:.2f}"]
+    assert said[0].split()[-5:] == ["accuracy", "95", "%", "±", "sd"]
+    assert said[1].split()[1:] == [f"{100 * of_runs.mean():.2f}", *cells]
+    assert all("entries" not in run and run["intervals"] for run in document["runs"])
+
+
+@pytest.mark.parametrize("difference", ["no document", "another set", "an unreadable sample"])
+def test_runs_of_other_samples_have_no_common_interval(protocol, difference):
+    loaded = campaign.load(protocol, [])
+    right = np.random.default_rng(3).random((2, 50)) < 0.5
+    evaluated(finish(loaded, "finetune.seed-0", 0.5), right[0])
+    folder = finish(loaded, "finetune.seed-1", 0.5)
+    if difference == "another set":
+        evaluated(folder, right[1], digest="e" * 64)
+    elif difference == "an unreadable sample":
+        evaluated(folder, right[1], missing=1)
+    document, said = make_table(loaded, "finetune")
+    entry = document["rows"]["finetune"]["accuracy"]
+    assert entry["interval"] is None and entry["sd"] == 0.0 and "95 %" not in said[0]
+
+
+def test_the_table_hands_on_its_record_with_its_digest(protocol):
+    loaded = campaign.load(protocol, [])
+    for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
+        finish(loaded, name, accuracy)
+    make_table(loaded, "finetune.grid")
+    folder = loaded.directory(loaded.stage("finetune.grid"))
+    content = (folder / "sweep.json").read_bytes()
+    done = artifacts.read_done(folder)
+    assert done["files"] == {"sweep.json": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    assert done["summary"] == "optim.lr=0.01: accuracy 50.00, the best of 2"
+
+
 def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
     loaded = campaign.load(protocol, [])
-    entry = {"accuracy": {"value": 0.5, "low": 0.25, "high": 0.625}}
+    right = np.arange(40) < 20
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
         folder = finish(loaded, name, accuracy)
         if accuracy == 0.5:
-            results = [{"set": {"name": "test"}, "values": entry}]
-            (folder / "evaluation.json").write_text(json.dumps({"results": results}))
+            evaluated(folder, right)
     document, said = make_table(loaded, "finetune.grid")
-    assert said[1].split() == ["optim.lr=0.01", "50.00", "[25.00,", "62.50]", "the", "best"]
-    assert said[2].split() == ["optim.lr=0.1", "12.50"]
-    assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == [0.25, 0.625]
+    wilson = binomtest(20, 40).proportion_ci(0.95, method="wilson")
+    interval = [f"[{100 * wilson.low:.2f},", f"{100 * wilson.high:.2f}]"]
+    assert said[1].split() == ["optim.lr=0.01", "50.00", *interval, "the", "best"]
+    assert said[2].split() == ["optim.lr=0.1", "12.50", "-"]
+    assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == pytest.approx([wilson.low, wilson.high])
 
 
 def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a_set(protocol):
     loaded = campaign.load(protocol, [])
     metrics = {"accuracy": 0.5, "seedlings top-1": 0.25, "seed-bank 5shot": 0.75, "seed-bank 5shot-seed-10": 0.125}
     shown = ["accuracy", "seedlings top-1", "seed-bank 5shot"]
-    entry = {"top-1": {"value": 0.25, "low": 0.125, "high": 0.375}}
+    entry = {"top-1": {"value": 0.25, "low": 0.125, "high": 0.375, "samples": 8}}
     for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
         folder = finish(loaded, name, 0.5, metrics=metrics)
-        results = [{"set": {"name": "seedlings"}, "values": entry}, {"set": {"name": "rest"}, "values": {}}]
+        seedlings = {"name": "seedlings", "digest": "d" * 64, "samples": 8}
+        results = [{"set": seedlings, "values": entry}, {"set": {"name": "rest"}, "values": {}}]
         (folder / "evaluation.json").write_text(json.dumps({"results": results}))
     document, said = make_table(loaded, "finetune.grid")
     assert list(document["rows"]["optim.lr=0.01"]) == list(document["runs"][0]["metrics"]) == shown
-    assert "25.00 [12.50, 37.50]" in said[1]
+    assert "25.00   [12.50, 37.50]" in said[1]
     table: list[str] = []
     log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]

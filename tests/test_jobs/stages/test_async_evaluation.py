@@ -1,5 +1,6 @@
 """Commits judged beside training: the loop's values, nobody else's steps, and no silence when it goes wrong."""
 
+import json
 import os
 import shutil
 import signal
@@ -109,7 +110,7 @@ def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, se
     assert judged(run) == judged(loop) and set(where(run).values()) == {"training"}
     log = (stage(run) / "log.txt").read_text()
     assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
-    assert not async_evaluation.due(stage(run))
+    assert not async_evaluation.requested(stage(run))
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loo
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == exit_code, said(run)
-    assert async_evaluation.due(stage(run)) == {16, 32} and judged(run).keys() == {40}
+    assert async_evaluation.requested(stage(run)) == [16, 32] and judged(run).keys() == {40}
     assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
@@ -246,10 +247,10 @@ class Stage:
         """Evaluate beside an attempt, as the supervisor has it."""
         return self.evaluations.beside({}, self.attempt, ClusterConfig(backend="processes"))
 
-    def commit(self, *steps: int, suffix: str = async_evaluation.REQUESTED) -> None:
+    def commit(self, *steps: int) -> None:
         for step in steps:
             (self.folder / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
-            async_evaluation.request(self.folder, step, suffix)
+            async_evaluation.request(self.folder, step)
 
     def answers(self) -> dict[int, str]:
         kinds = {}
@@ -278,12 +279,12 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
-    assert not made.answers() and not async_evaluation.due(tmp_path)
+    assert not made.answers() and not async_evaluation.requested(tmp_path)
 
 
 def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
-    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
+    async_evaluation.request(tmp_path, 10)
     made.evaluations.poll()
     assert async_evaluation.requested(tmp_path) == [10], "its save may be on its way"
     made.commit(20)
@@ -311,24 +312,11 @@ def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_p
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop judges"
 
 
-def test_what_the_loop_had_begun_is_judged_beside_the_next_attempt(tmp_path) -> None:
-    made = Stage(tmp_path, Scripted())
-    made.commit(10, suffix=async_evaluation.IN_LOOP)
-    assert async_evaluation.due(tmp_path) == {10}
-    with made.beside():
-        deadline = time.monotonic() + 10
-        while async_evaluation.due(tmp_path):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        made.evaluations.end()
-    assert made.answers() == {10: "evaluate"}
-
-
 def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20)
-    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.due(tmp_path))
+    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.requested(tmp_path))
     assert removed == ["step-0000000020"]
 
 
@@ -391,7 +379,7 @@ def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_
 
 def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypatch) -> None:
     made = Stage(tmp_path, Scripted())
-    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
+    async_evaluation.request(tmp_path, 10)
     async_evaluation.skip(tmp_path, 10, "no reason")
     async_evaluation.report_records(tmp_path, lambda kind, values, line: False)
     with monkeypatch.context() as patched:
@@ -416,7 +404,8 @@ def alone(tmp_path, monkeypatch) -> Any:
         said.append(line)
         return True
 
-    job = SimpleNamespace(directory=str(tmp_path), attempt_folder=tmp_path, storage=Folder(tmp_path))
+    paths = {"directory": str(tmp_path), "attempt_folder": tmp_path, "evaluate": "/shards/test", "probe_train": None}
+    job = SimpleNamespace(**paths, storage=Folder(tmp_path))
     telemetry = SimpleNamespace(log=said.append, report=report)
     cfg = TrainConfig(steps=100, evaluate_every=10)
     price = async_evaluation.LoopPrice(is_reported=True)
@@ -427,51 +416,90 @@ def stop(*args: Any) -> None:
     raise EvaluationStopped("stopped")
 
 
-@pytest.mark.parametrize("evaluate_on", ["training", "spare"])
-def test_a_stopped_evaluation_is_promised_only_where_the_next_attempt_hears_of_it(
-    evaluate_on, alone, tmp_path, monkeypatch
+def record(kind: str, step: int) -> str:
+    return json.dumps({"kind": kind, "time": 0.0, "attempt": 1, "step": step}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("records", "is_due"),
+    [
+        ([], True),  # killed between the commit of step 10 and its evaluation
+        ([("start", 0), ("evaluate", 10)], False),
+        ([("start", 0), ("evaluate_failed", 10)], False),
+        ([("start", 0), ("evaluate_skipped", 10)], False),
+        # An attempt that began before the step took it, and committed it, again.
+        ([("start", 0), ("evaluate", 10), ("start", 5)], True),
+        ([("start", 0), ("evaluate", 10), ("start", 5), ("evaluate", 10), ("start", 10)], False),
+        ([("start", 0), ("evaluate", 10), ("start", 10)], False),
+    ],
+)
+@pytest.mark.parametrize("where", ["training", "in a store", "spare"])
+def test_an_attempt_evaluates_the_commits_that_have_no_outcome(
+    where, records, is_due, alone, tmp_path, monkeypatch
 ) -> None:
-    alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on)
-    progress: Any = SimpleNamespace(step=10)
+    if where == "in a store":
+        alone.job.storage = Bucket("s3://bucket/run", tmp_path)
+    if where == "spare":
+        alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
+    for step in (5, 10, 20, 100):  # 5 is none of evaluate_every, 20 lies ahead, 100 is evaluated at the end
+        (tmp_path / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:010d}" / "MANIFEST.json").touch()
+    (tmp_path / "metrics.jsonl").write_text("".join(record(kind, step) for kind, step in records))
+    evaluated: list[int] = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=10)))
+    expected = [10] * is_due
+    assert (evaluated, async_evaluation.requested(tmp_path)) == (([], expected) if where == "spare" else (expected, []))
+
+
+def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path, monkeypatch) -> None:
+    """Of step 10: once by the attempt that committed it, twice by those that started from it."""
+    evaluated: list[int] = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    for attempt in range(5):
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(record("start", 10 * min(attempt, 1)))
+        if attempt:
+            assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=10)))
+        if attempt == 3:  # as rank 0 reports it
+            with open(tmp_path / "metrics.jsonl", "a") as file:
+                file.write(record("evaluate_skipped", 10))
+    assert evaluated == [10, 10]
+    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts have ended before it had a value"]
+
+
+@pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
+def test_at_the_start_nothing_else_is_evaluated(changes, step, alone, monkeypatch) -> None:
+    vars(alone.job).update(changes)
     monkeypatch.setattr(evaluate, "evaluate", stop)
-    alone.job.storage = Bucket("s3://bucket/run", tmp_path)
-    assert not evaluate.evaluate_between(alone, progress)
-    assert alone.said == ["evaluate step 10: stopped, it is left out"] and not async_evaluation.due(tmp_path)
-    alone.job.storage = Folder(tmp_path)
-    assert not evaluate.evaluate_between(alone, progress)
-    assert alone.said[1:] == ["evaluate step 10: stopped, it is done later"] and async_evaluation.due(tmp_path) == {10}
+    assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=step)))
 
 
 def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(
     alone, tmp_path, monkeypatch
 ) -> None:
     """evaluate_on was spare, and is training now."""
-    for step in (5, 20):
-        async_evaluation.request(tmp_path, step, async_evaluation.REQUESTED)
-    async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
+    for step in (5, 8, 10, 20):
+        async_evaluation.request(tmp_path, step)
+    # Of step 8 there is an outcome: its request was to go when the driver was killed.
+    (tmp_path / "metrics.jsonl").write_text(record("evaluate", 8))
     evaluated = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
     progress: Any = SimpleNamespace(step=10)
-    for _ in range(2):
-        assert evaluate.evaluate_unfinished(alone, progress)
-    assert evaluated == [10] and not async_evaluation.due(tmp_path)
-    assert alone.said == ["evaluate step 5 SKIPPED: nothing is evaluated beside training any more"], "20 is taken again"
-    async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
     monkeypatch.setattr(evaluate, "evaluate", stop)
-    assert not evaluate.evaluate_unfinished(alone, progress) and async_evaluation.due(tmp_path) == {10}
+    assert not evaluate.evaluate_unfinished(alone, progress)
+    skipped = "evaluate step 5 SKIPPED: nothing is evaluated beside training any more"
+    assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    assert evaluate.evaluate_unfinished(alone, progress)
+    assert evaluated == [10] and not async_evaluation.requested(tmp_path)
 
 
-def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path, monkeypatch) -> None:
+def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
     alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
-    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
+    async_evaluation.request(tmp_path, 10)
     assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
-    async_evaluation.request(tmp_path, 10, async_evaluation.REQUESTED)
-    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: None)
-    assert evaluate.evaluate_between(alone, cast(Any, SimpleNamespace(step=10)))
-    assert not async_evaluation.due(tmp_path)
     (tmp_path / async_evaluation.SPARE_FILE).touch()
-    async_evaluation.request(tmp_path, 10, async_evaluation.IN_LOOP)
-    assert evaluate.request_async(alone, 10) and not async_evaluation.requested(tmp_path, async_evaluation.IN_LOOP)
+    assert evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == [10]
 
 
 # ------------------------------------------------------------------------ on Ray

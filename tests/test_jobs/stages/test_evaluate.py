@@ -15,6 +15,8 @@ import models
 from data.evaluation import EvaluationSet
 from data.images import preprocess
 from data.index.document import load_index
+from data.seal import seal
+from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
@@ -30,9 +32,9 @@ from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from tests import ranks
+from tests.golden import GOLDEN
 from tests.recipes import TINY
 
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
 
@@ -261,14 +263,82 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
         test = [index.shards[number // 100].name, key]
         pairs.append({"train": ["t.tar", "x"], "test": test, "kind": "exact", "distance": 0.0})
     compared = {"path": "shards/test", "digest": index.digest}
-    leaks = {"schema": 1, "train": [compared], "test": [compared], "pairs": pairs}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    leaks = {"schema": SCHEMA, "train": [compared], "test": [compared], "pairs": pairs}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
     assert workers.leaked == [[3, 102, 354]]
     (result,) = document["results"]
     assert result["leaks"]["train"] == [compared] and result["leaks"]["path"] == str(tmp_path / "leaks.json")
     judged(world, tmp_path / "out")
     assert workers.leaked == [[3, 102, 354], None], "without the document is another question"
+
+
+def trained(folder: Path, world: Path, inputs: dict[str, str]) -> Path:
+    """The weights of the world as a stage leaves them that was trained on these inputs."""
+    shutil.copytree(world / "weights", folder)
+    artifacts.write_record(folder / "provenance.json", {"stage": folder.name, "inputs": inputs})
+    artifacts.write_record(folder / "done.json", {"key": "k", "seconds": 1, "files": artifacts.digests(folder)})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "compared", [["train"], ["other"], ["train", "pretrain"], ["train", "pretrain", "extra", "other"]]
+)
+def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
+    compared: list[str],
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Weights whose chain holds three training sets, one of a mixture, and a protocol with a fourth."""
+    sets = {"train": world / "train", "test": world / "test"}
+    for number, name in enumerate(("pretrain", "extra", "finetune", "other")):
+        sets[name] = tmp_path / name
+        pack(list(digits(True, image_size=16))[number : number + 20], sets[name], name=name, names=DIGITS)
+    first = {"data.mixture.a.train": str(sets["pretrain"]), "data.mixture.b.train": str(sets["extra"])}
+    trained(tmp_path / "first", world, {**first, "probe.train": str(sets["other"])})
+    second = {"init": str(tmp_path / "first"), "data.evaluate": str(sets["other"]), "data.train": str(sets["finetune"])}
+    weights = trained(tmp_path / "second", world, second)
+    workers = Workers()
+    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+
+    digest = {name: load_index(path).digest for name, path in sets.items()}
+    train_sets = [{"path": name, "digest": digest[name]} for name in compared]
+    leaks = {"schema": SCHEMA, "train": train_sets, "test": [{"path": "t", "digest": digest["test"]}], "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
+    words = ["--protocol", "knn", f"train={sets['train']}", f"leaks={tmp_path / 'leaks.json'}"]
+    document = judged(world, tmp_path / "out", *words, weights=str(weights))
+    assert document["weights"]["trained_on"]["unknown"] == ""
+    assert [one["digest"] for one in document["weights"]["trained_on"]["sets"]] == [
+        digest[name] for name in ("finetune", "pretrain", "extra")
+    ]
+    verdict = document["results"][0]["leaks"]
+    learned = ("finetune", "pretrain", "extra", "train")
+    assert [one["digest"] for one in verdict["not_checked"]] == [digest[n] for n in learned if n not in compared]
+    assert [one["digest"] for one in verdict["checked"]] == [digest[n] for n in learned if n in compared]
+    said = capsys.readouterr().out
+    for name in learned:
+        assert (f"{sets[name]} ({digest[name][:8]}) not checked" in said) == (name not in compared)
+    for name in compared:
+        assert digest[name][:8] in said
+    # What was compared with none of the sets that anything was learned from has no value "without leaks".
+    assert ("50.00% without 3 shared with" in said) == (compared != ["other"])
+
+
+def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    compared = [{"path": "t", "digest": load_index(world / "test").digest}]
+    leaks = {"schema": SCHEMA, "train": compared, "test": compared, "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
+    document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}")
+    assert document["weights"]["trained_on"] == {"sets": [], "unknown": str(world / "weights")}
+    assert f"what {world / 'weights'} was trained on: not checked" in capsys.readouterr().out
+    weights = trained(tmp_path / "weights", world, {"data.train": str(world / "test")})
+    judged(world, tmp_path / "again", weights=str(weights))
+    assert "the weights were trained on this set; not checked" in capsys.readouterr().out
 
 
 def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
@@ -281,8 +351,9 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     models.save(few, tmp_path / "few")
     headless = models.from_config(models.config_of("mu/8", 16, 0), torch.Generator())
     models.save(headless, tmp_path / "headless")
-    leaks = {"schema": 1, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
-    (tmp_path / "leaks.json").write_text(json.dumps(leaks))
+    copied = shutil.copytree(world / "test", tmp_path / "copied")
+    leaks = {"schema": SCHEMA, "train": [], "test": [{"path": "elsewhere/test", "digest": "f" * 64}], "pairs": []}
+    (tmp_path / "leaks.json").write_text(seal(leaks))
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
         ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
@@ -290,6 +361,11 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
         ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
+        (
+            [weights, test, f"train={copied}", "--protocol", "knn"],
+            65,
+            f"test {test} and train {copied} are the same set",
+        ),
         ([str(tmp_path / "few"), test], 65, "has 10 classes, the weights 3: they know no 3, 4, 5, 6, 7"),
         ([str(tmp_path / "few"), test, "--protocol", "top-5"], 78, "top-5 needs 5 classes, the weights have 3"),
         ([str(tmp_path / "headless"), test], 78, "the weights have no head, which top-1 need"),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, DEFAULT_DASHBOARD_PORT
@@ -377,17 +377,24 @@ def test_every_path_that_a_kind_of_stage_names_is_a_field_of_its_config(kind) ->
         assert str in (hint, *get_args(hint)), pattern
 
 
-def test_the_equivalent_command_says_the_same() -> None:
-    request = {
-        "submission_id": "x-001",
-        "metadata": {"run": "x"},
-        "runtime_env": {"working_dir": "/w", "env_vars": {"A": "b c"}},
-    }
-    words = shlex.split(submission.equivalent("http://h:8265", request, ["python", "-m", "jobs", "a={b}"]))
+def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> None:
+    requests: list[dict[str, Any]] = []
+    client = SimpleNamespace(
+        get_address=lambda: "http://h:8265", list_jobs=list, submit_job=lambda **request: requests.append(request)
+    )
+    monkeypatch.setattr(submission, "_connect", lambda: client)
+    monkeypatch.setattr(submission, "status", lambda run: None)
+    submission.submit("/runs/x", ["python", "-m", "jobs", "a={b}"], environment={"A": "b c"}, root=checkout)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("the same by hand: ")]
+    words = shlex.split(line.removeprefix("the same by hand: "))
     assert words[:3] == ["ray", "job", "submit"] and words[-4:] == ["python", "-m", "jobs", "a={b}"]
     options = dict(zip(words[3:-5:2], words[4:-5:2], strict=True))
-    assert json.loads(options["--runtime-env-json"]) == {"env_vars": {"A": "b c"}}
-    assert options["--submission-id"] == "x-001" and json.loads(options["--metadata-json"]) == {"run": "x"}
+    (request,) = requests
+    del request["runtime_env"]["working_dir"]
+    assert json.loads(options["--runtime-env-json"]) == request["runtime_env"]
+    assert request["runtime_env"]["env_vars"]["A"] == "b c"
+    assert options["--submission-id"] == request["submission_id"] and request["submission_id"].startswith("x-001-")
+    assert json.loads(options["--metadata-json"]) == request["metadata"] == {"job_name": "x", "run": "/runs/x"}
 
 
 @pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])

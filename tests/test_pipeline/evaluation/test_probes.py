@@ -30,10 +30,10 @@ from pipeline.evaluation.probes import (
 )
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.evaluation.worker import Request, result_of
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "fewshot_lsr.npz"
 CPU = torch.device("cpu")
 NAMES = ("zero", "one", "two")
 
@@ -95,9 +95,9 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, Featur
 
 @pytest.fixture(scope="module")
 def golden():
-    if not GOLDEN.exists():
+    if not (GOLDEN / "fewshot_lsr.npz").exists():
         pytest.skip("golden data is absent: ../shared/golden/fewshot_lsr.npz")
-    return np.load(GOLDEN)
+    return np.load(GOLDEN / "fewshot_lsr.npz")
 
 
 def accuracy_of(
@@ -221,6 +221,67 @@ def test_the_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
         accuracies[l2] = reference.score((arrays["train"][held_out] - mean) / std, arrays["train_labels"][held_out])
         assert chosen[f"held-out accuracy at l2 {l2:g}"] == pytest.approx(accuracies[l2], abs=0.011)
     assert chosen["l2"] == max(accuracies, key=lambda l2: (chosen[f"held-out accuracy at l2 {l2:g}"], l2))
+
+
+@pytest.mark.parametrize("shots", [1, 4])
+def test_shots_are_numbers_of_the_set_also_where_samples_are_missing(shots: int, sets, tmp_path: Path) -> None:
+    _, test, arrays = sets
+    features, labels = arrays["train"][:200], arrays["train_labels"][:200]
+    train = store_of(features, labels, tmp_path)
+    missing = [0, 3, 77, 150]
+    train.is_there[missing] = False
+    outcome = few_shot(inputs_of(train, test), FewShotConfig((shots,), (5, 9)))
+    kept = np.delete(np.arange(200), missing)
+    for place, seed in enumerate((5, 9)):
+        rng = np.random.default_rng(seed)
+        expected = []
+        for label in range(10):
+            expected += kept[rng.permutation(np.flatnonzero(labels[kept] == label))[:shots]].tolist()
+        assert outcome.shots[f"{shots}shot"][str(seed)] == expected
+        mean, std = features[expected].astype(float).mean(0), features[expected].astype(float).std(0) + 1e-5
+        design = np.hstack([(features[expected] - mean) / std, np.full((10 * shots, 1), 100.0)])
+        ridge = Ridge(alpha=1024.0, fit_intercept=False)
+        ridge.fit(design, np.where(np.eye(10)[labels[expected]], 1.0, -1.0))
+        scores = np.hstack([(arrays["test"] - mean) / std, np.full((300, 1), 100.0)]) @ ridge.coef_.T
+        agreement = outcome.right[f"{shots}shot"][place] == (scores.argmax(1) == arrays["test_labels"])
+        assert agreement.mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("seed", "held_out", "l2"), [(3, 0.2, (1e-2, 30.0)), (11, 0.37, (1e-3, 1e-1, 1e3)), (2, 0.001, (1e-1, 1.0))]
+)
+def test_the_chosen_penalty_is_fitted_to_all_rows(
+    seed: int, held_out: float, l2: tuple[float, ...], sets, tmp_path: Path
+) -> None:
+    """Two samples cannot be read; the split, the choice and the fit to all are scikit-learn's and NumPy's."""
+    _, test, arrays = sets
+    features, labels = arrays["train"][:150], arrays["train_labels"][:150]
+    train = store_of(features, labels, tmp_path)
+    train.is_there[[4, 140]] = False
+    kept = np.delete(np.arange(150), [4, 140])
+    cfg = LogisticConfig(l2=l2, held_out=held_out, seed=seed, iterations=300)
+    outcome = probes.logistic(inputs_of(train, test), cfg)
+
+    def fitted(rows: np.ndarray, penalty: float) -> tuple[LogisticRegression, np.ndarray, np.ndarray]:
+        mean, std = features[rows].astype(float).mean(0), features[rows].astype(float).std(0) + 1e-5
+        reference = LogisticRegression(C=1 / (penalty * len(rows)), max_iter=5000)
+        return reference.fit((features[rows] - mean) / std, labels[rows]), mean, std
+
+    count = max(1, round(held_out * 148))
+    order = np.random.default_rng(seed).permutation(148)
+    aside, used = kept[order[:count]], kept[np.sort(order[count:])]
+    accuracies = {}
+    for penalty in l2:
+        reference, mean, std = fitted(used, penalty)
+        accuracies[penalty] = reference.score((features[aside] - mean) / std, labels[aside])
+        found = outcome.chosen[f"held-out accuracy at l2 {penalty:g}"]
+        assert found == pytest.approx(accuracies[penalty], abs=1e-9)
+    # Of equal ones the larger.
+    best = max(l2, key=lambda penalty: (accuracies[penalty], penalty))
+    assert outcome.chosen["l2"] == best
+    reference, mean, std = fitted(kept, best)
+    expected = reference.predict((arrays["test"] - mean) / std) == arrays["test_labels"]
+    assert (outcome.right["logistic"][0] == expected).mean() > 0.99
 
 
 def test_the_linear_probe_of_all_rows_is_ridge_regression(sets) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from torch import nn
 
 from data.errors import DataError
@@ -20,26 +19,18 @@ from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from pipeline.evaluation import document
 from pipeline.evaluation.features import FeatureStore, collect
+from pipeline.evaluation.intervals import over_draws
 from pipeline.evaluation.probes import FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
 from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.monitoring.watchdog import Phases
+from tests.golden import GOLDEN
 from tests.test_pipeline.evaluation.test_probes import CPU, NAMES, inputs_of, no_beat, store_of
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden"
-
 
 # ------------------------------------------------------------------------------------------------ intervals
-
-
-@pytest.mark.parametrize(("right", "samples"), [(0, 10), (10, 10), (1, 3), (355, 400), (49_000, 50_000)])
-def test_the_interval_of_a_share_is_scipys_wilson_interval(right: int, samples: int) -> None:
-    expected = stats.binomtest(right, samples).proportion_ci(0.95, method="wilson")
-    entry = document.share_entry(right, samples)
-    assert (entry["value"], entry["samples"]) == (right / samples, samples)
-    assert (entry["low"], entry["high"]) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_the_interval_of_a_share_written_out_by_hand() -> None:
@@ -49,15 +40,39 @@ def test_the_interval_of_a_share_written_out_by_hand() -> None:
     assert document.share_entry(0, 0) == {"value": 0.0, "low": 0.0, "high": 1.0, "samples": 0}
 
 
-def test_few_shot_has_the_mean_of_its_seeds_and_their_standard_deviation(tmp_path: Path) -> None:
-    store = store_of(None, np.zeros(10, int), tmp_path)
-    of_seeds = [np.arange(10) < count for count in (5, 6, 10)]
+def unreadable(features: np.ndarray | None, labels: np.ndarray, folder: Path, missing: list[int]) -> FeatureStore:
+    """A store in which some samples of the set could not be read."""
+    store = store_of(features, labels, folder)
+    store.is_there[missing] = False
+    return store
+
+
+def test_few_shot_has_the_mean_of_its_seeds_their_deviation_and_an_interval(tmp_path: Path) -> None:
+    """Seeds are not 0, 1, 2; a test sample cannot be read and three are leaked, of which one cannot be read."""
+    store = unreadable(None, np.zeros(120, int), tmp_path, [7])
+    right = np.random.default_rng(4).random((3, 119)) < [[0.5], [0.6], [0.9]]
     (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (3, 4, 5))), {})
-    entry = document.result_of(Outcome({"1shot": of_seeds}), protocol, store, None, None)["values"]["1shot"]
-    values = [0.5, 0.6, 1.0]
-    assert entry["value"] == pytest.approx(np.mean(values)) and entry["sd"] == pytest.approx(np.std(values, ddof=1))
-    assert entry["low"] == pytest.approx(np.mean(values) - np.std(values, ddof=1))
-    assert entry["seeds"] == {"3": 0.5, "4": 0.6, "5": 1.0}
+    result = document.result_of(Outcome({"1shot": list(right)}), protocol, store, None, [2, 7, 100])
+    clean = np.delete(right, [2, 99], axis=1)
+    entries = (result["values"]["1shot"], right), (result["leaks"]["values"]["1shot"], clean)
+    assert result["leaks"]["leaked"] == 2
+    for entry, expected in entries:
+        shares = expected.mean(1)
+        assert (entry["value"], entry["sd"]) == pytest.approx((shares.mean(), shares.std(ddof=1)))
+        assert (entry["low"], entry["high"]) == over_draws(expected)
+        assert entry["seeds"] == pytest.approx(dict(zip("345", shares, strict=True)))
+        assert entry["samples"] == expected.shape[1] and entry["interval"] == "95 %, over 3 draws and test samples"
+    assert np.array_equal(document.right_of(entries[0][0]), right)
+
+
+def test_a_single_draw_says_what_it_cannot_tell(tmp_path: Path) -> None:
+    store = store_of(None, np.zeros(10, int), tmp_path)
+    (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1,), (7,))), {})
+    entry = document.result_of(Outcome({"1shot": [np.arange(10) < 8]}), protocol, store, None, None)["values"]["1shot"]
+    assert (entry["low"], entry["high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4) and "sd" not in entry
+    assert "a single draw tells nothing of the variance over draws" in entry["interval"] and entry["seeds"] == {
+        "7": 0.8
+    }
 
 
 # ------------------------------------------------------------------------------------------------ of the head
@@ -86,6 +101,33 @@ def test_top_1_top_5_and_per_class_are_numpys(tmp_path: Path) -> None:
     ]
     assert [entry["value"] for entry in entries] == pytest.approx(by_class)
     assert results["per-class"]["values"]["per-class"]["value"] == pytest.approx(np.mean(by_class))
+
+
+def test_per_class_counts_images_and_a_label_list_in_each_of_its_classes(tmp_path: Path) -> None:
+    """Three labels at most, classes of unequal sizes, one that no image has, an image without a label, a bad one."""
+    rng = np.random.default_rng(8)
+    labels = np.full((90, 3), -1)
+    for row in range(89):
+        chosen = rng.choice([0, 1, 2, 2, 5], size=rng.integers(1, 4))
+        labels[row, : len(set(chosen))] = sorted(set(chosen))
+    predictions = rng.choice([0, 1, 2, 5], size=(90, 1))
+    store = store_of(None, labels, tmp_path, predictions)
+    store.is_there[13] = False
+    (protocol,) = protocols_of(("per-class",), None, {})
+    judged = protocol.kind.compute(inputs_of(None, store, "per-class"), None)
+    result = document.result_of(judged, protocol, store, None, None)
+    shares = {}
+    for label in (0, 1, 2, 5):
+        of_class = [row for row in range(89) if row != 13 and label in labels[row]]
+        shares[label] = (len(of_class), np.mean([predictions[row, 0] in labels[row] for row in of_class]))
+    assert [entry["id"] for entry in result["classes"]] == list(shares)
+    for entry in result["classes"]:
+        assert (entry["samples"], entry["value"]) == pytest.approx(shares[entry["id"]])
+    assert len({count for count, _ in shares.values()}) > 1
+    entry = result["values"]["per-class"]
+    assert entry["value"] == pytest.approx(np.mean([share for _, share in shares.values()]))
+    assert entry["samples"] == 88 < sum(count for count, _ in shares.values()), "images, not labels"
+    assert [entry["name"] for entry in result["classes"]] == [*NAMES, None]
 
 
 def test_real_accuracy_is_the_originals(tmp_path: Path) -> None:
@@ -146,6 +188,21 @@ def test_what_rank_0_has_is_the_same_to_the_bit_at_any_world(with_a_bad_one: Ind
         assert torch.equal(store.features(store.rows), alone.features(alone.rows))
         assert np.array_equal(store.predictions, alone.predictions)
     assert not list(tmp_path.iterdir()), "the file has no name: nothing is left behind"
+
+
+@pytest.mark.parametrize(("count", "size"), [(12, 4), (13, 4), (11, 4), (3, 4), (4, 4), (5, 1), (0, 4)])
+def test_blocks_hold_every_row_once_and_in_order(count: int, size: int, tmp_path: Path) -> None:
+    features = np.random.default_rng(6).normal(size=(20, 3)).astype(np.float32)
+    store = unreadable(features, np.zeros(20, int), tmp_path, [2, 9])
+    assert [place for place, _ in store.blocks(size=18)] == [slice(0, 18)]
+    for rows in (store.rows[:count], np.random.default_rng(count).permutation(store.rows)[:count]):
+        places = []
+        blocks = [np.empty((0, 3), np.float32)]
+        for place, block in store.blocks(rows, size):
+            places.append((place.start, place.stop))
+            blocks.append(block.numpy())
+        assert places == [(first, min(first + size, count)) for first in range(0, count, size)]
+        assert np.array_equal(np.concatenate(blocks), features[rows])
 
 
 def test_a_disk_without_room_is_refused_at_the_first_batch(

@@ -19,10 +19,10 @@ from data.sources.samples import Sample
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
+from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
 
-GOLDEN = Path(__file__).parents[3].parent / "shared" / "golden" / "real_eval.json"
 CLASSES = 1000
 
 
@@ -39,9 +39,9 @@ class Written(nn.Module):
 
 @pytest.fixture(scope="module")
 def golden() -> dict:
-    if not GOLDEN.exists():
+    if not (GOLDEN / "real_eval.json").exists():
         pytest.skip("golden data is absent: ../shared/golden/real_eval.json")
-    return json.loads(GOLDEN.read_text())
+    return json.loads((GOLDEN / "real_eval.json").read_text())
 
 
 @pytest.fixture(scope="module")
