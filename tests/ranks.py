@@ -346,6 +346,8 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
         settings = settings_of(case["zero"], case["precision"], MICRO, accumulation)
         model = model_of_blocks()
         model.recomputed_blocks = case["recomputed"]
+        if case["compiled"]:
+            models.compile_blocks(model, backend=case["compiled"])
         made = partial(ExactEngine, parts=4) if case["exact"] else Engine
         engine = made(model, models.decayed(model), OptimConfig(lr=1e-2), settings, POLYAK)
         losses = []
@@ -388,7 +390,9 @@ def train_blocks(task: dict[str, Any]) -> list[dict[str, Any]]:
                 "losses": losses,
                 "parameters": len(list(engine.model.parameters())),
                 "averaged": averaged.tolist(),
-                "restored": torch.equal(logits, expected) and is_given_back,
+                # Compiled kernels round otherwise than those of `other`.
+                "restored": is_given_back
+                and torch.allclose(logits, expected, rtol=0, atol=1e-5 * bool(case["compiled"])),
                 "hooks": hooks,
                 "layers_hold": layers_hold,
             }

@@ -7,6 +7,7 @@ reaches all of them.
 import dataclasses
 import errno
 import fcntl
+import functools
 import os
 import random
 import shutil
@@ -228,6 +229,13 @@ def stopped_in_an_evaluation() -> None:
         return original(*args)
 
     features.normalise = normalise  # type: ignore[assignment]
+
+
+def without_kernels(more: str = "", *arguments: int) -> None:
+    """All of torch.compile but the kernels, whose C++ takes minutes to build."""
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
+    if more:
+        globals()[more](*arguments)
 
 
 def driver_killed_before_the_evaluation_of(step: int) -> None:

@@ -139,6 +139,31 @@ def test_an_evaluation_that_a_kill_of_the_driver_cut_short_is_done_by_the_next(
     assert_same(run, evaluated_twin)
 
 
+COMPILED = [("zero=0",), ("zero=1", "precision=bf16"), ("zero=2", "polyak=0.9"), ("zero=3", "checkpoint_blocks=1")]
+COMPILED += [(f"zero={zero}", "exact_parts=4") for zero in range(4)]
+COMPILED += [("zero=3", "exact_parts=2", "precision=bf16")]
+
+
+@pytest.mark.parametrize(
+    ("options", "patch"),
+    [
+        (("zero=3", "checkpoint_blocks=1"), "without_kernels"),
+        *(pytest.param(options, "", marks=pytest.mark.slow) for options in COMPILED),
+    ],
+)
+def test_a_compiled_run_goes_on_with_its_bits(options, patch, evaluated, run) -> None:
+    """With dropout and accumulation; the attempt that goes on evaluates, and compiles that, before it trains."""
+    settings = [*evaluated, "pretrain.compile=true", "pretrain.model.dropout=0.1"]
+    settings += [f"pretrain.{option}" for option in options]
+    undisturbed = run.parent / "undisturbed" / "run"
+    shutil.copytree(run, undisturbed)
+    assert finish(undisturbed, *settings, patch=patch or None) == 0, said(undisturbed)
+    killed = f"{patch} driver_killed_before_the_evaluation_of 16".strip()
+    assert finish(run, *settings, patch=killed) == -signal.SIGKILL
+    assert finish(run, *settings, patch=patch or None) == 0, said(run)
+    assert_same(run, undisturbed)
+
+
 STOPS = [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGHUP]]
 
 

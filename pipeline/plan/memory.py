@@ -112,8 +112,8 @@ def pinned_bytes(size: int) -> int:
 
 def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
     """Return `memory_need` where the step has been traced before; None where that would have to be done."""
-    # How many blocks a budget comes to takes traces of its own.
-    if cfg.activation_gb is not None:
+    # How many blocks a budget comes to takes traces of its own; a compiled step has none.
+    if cfg.activation_gb is not None or cfg.compile:
         return None
     accumulation = batch_arithmetic(cfg, world).accumulation
     recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)

@@ -100,7 +100,12 @@ class Trace:
 def step_to_trace(
     cfg: TrainConfig, model: ModelConfig, world: int, accumulation: int, recomputed: int, *, is_gpu: bool
 ) -> StepToTrace:
-    """Describe the step of a stage."""
+    """Describe the step of a stage. Raises TraceFailed for one that is compiled."""
+    if cfg.compile:
+        raise TraceFailed(
+            "the step is not traced with compile: true, whose kernels keep other activations; compile=false says what "
+            "a step that is not compiled needs"
+        )
     micro_batches = min(accumulation, MOST_MICRO_BATCHES)
     if cfg.exact_parts:
         # The sums of all of a worker's parts live side by side; within a part, a third micro-batch adds nothing.

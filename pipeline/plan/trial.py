@@ -50,7 +50,8 @@ class Trial:
     memory_gib: float  # at most, of rank 0
     save_stall_s: float  # that a save holds the loop up
     save_s: float  # from a save's beginning until it is kept
-    start_s: float  # from the driver's claim of an attempt to its first step
+    # from the driver's claim of an attempt until its steps take their time: the first ones may compile
+    start_s: float
 
     @property
     def per_worker(self) -> float:
@@ -110,15 +111,14 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
             for name in waits:
                 waits[name] += record[f"wait_{name}"] * record["seconds"]
     starts = by_kind["start"]
-    reports = by_kind["train"]
+    warm_ups = [record for record in by_kind["train"] if record["step"] <= WARM_UP]
     saves = by_kind["checkpoint"]
-    if not starts or not steps or not saves:
+    if not starts or not warm_ups or not steps or not saves:
         raise DataError(
             f"{stage}: the trial left {steps} steps behind the first {WARM_UP} and {len(saves)} saves, expected "
             "some of each\n  type the same command again"
         )
     step_s = seconds / steps
-    first = reports[0]
     return {
         "world": starts[0]["world"],
         "hardware": starts[0]["hardware"],
@@ -132,8 +132,8 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
         "memory_gib": most_gib,
         "save_stall_s": saves[0]["stalled_s"],
         "save_s": saves[0]["took_s"],
-        # From the claim until the first report began.
-        "start_s": first["time"] - first["seconds"] - starts[0]["claimed"],
+        # What the warm-up takes longer than its steps would later, each restart takes again.
+        "start_s": warm_ups[-1]["time"] - warm_ups[-1]["step"] * step_s - starts[0]["claimed"],
     }
 
 

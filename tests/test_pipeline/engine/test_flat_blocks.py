@@ -1,6 +1,7 @@
 """Two flat parameters a block: the engine's bookkeeping of them against models that know nothing of it."""
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +122,23 @@ def test_layers_hold_weights_only_while_their_block_computes_and_raise_when_aske
 # ------------------------------------------------------------------------------------------- under DeepSpeed
 
 
-def case(zero: int, precision: str = "fp32", recomputed: int = 0, exact: bool = False) -> dict[str, Any]:
-    return {"zero": zero, "precision": precision, "recomputed": recomputed, "exact": exact}
+def case(
+    zero: int, precision: str = "fp32", recomputed: int = 0, exact: bool = False, compiled: str = ""
+) -> dict[str, Any]:
+    return {"zero": zero, "precision": precision, "recomputed": recomputed, "exact": exact, "compiled": compiled}
 
 
 CASES = [case(0), case(1), case(2, recomputed=2), case(3, recomputed=2), case(3, exact=True)]
 CASES += [case(2, "bf16"), case(3, "bf16", recomputed=2)]
+# All of torch.compile but the kernels, whose C++ takes minutes to build.
+CASES += [case(2, compiled="aot_eager"), case(3, recomputed=2, exact=True, compiled="aot_eager")]
 NUMBERS = range(len(CASES))
+# With two micro-batches a step on each of two workers.
+COMPILED = []
+for zero, recomputed, exact in itertools.product(range(4), (0, 2), (False, True)):
+    COMPILED.append(case(zero, "fp32", recomputed, exact, "inductor"))
+for zero, exact in itertools.product((1, 2, 3), (False, True)):
+    COMPILED.append(case(zero, "bf16", 0, exact, "inductor"))
 
 
 @functools.cache
@@ -159,18 +170,38 @@ def in_plain_torch(count: int) -> tuple[list[float], dict[str, dict[str, torch.T
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two workers came to in every case, and the folder with their states."""
+    return train_all(CASES, tmp_path_factory)
+
+
+def train_all(
+    cases: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("blocks")
     torch.save(in_plain_torch(2)[2].state_dict(), folder / "plain.pt")
-    task = {"cases": CASES, "plain": str(folder / "plain.pt"), "folder": str(folder)}
+    task = {"cases": cases, "plain": str(folder / "plain.pt"), "folder": str(folder)}
     cluster = ClusterConfig(workers=2, backend="processes")
     return folder, run_worker_group(ranks.train_blocks, task, cluster=cluster, name="blocks", directory=folder)
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: "-".join(map(str, CASES[number].values())))
 def test_every_stage_trains_every_parameter_as_plain_torch_does(trained, number):
-    folder, results = trained
+    assert_trained_as_plain(*trained, number, CASES[number])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_every_parameter_at_every_stage(tmp_path_factory):
+    folder, results = train_all(COMPILED, tmp_path_factory)
+    for number, each in enumerate(COMPILED):
+        assert_trained_as_plain(folder, results, number, each)
+        assert results[number]["restored"] or each["precision"] == "bf16", each
+
+
+def assert_trained_as_plain(
+    folder: Path, results: list[dict[str, Any]], number: int, trained_case: dict[str, Any]
+) -> None:
+    """Losses, masters, moments and averages are those of plain torch, whose blocks nothing compiles."""
     losses, expected, _ = in_plain_torch(3)
-    is_bf16 = CASES[number]["precision"] == "bf16"
+    is_bf16 = trained_case["precision"] == "bf16"
     assert results[number]["losses"] == pytest.approx(losses, abs=2e-2 if is_bf16 else 2e-6)
     state = torch.load(folder / f"{number}.pt")
     assert list(state) == list(expected)

@@ -422,6 +422,27 @@ def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_fo
     assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
 
 
+def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(recipe, capsys, traced_by_hand):
+    """Uncompiled it would need 6 GiB."""
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
+    )
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
+    assert main(["run", str(recipe), *limited, "pretrain.activation_gb=1"]) == 78
+    said = capsys.readouterr().err
+    assert "pretrain.activation_gb=1: how many blocks to recompute is not known: the step is not traced with" in said
+    assert "type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N" in said
+
+    stage = load(recipe, limited).stage("pretrain")
+    assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
+    uncompiled = dataclasses.replace(stage.config, compile=False)
+    assert memory_need(uncompiled, stage.model, 2, is_gpu=True).device_bytes == 6 * GIB
+
+
 def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
     gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
     assert main(["plan", str(recipe), *gpu]) == 0

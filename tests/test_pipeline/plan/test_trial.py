@@ -20,8 +20,8 @@ def report(step: int, steps: int, seconds: float, **changes: float) -> dict[str,
 
 RECORDS = [
     {"kind": "start", "time": 990.0, "world": 4, "hardware": "Abacus", "claimed": 980.0},
-    report(1, 1, 10.0, memory_gb=3.0),  # from 991 on
-    report(5, 4, 9.0),
+    report(1, 1, 10.0, time=997.0, memory_gb=3.0),  # from 987 on: the start took 7 s
+    report(5, 4, 9.0, time=1006.0),  # in all 19 s for what will take 10
     report(10, 5, 10.0),
     report(15, 5, 14.0, stalled_s=3.0, evaluated_s=1.0),
     {"kind": "checkpoint", "time": 1014.0, "step": 8, "stalled_s": 3.0, "took_s": 7.0},
@@ -37,7 +37,7 @@ def test_what_a_step_takes_is_the_mean_behind_the_first_five_without_saves():
     assert result["storage_s"] == pytest.approx(0.24) and result["decode_s"] == pytest.approx(0.48)
     assert result["compute_s"] == pytest.approx(2.0 - 0.24 - 0.48)
     assert (result["save_stall_s"], result["save_s"]) == (3.0, 7.0), "the last save is waited for, and does not count"
-    assert result["start_s"] == pytest.approx(11.0), "from 980 to 991"
+    assert result["start_s"] == pytest.approx(16.0), "from 980 to 1006, less five steps"
     assert result["memory_gib"] == 3.0
 
 
