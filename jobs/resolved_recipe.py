@@ -82,6 +82,8 @@ class StageKind:
     missing: Callable[[Any], Iterable[str]] = lambda cfg: ()  # messages about `files` at which there is nothing
     makes_weights: bool = False  # which other stages may start from
     sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
+    # How many classes a set that it makes has at the least, where its source tells before it is made.
+    set_classes: Callable[[Any, str], int | None] = lambda cfg, name: None
     model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
     shared_classes: Callable[[Any], list[SharedClasses]] = lambda cfg: []
     # Whether the model has the head of its weights: given the config, their architecture, and the stage's own.
@@ -291,6 +293,17 @@ class Available:
         if value not in self.indexes:
             self.indexes[value] = index_if_made(self.campaign.path_of(value))
         return self.indexes[value]
+
+    def classes(self, value: str) -> int | None:
+        """Return how many classes a set has, or will have at the least; None where nothing tells yet."""
+        index = self.index(value)
+        if index is not None:
+            return index.classes
+        link = reference(value)
+        if link is None:
+            return None
+        maker = self.campaign.stage(link[0])
+        return maker.kind.set_classes(maker.config, link[1])
 
     def made(self, values: Collection[str]) -> list[Index]:
         """Return the indexes of those sets that are there."""

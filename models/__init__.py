@@ -24,11 +24,13 @@ from models.catalog import (
 from models.positions import resize_positions
 from models.transfer import TransferReport, keeps_head, transfer
 from models.vit import ViT, ViTConfig
-from models.weights.files import load, load_class_names, load_weights, save, save_weights
+from models.weights.files import load, load_class_names, load_preprocessing, load_weights, save, save_weights
+from models.weights.preprocessing import Preprocessing
 
 __all__ = [
     "Model",
     "ModelConfig",
+    "Preprocessing",
     "TransferReport",
     "ViT",
     "ViTConfig",
@@ -42,6 +44,7 @@ __all__ = [
     "keeps_head",
     "load",
     "load_class_names",
+    "load_preprocessing",
     "load_weights",
     "macs_of",
     "masked",

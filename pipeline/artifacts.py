@@ -29,11 +29,13 @@ SCHEMA = 1  # of a record
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
 CLASSES = "classes.json"
+PREPROCESSING = "preprocessing.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
-WEIGHT_FILES = (*NEEDED_FILES, CLASSES)
+BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
+WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)
 # What stages leave in their folders for others to read. Logs are not among them: they grow, nothing is made of them.
 HANDED_ON = (*WEIGHT_FILES, "metrics.json", "evaluation.json", "report.txt", "stage.json", TASK, PROVENANCE)
 SAY_AFTER_S = 5.0  # a check that takes longer is worth a line
@@ -168,11 +170,12 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
     is_verified = covering is not None and set(NEEDED_FILES) <= covering.files.keys()
     if covering is not None and is_verified:
         check_file(folder / CONFIG, covering.files[CONFIG], covering)
-        # The class names that the record names, or none where it names none.
-        if CLASSES in covering.files:
-            check_file(folder / CLASSES, covering.files[CLASSES], covering)
-        elif (folder / CLASSES).exists():
-            raise altered(folder / CLASSES, f"it is there, and {covering.path.name} does not name it", covering)
+        # Class names and preprocessing that the record names, or none where it names none.
+        for name in BESIDE_WEIGHTS:
+            if name in covering.files:
+                check_file(folder / name, covering.files[name], covering)
+            elif (folder / name).exists():
+                raise altered(folder / name, f"it is there, and {covering.path.name} does not name it", covering)
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
@@ -203,9 +206,10 @@ def fetch_weights(storage: Storage, stage: str) -> None:
                 storage.bring(f"{stage}/{name}", files[name]["bytes"], files[name]["sha256"])
             except CheckpointError as error:
                 raise DataError(str(error)) from None
-    # Class names that an earlier owner has left here are not of these weights.
-    if CLASSES not in files:
-        (folder / CLASSES).unlink(missing_ok=True)
+    # Class names and preprocessing that an earlier owner has left here are not of these weights.
+    for name in BESIDE_WEIGHTS:
+        if name not in files:
+            (folder / name).unlink(missing_ok=True)
     check_weights(folder, lambda text: None)
 
 

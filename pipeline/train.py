@@ -37,6 +37,7 @@ from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
 from pipeline.evaluation import async_evaluation
+from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
 from pipeline.start import Job, Progress, Worker, set_up
@@ -345,8 +346,14 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     # what is read is compared with its digests once more.
     last = worker.saver.newest()
     weights = export(last.folder, worker.model_config)
-    names = worker.job.class_names
-    models.save_weights(weights, directory, worker.model_config, writing=whole_file, class_names=names)
+    models.save_weights(
+        weights,
+        directory,
+        worker.model_config,
+        writing=whole_file,
+        class_names=worker.job.class_names,
+        preprocessing=preprocessing_of(worker.cfg.data.preprocess, worker.model_config),
+    )
     checkpoints = worker.saver.checkpoints
     # On another node than the driver's, metrics.jsonl holds a part of the stage, whose ratio would not be the stage's.
     if checkpoints.sends_metrics:

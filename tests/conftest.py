@@ -1,7 +1,9 @@
 """Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
+import importlib.util
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,32 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = Trace(2**30, (moment,), (moment,))
     monkeypatch.setattr("pipeline.plan.memory.trace_of", lambda step: trace)
+
+
+@pytest.fixture(scope="session")
+def vision_operators() -> Any:
+    """torchvision's compiled operators do not load beside a CPU torch; declared, it imports all the same."""
+    if importlib.util.find_spec("torchvision") is None:
+        return None
+    import torch  # not at the top: many tests need none of it
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+@pytest.fixture(scope="session")
+def timm(vision_operators: Any) -> Any:
+    if vision_operators is None:
+        pytest.skip("timm needs torchvision, which is not installed")
+    return pytest.importorskip("timm")
+
+
+@pytest.fixture(scope="session")
+def transformers(vision_operators: Any) -> Any:
+    return pytest.importorskip("transformers")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -304,3 +304,30 @@ def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]
             if f"/{place}".endswith(f"/{name}"):
                 shards.setdefault(place, []).append((set_number, number))
     return shards
+
+
+# ------------------------------------------------------------------------------- samples that two sets share
+
+
+def shared_samples(index: Index, other: Index) -> tuple[int, int]:
+    """Return how many samples of a set are in another one: the same places of the same tars, and the same bytes.
+
+    Subsets share places with their set and with each other. A set that was packed twice shares bytes alone, and so do
+    the copies of an image that many sets hold.
+    """
+    tables = [index.table(number) for number in range(len(index.shards))]
+    places_of_tar: dict[str, np.ndarray] = {}
+    for shard, table in zip(index.shards, tables, strict=True):
+        places_of_tar[shard.sha256] = table["image"]
+    digests = np.concatenate([np.zeros(0, np.uint64), *(table["digest"] for table in tables)])
+    in_order = np.unique(digests)
+    is_found = np.zeros(len(in_order), bool)
+    same_places = 0
+    for number, shard in enumerate(other.shards):
+        table = other.table(number)
+        if shard.sha256 in places_of_tar:
+            same_places += int(np.isin(places_of_tar[shard.sha256], table["image"]).sum())
+        if len(in_order):
+            nearest = np.minimum(np.searchsorted(in_order, table["digest"]), len(in_order) - 1)
+            is_found[nearest[in_order[nearest] == table["digest"]]] = True
+    return same_places, int(np.isin(digests, in_order[is_found]).sum())

@@ -278,11 +278,12 @@ def open_signatures(folder: Path) -> TestImages:
 
 
 def alike_among(tests: TestSignatures) -> tuple[int, int]:
-    """Return how many pairs of different test images are candidates, and of how many: among SAMPLED of them, evenly."""
+    """Return how many pairs of different test images are candidates, and of how many: among SAMPLED drawn of them."""
     has_structure = np.flatnonzero(tests.crops[:, 0].any(axis=1))
-    evenly = np.linspace(0, len(has_structure) - 1, min(SAMPLED, len(has_structure))).round().astype(int)
-    sample = TestSignatures(*(array[has_structure[evenly]] for array in tests))
-    count = len(evenly)
+    # Drawn, not at equal distances: sets that repeat themselves every so many images would be taken for copies.
+    drawn = np.sort(np.random.default_rng(0).permutation(has_structure)[:SAMPLED])
+    sample = TestSignatures(*(array[drawn] for array in tests))
+    count = len(drawn)
     alike = set()
     for start in range(0, count, BATCH):
         for candidate in candidates(sample.crops[start : start + BATCH], sample):

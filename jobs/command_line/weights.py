@@ -38,6 +38,13 @@ ClassList = Annotated[
 OurFolder = Annotated[str, typer.Argument(help="Our weights: a stage's folder, or what `import` wrote.")]
 Target = Annotated[str, typer.Argument(help="The file (npz) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPS",
+        help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
+    ),
+]
 AnyWeights = Annotated[str, typer.Argument(help="A folder of weights, or a file that `import` takes.")]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
@@ -74,13 +81,15 @@ def import_foreign(
 
 
 @commands.command()
-def export(directory: OurFolder, path: Target, format: Format, _debug: Debug = False) -> None:
+def export(
+    directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
+) -> None:
     """Write our weights as official, timm or transformers ones."""
     from jobs.commands import stored_runs
     from jobs.commands.weights import export_weights
 
     stored_runs.refuse_as_weights(directory, "export")
-    export_weights(directory, path, format)
+    export_weights(directory, path, format, preprocess)
 
 
 @commands.command()

@@ -9,7 +9,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation import async_evaluation
+from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.versions import code_version
 
@@ -220,12 +221,15 @@ def export_weights(path: str, step: int | None, target: Path) -> None:
         folder = newest_verified(run, step)
         stage_folder = folder.parents[1]
         model = models.from_dict(artifacts.read_record(stage_folder / "stage.json")["model"])
-        names: list[str] = []  # of the classes, which a stage hands on with its weights
+        # The class names and the preprocessing, which a stage hands on with its weights.
+        beside: dict[str, Any] = {}
         if (stage_folder / artifacts.TASK).exists():
-            names = artifacts.read_record(stage_folder / artifacts.TASK)["job"].get("class_names", [])
+            task = artifacts.read_record(stage_folder / artifacts.TASK)
+            beside["class_names"] = task["job"].get("class_names", [])
+            beside["preprocessing"] = preprocessing_of(task["config"].get("data", {}).get("preprocess"), model)
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
-        models.save_weights(export(folder, model), target, model, writing=whole_file, class_names=names)
+        models.save_weights(export(folder, model), target, model, writing=whole_file, **beside)
         # A stage's own done.json speaks for its folder, and finds weights of another step there.
         if not (target / artifacts.DONE).exists():
             exported = run.in_words(str(folder))

@@ -18,6 +18,7 @@ from data.decoder import images_per_cpu_s
 from data.errors import ConfigError
 from data.index.index import Index
 from data.order import shares as shares_of
+from jobs.cluster_config import cores
 from jobs.commands.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.worlds import allowed_worlds, in_words
@@ -45,6 +46,7 @@ from pipeline.training_config import TrainConfig, batch_arithmetic, cache_line, 
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
+MOST_PROCESSES = 128  # that are ever advised for a GPU: as many cores as a large node has for each
 LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed
 TRY = "python -m jobs trial RECIPE"
 
@@ -132,6 +134,13 @@ class TrainedStage:
         else:
             shares = f"over {self.world} workers unevenly, {micro_batches} micro-batches each"
         self.add("batch", f"{cfg.batch_size} {shares}")
+        here = cores()
+        if self.campaign.cluster.backend == "processes" and not self.is_gpu and self.world > here:
+            self.add(
+                "cores",
+                f"{self.world} workers share the {here} cores of this machine, and a step takes "
+                f"{self.world / here:.1f} times as long as on cores of their own; type cluster.workers={here}",
+            )
         if len(self.worlds) > 1:
             worlds = in_words(self.worlds)
             self.add("workers", f"{worlds}, as there is room; lines about a worker are for {self.fewest}")
@@ -229,7 +238,7 @@ class TrainedStage:
         rate = measured or CPU_RATE
         source = "measured here on this set" if measured else "assumed; the set is not here to measure"
         needed = GPU_FLOPS / models.training_flops(self.model, 1)  # images a second that a GPU takes
-        cores = math.ceil(needed / rate)
+        needed_cores = math.ceil(needed / rate)
         text = (
             f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
             f"{needed:,.0f} images/s, a core decodes {rate:,.0f} ({source}): "
@@ -237,12 +246,19 @@ class TrainedStage:
         # More decoding processes than cores decode no faster.
         if cfg.data.decode == "gpu":
             text += "data.decode=gpu, not judged"
-        elif min(cfg.data.processes, cores_per_worker) >= cores:
-            text += f"data.processes={cfg.data.processes} keeps up, {cores} would"
+        elif needed_cores > MOST_PROCESSES:
+            text += (
+                f"no number of processes feeds so small a model; data.processes={cfg.data.processes} on "
+                f"{cores_per_worker} cores decode {rate * max(1, min(cfg.data.processes, cores_per_worker)):,.0f} "
+                "images/s, which is its rate"
+            )
+        elif min(cfg.data.processes, cores_per_worker) >= needed_cores:
+            text += f"data.processes={cfg.data.processes} keeps up, {needed_cores} would"
         else:
-            overrides = f"{self.name}.data.processes={cores}"
-            if cores >= cores_per_worker:
-                overrides += f" cluster.cpus_per_worker={cores + 1}"  # the worker needs a core beside those that decode
+            overrides = f"{self.name}.data.processes={needed_cores}"
+            if needed_cores >= cores_per_worker:
+                # The worker needs a core beside those that decode.
+                overrides += f" cluster.cpus_per_worker={needed_cores + 1}"
             text += (
                 f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
                 f"type {overrides}, pack with --restarts, or {self.name}.data.decode=gpu"

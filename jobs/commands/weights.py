@@ -19,27 +19,14 @@ from torch import Tensor
 
 import models
 from data.errors import DataError, UsageError
-from data.files import whole_file, write_whole
+from data.files import whole_file
 from data.index.names import read_class_list, some
 from jobs.terminal import echo
 from models.weights.files import CONFIG
 from pipeline import artifacts
 from pipeline.config import differences, require
+from pipeline.evaluation.protocols import check_ops, preprocessing_of
 from pipeline.versions import code_version
-
-# Without it transformers' pipelines refuse the folder, or take the mean and deviation of another model.
-PREPROCESSOR_FILE = "preprocessor_config.json"
-PREPROCESSOR = {  # pixels as our evaluation makes them (SPEC 2.5)
-    "image_processor_type": "ViTImageProcessor",
-    "do_resize": True,
-    "size": {},  # of the model's images
-    "resample": 2,  # bilinear
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,  # from −1 to 1
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
 
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -72,15 +59,18 @@ def import_weights(path: str, directory: str, *, overrides: Sequence[str] = (), 
             f"{class_list or path}: {len(names):,} class names, the model has {model.config.classes:,} classes\n"
             "  expected a name for each class, in the order of the outputs: --names FILE"
         )
-    models.save(model, directory, writing=whole_file, class_names=names)
+    preprocessing = preprocessing_beside(path)
+    models.save(model, directory, writing=whole_file, class_names=names, preprocessing=preprocessing)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
     artifacts.record_weights(Path(directory), record)
-    report(model, path, names, verification)
+    report(model, path, names, preprocessing, verification)
     echo(f"written  {directory}")
 
 
-def export_weights(directory: str, path: str, format: str) -> None:
+def export_weights(directory: str, path: str, format: str, ops: str | None = None) -> None:
     """Write our weights into a file or folder of others, read it back and compare; print the report when it is there.
+
+    `ops` are evaluation ops that make the model's pixels, where they are not those beside the weights.
 
     Raises UsageError and DataError for what cannot be exported, or not to there; nothing has been written then.
     """
@@ -110,16 +100,22 @@ def export_weights(directory: str, path: str, format: str) -> None:
     model = load(directory, {})
     names = class_names(directory)
     config = model.config
+    preprocessing = preprocessing_beside(directory)
+    if ops is not None:
+        check_ops(ops)
+        preprocessing = preprocessing_of(ops, config)
+        height, width = config.image_size
+        if preprocessing.size != config.image_size:
+            raise UsageError(
+                f"--preprocess {ops!r} makes images of {preprocessing.size[0]}×{preprocessing.size[1]}, nothing was "
+                f"written\n  expected the model's {height}×{width}, for example 'resize(({height}, {width}))'"
+            )
     with warnings.catch_warnings(record=True) as inexact:
         warnings.simplefilter("always")
         try:
-            models.save(model, path, format, writing=whole_file, class_names=names)
+            models.save(model, path, format, writing=whole_file, class_names=names, preprocessing=preprocessing)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
-    if format == "hf":
-        height, width = config.image_size
-        preprocessor = {**PREPROCESSOR, "size": {"height": height, "width": width}}
-        write_whole(Path(path) / PREPROCESSOR_FILE, json.dumps(preprocessor, indent=2) + "\n")
 
     # 3. Readers of the file must get the same model: it is read back as they would, and compared. An .npz has no
     # config beside it, and cannot tell its image size.
@@ -130,9 +126,11 @@ def export_weights(directory: str, path: str, format: str) -> None:
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
         artifacts.record_weights(Path(path), record)
-    report(model, directory, names, verification)
+    report(model, directory, names, preprocessing, verification)
     if names and format == "npz":
         echo("INEXACT  an .npz has no place for class names")
+    if preprocessing and format == "npz":
+        echo(f"INEXACT  an .npz has no place for the preprocessing: tell its readers of {preprocessing.ops}")
     for warning in inexact:
         echo(f"INEXACT  {warning.message}")
     # How the exported model differs: in its config, and in the outputs for one random image.
@@ -195,8 +193,22 @@ def class_names(path: str) -> tuple[str, ...]:
         raise DataError(f"cannot read the class names of {path}: {error}") from None
 
 
-def report(model: models.Model, path: str, names: Sequence[str], verification: Sequence[str]) -> None:
-    """Print which model was read, its class names, the result of its verification, and its numerics."""
+def preprocessing_beside(path: str) -> models.Preprocessing | None:
+    """Return how the pixels of our weights were made, where it is known. Raises DataError where it cannot be read."""
+    try:
+        return models.load_preprocessing(path)
+    except UNREADABLE as error:
+        raise DataError(f"cannot read the preprocessing of {path}: {error}") from None
+
+
+def report(
+    model: models.Model,
+    path: str,
+    names: Sequence[str],
+    preprocessing: models.Preprocessing | None,
+    verification: Sequence[str],
+) -> None:
+    """Print which model was read, its classes and pixels, the result of its verification, and its numerics."""
     config = model.config
     # 1. The kind of the model. Every tensor has its place: the loader refuses files in which some are left over.
     height, width = config.image_size
@@ -220,6 +232,10 @@ def report(model: models.Model, path: str, names: Sequence[str], verification: S
         if len(names) < config.classes:
             line += f"; the other {config.classes - len(names):,} have no names"
         echo(line)
+    if preprocessing is not None:
+        echo(f"pixels   {preprocessing.ops}, from −1 to 1")
+    else:
+        echo(f"pixels   not recorded how they are made; exports say resize({config.image_size}), evaluation's default")
     for line in verification:
         echo(line)
 

@@ -61,8 +61,9 @@ class SweepConfig:
     seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
     best: str = "accuracy"  # the metric whose highest mean wins; of equal ones the first in the recipe
     groups: dict[str, list[str]] = field(default_factory=dict)  # names of `each` that get a mean of their own
+    chosen_on_test: bool = False  # let held_out share samples with the final evaluation; the table says so
 
-    RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best groups")
+    RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best groups chosen_on_test")
 
     def __post_init__(self) -> None:
         require(bool(self.each or self.grid or self.seeds), "nothing varies: give each, grid or seeds")
@@ -209,6 +210,8 @@ def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool)
     # A choice is made among the rows of one grid; means are of a table that reports.
     if not chooses:
         section["groups"] = sweep.groups
+    if sweep.chosen_on_test:
+        section["chosen_on_test"] = True
     return section
 
 

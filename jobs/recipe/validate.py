@@ -6,7 +6,8 @@ Of a stage that has not finished:
 1. inputs from outside the campaign that are missing;
 2. whether it is half done with another config;
 3. whether a class id means the same in all its sets, and in the weights whose head it keeps (class_names.py);
-4. what its kind checks (jobs/stages): its config against the cluster, its sets, its memory.
+4. whether a sweep would choose by samples that its runs have learned from, or that its result is of;
+5. what its kind checks (jobs/stages): its config against the cluster, its sets, its memory.
 Of a finished stage: whether what it handed on is what it wrote.
 
 Data that an earlier stage makes may not be there yet: `run` validates a stage once more when it is about to start.
@@ -15,11 +16,15 @@ Data that an earlier stage makes may not be there yet: `run` validates a stage o
 from collections.abc import Iterable, Iterator, Sequence
 
 from data.errors import DataError, ExitCode, PatchlineError
+from data.index.index import shared_samples
 from jobs.recipe import class_names
 from jobs.recipe.records import forbidden_fields, half_done_folder
-from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
+from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Reads, Stage, reference
+from jobs.stages import sweep
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+
+MOST_COPIES = 0.01  # share of a held-out set whose bytes may be in another set, as images that are there twice
 
 
 def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
@@ -65,8 +70,54 @@ def checks(stage: Stage, there: Available, *, fresh: bool) -> Iterator[CheckResu
                 "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)",
                 ExitCode.CONFIG,
             )
+        check_held_out(stage, there)
     class_names.check(stage, there)
     yield from stage.kind.checks(stage, there)
+
+
+def check_held_out(stage: Stage, there: Available) -> None:
+    """Raise DataError where a run of a grid is judged on samples that it learns from, or that the final runs are
+    judged on: the result would be of values that were chosen by it.
+
+    Sets that have not been made yet are compared when the run is about to start.
+    """
+    campaign = there.campaign
+    for table in campaign.stages:
+        if table.kind is not sweep.KIND or stage.name not in table.config.runs or not table.config.chooses:
+            continue
+        final_runs = [run for run in campaign.stages if f"@{table.name}" in run.chosen.values()]
+        if not final_runs or campaign.stage(stage.source).config.chosen_on_test:
+            continue
+        # The set that the metric is of: accuracy is of data.evaluate, few-shot accuracy of the probe's.
+        judged: dict[str, str] = {}
+        others: dict[str, str] = {}
+        for field, (path, reads) in stage.kind.inputs_of(stage.config).items():
+            if reads is not Reads.SET:
+                continue
+            if field.endswith("train"):
+                others[f"{stage.name}.{field}"] = path
+            elif not stage.kind.trains or (field == "data.evaluate") == (table.config.best == "accuracy"):
+                judged[f"{stage.name}.{field}"] = path
+        for field, (path, reads) in final_runs[0].kind.inputs_of(final_runs[0].config).items():
+            if reads is Reads.SET and not field.endswith("train"):
+                others[f"{final_runs[0].name}.{field}"] = path
+        for field, path in judged.items():
+            for other_field, other_path in others.items():
+                index = there.index(path)
+                other = there.index(other_path)
+                if index is None or other is None:
+                    continue
+                same_places, same_bytes = shared_samples(index, other)
+                # Many sets hold a few images twice, which a split by samples parts: that is a matter of `jobs leaks`.
+                if same_places or same_bytes > MOST_COPIES * index.samples:
+                    raise DataError(
+                        f"{field} ({path}) chooses for {stage.source}, and {max(same_places, same_bytes):,} of its "
+                        f"{index.samples:,} samples are in {other_field} ({other_path}) too\n"
+                        "  expected held-out samples, which no run learns from and no result is of: parts of the "
+                        "training set (docs/sweeps.md)\n"
+                        f"  type {stage.source}.sweep.held_out.data.evaluate=…, or "
+                        f"{stage.source}.sweep.chosen_on_test=true, which the table then says"
+                    )
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:

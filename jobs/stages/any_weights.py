@@ -18,10 +18,8 @@ import safetensors
 import models
 from data.errors import DataError, PatchlineError
 from data.index.document import load_index
-from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_WEIGHTS
+from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
-
-PREPROCESSOR_FILE = "preprocessor_config.json"  # of transformers
 
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
@@ -118,7 +116,7 @@ def refuse_other_pixels(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir():
         folder = folder.parent
-    for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (PREPROCESSOR_FILE, "")):
+    for name, section in ((THEIR_CONFIG, "pretrained_cfg"), (THEIR_PREPROCESSOR, "")):
         try:
             described = json.loads((folder / name).read_text())
             values = described

@@ -22,9 +22,11 @@ from jobs.stages.sets import (
     check_apart,
     expected_samples,
     is_there,
+    known_set,
     numberings_of,
     paths_of,
     samples_of,
+    source_names,
     subset_rule,
 )
 from pipeline.artifacts import DONE
@@ -139,6 +141,26 @@ def is_input(cfg: Config, field: str) -> bool:
     return key != "path" or cfg.sets[name].source == "subset"
 
 
+def set_classes(cfg: Config, name: str) -> int | None:
+    """Return how many classes a set will have at the least: by its folders, or as published; None where it is unknown.
+
+    Subsets and sets that are numbered as another one, or that leave classes out, are looked at when they are made.
+    """
+    set_config = cfg.sets[name]
+    if set_config.keep or set_config.names or set_config.classes_of or set_config.rename:
+        return None
+    giver = "train" if "train" in cfg.sets else next(iter(cfg.sets))
+    known = known_set(set_config)
+    if known is not None and not set_config.partial:
+        return known.published[set_config.split].classes
+    if set_config.source not in ("folder", "digits") or name != giver:
+        return None
+    try:
+        return len(source_names(set_config))
+    except (DataError, OSError):  # that it is missing is said elsewhere
+        return None
+
+
 def missing_sources(cfg: Config) -> Iterator[str]:
     """Iterate a message for every path of the stage's sources at which there is nothing."""
     for name, set_config in cfg.sets.items():
@@ -198,6 +220,7 @@ KIND = StageKind(
     files=("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names"),
     missing=missing_sources,
     sets=lambda cfg: cfg.sets,
+    set_classes=set_classes,
     check_outputs=check_outputs,
     needs_workers=False,
 )

@@ -59,8 +59,10 @@ class Config:
     best: str = "accuracy"  # the metric that comes first and, where the table chooses, decides
     chooses: bool = False  # whether the values of the best row are what the table is for
     groups: dict[str, list[str]] = field(default_factory=dict)  # rows that get a mean of their own
+    chosen_on_test: bool = False  # its values were chosen by samples that its numbers are of
 
-    RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups")
+    RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups chosen_on_test")
+    LATER: ClassVar[tuple[str, ...]] = ("chosen_on_test",)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     chosen: dict[str, object] = {}
     if best is not None:
         chosen.update(best.values)
-    record = {
+    record: dict[str, object] = {
         "sweep": context.stage.name,
         "metric": cfg.best,
         "rule": TIES,
@@ -159,6 +161,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         "rows": rows_as_json(rows),
         "means": rows_as_json(means),
     }
+    if cfg.chosen_on_test:
+        record["chosen_on_test"] = True
     artifacts.write_record(context.directory / DOCUMENT, record)
 
     # In one line, for `status` and the campaign's closing table.
@@ -301,6 +305,8 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
     """Log the table and write it to report.txt: the metric that decides first, then the others."""
     all_rows = [*rows, *means]
     title = f"{context.stage.name}, in %"
+    if context.stage.config.chosen_on_test:
+        title += ", chosen on test"
     # 1. The metrics that are in any row.
     metrics = [metric]
     for row in all_rows:

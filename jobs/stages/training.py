@@ -231,15 +231,16 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     classes: dict[str, int] = {}
     for path in paths:
         index = there.index(path)
-        if index is None:
-            continue
-        if index.samples == 0:
+        if index is not None and index.samples == 0:
             raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
-        classes[path] = index.classes
     is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
-    if cfg.data.evaluate is not None:
-        for index in there.made([cfg.data.evaluate]):
-            classes[cfg.data.evaluate] = index.classes
+    for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
+        number = there.classes(path)
+        if number is not None:
+            classes[path] = number
+        index = there.index(path)
+        if index is not None:
+            check_max_labels(cfg, index, path, name)
     if stage.model is not None:
         check_model(cfg, stage.model, classes, f"{name}.model")
     if stage.model is not None and is_evaluated:
@@ -270,6 +271,20 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
             yield from check_memory(stage, there, worlds[-1])
         except ConfigError as error:
             yield CheckResult.of(error, MEMORY)
+
+
+def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> None:
+    """Raise ConfigError where samples of a set have more labels in the mean than the recipe says at most."""
+    labels = sum(index.class_counts)
+    if cfg.objective == "masked" or labels <= cfg.data.max_labels * index.samples:
+        return
+    # A list of k class ids takes 2k − 1 bytes or more.
+    longest = max(int(index.table(number)["label_size"].max(initial=0)) for number in range(len(index.shards)))
+    enough = min((longest + 1) // 2, index.classes)
+    raise ConfigError(
+        f"{name}: {path} has {labels:,} labels on {index.samples:,} samples, data.max_labels is {cfg.data.max_labels}\n"
+        f"  expected as many as the sample with the most has\n  type {name}.data.max_labels={enough}, which is enough"
+    )
 
 
 def check_usable(sets: Sequence[Index], dropped: Collection[str] = (), option: str = "") -> None:

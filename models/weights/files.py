@@ -1,6 +1,7 @@
 """Weights in and out of files: our own directory, and by `load` and `save` those of others.
 
-    weights.safetensors + model.json    ours: what passes from stage to stage; classes.json: what the classes are called
+    weights.safetensors + model.json    ours: what passes from stage to stage; beside them, where they are known,
+    classes.json, preprocessing.json    what the classes are called, and how evaluation made the pixels
     *.npz                               vit_jax, big_vision, BiT
     model.safetensors + config.json     timm, Hugging Face
 
@@ -23,7 +24,9 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +34,15 @@ from torch import Tensor, nn
 from models import catalog
 from models.catalog import Model, ModelConfig
 from models.transfer import check_weights
+from models.weights.preprocessing import Preprocessing
 
 WEIGHTS = "weights.safetensors"
 CONFIG = "model.json"
 CLASSES = "classes.json"  # the names of the classes, a list in the order of the outputs; only where they are known
+PREPROCESSING = "preprocessing.json"  # how the pixels were made that they were judged on; only where it is known
 THEIR_WEIGHTS = "model.safetensors"
 THEIR_CONFIG = "config.json"
+THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; in timm's folders it is a part of config.json
 # How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
 # in place, as a notebook wants it; a run passes `data.files.whole_file`, so that a file appears whole or not at all.
 Writing = Callable[[Path], AbstractContextManager[Path]]
@@ -48,11 +54,13 @@ def save_weights(
     config: ModelConfig | None = None,
     writing: Writing = nullcontext,
     class_names: Sequence[str] = (),
+    preprocessing: Preprocessing | None = None,
 ) -> None:
     """Write a model, or a state dict with its config: the tensors first, model.json last.
 
-    `class_names` are those of the classes, in the order of the outputs, as far as they are known. Raises ValueError
-    where the state dict comes without its config or does not fit it.
+    `class_names` are those of the classes, in the order of the outputs, as far as they are known; `preprocessing` says
+    how the pixels were made that the weights were judged on. Raises ValueError where the state dict comes without its
+    config or does not fit it.
     """
     if isinstance(model_or_state, nn.Module):
         state = model_or_state.state_dict()
@@ -67,12 +75,17 @@ def save_weights(
     # model.json comes last: a save that was cut off in a new directory has none, and is refused.
     write_tensors(directory / WEIGHTS, state, writing)
     names = list(class_names[: config.classes])
-    if names:
-        with writing(directory / CLASSES) as target:
-            target.write_text(json.dumps(names, indent=0) + "\n")
-    else:
-        # Those of the weights that were here before would be taken for these weights'.
-        (directory / CLASSES).unlink(missing_ok=True)
+    beside = {
+        CLASSES: json.dumps(names, indent=0) if names else None,
+        PREPROCESSING: json.dumps(asdict(preprocessing), indent=2) if preprocessing else None,
+    }
+    for name, text in beside.items():
+        if text is None:
+            # What stands beside the weights that were here before would be taken for these weights'.
+            (directory / name).unlink(missing_ok=True)
+            continue
+        with writing(directory / name) as target:
+            target.write_text(text + "\n")
     with writing(directory / CONFIG) as target:
         target.write_text(json.dumps(catalog.to_dict(config), indent=2) + "\n")
 
@@ -134,6 +147,25 @@ def load_class_names(path: str | Path) -> tuple[str, ...]:
     return tuple(names)
 
 
+def load_preprocessing(path: str | Path) -> Preprocessing | None:
+    """Return how the pixels were made that weights of ours were judged on; None where nothing says so.
+
+    Raises ValueError where the file says something else than `save_weights` does.
+    """
+    path = Path(path)
+    file = (path if path.is_dir() else path.parent) / PREPROCESSING
+    if ".npz" in path.name or not file.is_file():
+        return None
+    fields: dict[str, Any] = {}
+    try:
+        # JSON has lists where the fields are tuples.
+        for name, value in json.loads(file.read_text()).items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return Preprocessing(**fields)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{file} is no record of a preprocessing: {error}") from None
+
+
 def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
     """Return the float32 module in eval mode that holds these tensors."""
     check_weights(state, config)
@@ -193,15 +225,17 @@ def save(
     format: str = "safetensors",
     writing: Writing = nullcontext,
     class_names: Sequence[str] = (),
+    preprocessing: Preprocessing | None = None,
 ) -> None:
-    """Write the model so that its readers compute the same logits; ValueError where that cannot be.
+    """Write the model so that its readers compute the same logits of an image; ValueError where that cannot be.
 
-    format: safetensors (our directory), npz (an official file, which has no place for class names), timm or hf (a
-    directory they open).
+    format: safetensors (our directory), npz (an official file, which has no place for class names and preprocessing),
+    timm or hf (a directory they open). Without `preprocessing` timm and hf are told of evaluation's default: an image
+    is squashed to the model's size.
     """
     path = Path(path)
     if format == "safetensors":
-        save_weights(model, path, writing=writing, class_names=class_names)
+        save_weights(model, path, writing=writing, class_names=class_names, preprocessing=preprocessing)
         return
     if format not in ("npz", "timm", "hf"):
         raise ValueError(f"format {format!r} is none of safetensors, npz, timm, hf")
@@ -212,9 +246,17 @@ def save(
         with writing(path) as target:
             npz.save(model.state_dict(), model.config, target)
         return
-    save_theirs = {"timm": timm.save, "hf": hf.save}[format]
-    tensors, described = save_theirs(model.state_dict(), model.config, class_names)
+    if preprocessing is None:
+        size = model.config.image_size
+        preprocessing = Preprocessing(ops=f"resize({size})", size=size, resize=size)
+    if format == "timm":
+        tensors, described = timm.save(model.state_dict(), model.config, class_names, preprocessing)
+        texts = {THEIR_CONFIG: described}
+    else:
+        tensors, described = hf.save(model.state_dict(), model.config, class_names)
+        texts = {THEIR_PREPROCESSOR: json.dumps(preprocessing.for_hf(), indent=2) + "\n", THEIR_CONFIG: described}
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(path / THEIR_WEIGHTS, tensors, writing)
-    with writing(path / THEIR_CONFIG) as target:
-        target.write_text(described)
+    for name, text in texts.items():
+        with writing(path / name) as target:
+            target.write_text(text)

@@ -23,6 +23,7 @@ from torch import Tensor
 from models.catalog import ConfigFields, ModelConfig
 from models.vit import ViTConfig
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
+from models.weights.preprocessing import Preprocessing
 
 LAYOUT = Layout(
     (
@@ -106,7 +107,7 @@ def class_names(described: ForeignConfig) -> list[str]:
 
 
 def save(
-    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str] = ()
+    state: dict[str, Tensor], config: ModelConfig, class_names: Sequence[str], preprocessing: Preprocessing
 ) -> tuple[dict[str, Tensor], str]:
     """Return tensors and config.json for timm; a fixed sincos table becomes a learned one of the same values."""
     # Some models cannot be computed by timm.
@@ -149,10 +150,8 @@ def save(
         },
         "pretrained_cfg": {
             "num_classes": config.classes,
-            "input_size": [3, *config.image_size],
+            **preprocessing.for_timm(),
             "fixed_input_size": True,
-            "mean": [0.5, 0.5, 0.5],  # with std: pixels in [-1, 1]
-            "std": [0.5, 0.5, 0.5],
             "first_conv": "patch_embed.proj",
             "classifier": "head",
         },

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from data.checks import at_least
 from data.errors import ConfigError
-from data.images.preprocess import shape_of
-from models import ModelConfig
+from data.images.preprocess import both_sides, parse_ops, shape_of
+from models import ModelConfig, Preprocessing
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
@@ -185,3 +185,33 @@ def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
         f"{key}: {ops!r} makes images of {height}×{width}, expected the model's {expected_height}×{expected_width}\n"
         f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which is the same",
     )
+
+
+# The first op of those that exports can tell other libraries of, and what models/weights/preprocessing.py calls it.
+INTERPOLATIONS = {
+    "resize": "bilinear",
+    "resize_float": "bilinear",
+    "resize_tf1": "bilinear of TensorFlow 1",
+    "resize_small": "area",
+}
+
+
+def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
+    """Return what `ops`, or evaluation's own squash where there are none, do to an image; exports tell others of it."""
+    ops = ops or f"resize({model.image_size})"
+    height, width, _ = shape_of(ops)
+    steps: list[tuple[str, Any]] = []
+    for op, arguments in parse_ops(ops):
+        if op.__name__ != "unchanged":
+            steps.append((op.__name__, arguments))
+    names = [name for name, _ in steps]
+    # Others resize once, and then cut out the middle.
+    is_translatable = names[:1] != [] and names[0] in INTERPOLATIONS and names[1:] in ([], ["central_crop"])
+    if not is_translatable:
+        return Preprocessing(ops, (height, width))
+    name, (size, *options) = steps[0]
+    interpolation = INTERPOLATIONS[name]
+    if True in options:
+        interpolation += " antialiased"
+    resize = int(size) if name == "resize_small" else both_sides(size)
+    return Preprocessing(ops, (height, width), resize, interpolation)

@@ -1,7 +1,6 @@
 """Weights in and out: the original's arrays, timm and transformers run beside ours, refusals."""
 
 import importlib
-import importlib.util
 import io
 import json
 import math
@@ -354,25 +353,6 @@ def test_the_pinned_torchvision_is_the_one_for_the_pinned_torch():
     assert torchvision_minor == torch_minor + 15
 
 
-@pytest.fixture(scope="module")
-def vision_operators():
-    """torchvision's compiled operators do not load beside a CPU torch; declared, it imports all the same."""
-    if importlib.util.find_spec("torchvision") is None:
-        return None
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-@pytest.fixture(scope="module")
-def timm(vision_operators):
-    if vision_operators is None:
-        pytest.skip("timm needs torchvision, which is not installed")
-    return pytest.importorskip("timm")
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -451,11 +431,6 @@ def test_what_a_name_of_timm_stands_for_is_known(name, timm):
     assert config.heads == block.attn.num_heads
     assert ACTIVATIONS[config.activation] == getattr(block.mlp.act, "approximate", "tanh")
     assert config.pool == weights_timm.POOLS[theirs.global_pool] and config.norm_eps == theirs.norm.eps
-
-
-@pytest.fixture(scope="module")
-def transformers(vision_operators):
-    return pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize(

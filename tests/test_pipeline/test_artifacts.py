@@ -89,7 +89,7 @@ def test_each_stage_records_the_sha256_of_every_file_that_it_hands_on(made):
 
 def test_files_of_weights_have_one_name():
     """The records have it without importing what writes the files."""
-    assert (artifacts.WEIGHTS, artifacts.CONFIG, artifacts.CLASSES) == (files.WEIGHTS, files.CONFIG, files.CLASSES)
+    assert artifacts.WEIGHT_FILES == (files.WEIGHTS, files.CONFIG, files.CLASSES, files.PREPROCESSING)
 
 
 def test_every_flipped_bit_in_what_a_finished_campaign_hands_on_is_found(made, capsys):

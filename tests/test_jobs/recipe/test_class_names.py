@@ -420,6 +420,12 @@ def test_names_travel_with_weights_through_stages_exports_and_imports(three_sets
     (pretrained,) = (tmp_path / "run").glob("pretrain-*")
     assert main(["checkpoints", "export", str(pretrained), "--to", f"{tmp_path}/half"]) == 0
     assert json.loads((tmp_path / "half" / "classes.json").read_text()) == expected
+    # So does the preprocessing, of the stage that evaluated them; another size was never evaluated.
+    size = models.load_weights(pretrained)[1].image_size
+    assert models.load_preprocessing(pretrained) == models.Preprocessing(f"resize({size})", size, size)
+    assert (tmp_path / "half" / "preprocessing.json").read_bytes() == (pretrained / "preprocessing.json").read_bytes()
+    assert "preprocessing.json" in json.loads((pretrained / "done.json").read_text())["files"]
+    assert models.load_preprocessing(resized) is None
     names = resized / "classes.json"
     names.write_text(names.read_text().replace("cat", "cow"))
     assert main(["plan", recipe]) == 65

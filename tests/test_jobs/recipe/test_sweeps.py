@@ -47,7 +47,7 @@ shards:
     train: {{source: digits, image_size: 16}}
     test: {{source: digits, split: test, image_size: 16}}
     most: {{source: digits, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 16}}
-    rest: {{source: digits, split: test, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 16}}
+    rest: {{source: digits, split: test, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 15}}
 finetune:
   model: {{name: mu/8, image_size: 16, classes: 10}}
   data: {{train: "@shards/train", evaluate: "@shards/test", augment: {{min_area: 0.7, flip: false}}}}
