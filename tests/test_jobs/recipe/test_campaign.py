@@ -25,6 +25,7 @@ from jobs.commands.plan_training import GPU_FLOPS
 from jobs.recipe import campaign, render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
+from tests.tars import picture, write_tar
 
 ROOT = Path(__file__).parents[3]
 PACKED = "shards={kind: pack, sets: {train: {source: digits}}}"
@@ -414,14 +415,18 @@ def test_a_warm_up_as_long_as_the_run_is_its_users_choice(recipe):
 
 
 def test_what_a_stage_makes_is_compared_with_the_next_before_workers_start(tmp_path, capsys):
+    members = {}
+    for number in range(12):
+        members |= {f"{number}.jpg": picture(20 * number), f"{number}.cls": str(number % 10).encode()}
+    write_tar(tmp_path / "digits.tar", members)
     file = tmp_path / "r.yaml"
     file.write_text(
         f"run: {tmp_path}/run\ncluster: {{backend: processes}}\n"
-        "shards: {kind: pack, sets: {train: {source: digits, image_size: 16}}}\n"
+        f"shards: {{kind: pack, sets: {{train: {{source: tars, path: {tmp_path}/digits.tar}}}}}}\n"
         "pretrain: {data: {train: '@shards/train'}, model: {name: mu/8, image_size: 16, classes: 5}, steps: 2,\n"
         "  batch_size: 4, micro_batch: 4, precision: fp32, optim: {schedule: {warmup_steps: 0}}}\n"
     )
-    assert main(["plan", str(file)]) == 0, "nothing is known of the data yet"
+    assert main(["plan", str(file)]) == 0, "the labels of tars are not known before they are packed"
     assert main(["run", str(file)]) == 65
     message = "labels up to 9, the model has 5 classes\n  set pretrain.model.classes=10"
     assert message in capsys.readouterr().err
