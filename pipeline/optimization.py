@@ -49,6 +49,9 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         at_least(self, 0, "warmup_steps end shift cooldown_steps", "optim.schedule.")
         more_than_0(self, "timescale", "optim.schedule.")
+        require(
+            min(self.drops, default=1) > 0, f"optim.schedule.drops are {list(self.drops)}, expected steps from 1 on"
+        )
         is_staircase = self.decay == "constant" and list(self.drops) == sorted(set(self.drops))
         require(
             is_staircase or not self.drops,
