@@ -215,6 +215,9 @@ def main() -> None:
     parser.add_argument("--digits", action="store_true", help="the digits recipe too: minutes")
     parser.add_argument("--attempts", type=int, default=0, help="worker groups in one process")
     arguments = parser.parse_args()
+    # The agents of the attempts are this process's children, and a run's cost is known when no child is left.
+    if arguments.attempts and arguments.rounds:
+        parser.error("--attempts is measured alone\n  type --attempts N --rounds 0")
     if arguments.attempts:
         with tempfile.TemporaryDirectory() as directory:
             time_attempts(arguments.attempts, arguments.backends, Path(directory))
