@@ -20,6 +20,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from data.errors import DataError, StorageError
-from data.files import whole_file
+from data.files import naming, whole_file
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
@@ -211,18 +212,24 @@ def write_signatures(
         "digests": ((total, 2, 32), np.uint8),
         "bad": ((total,), np.bool_),
     }
-    for name, (shape, kind) in shapes.items():
-        # Written, not mapped: a full disk is then an error of this command, and not the end of its process. It is
-        # mapped to be read, so that all processes share one copy, which need not fit the memory.
-        with whole_file(folder / f"{name}.npy") as temporary, open(temporary, "wb") as file:
+    # Written, not mapped: a full disk is then an error of this command, and not the end of its process. They are mapped
+    # to be read, so that all processes share one copy, which need not fit the memory.
+    with ExitStack() as around:
+        files = {}
+        for name, (shape, kind) in shapes.items():
+            temporary = around.enter_context(whole_file(folder / f"{name}.npy"))
+            files[name] = around.enter_context(open(temporary, "wb"))
             header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for job in jobs:
-                entry = read_entry(job.path)
-                if entry is None:
-                    raise StorageError(f"{job.path}: is not what was written a moment ago: see to the disk")
-                with np.load(io.BytesIO(entry)) as part:
-                    file.write(part[name].tobytes())
+            np.lib.format.write_array_header_1_0(files[name], header)
+        # Each entry is read, and its digest compared, once for all five.
+        for job in jobs:
+            entry = read_entry(job.path)
+            if entry is None:
+                raise StorageError(f"{job.path}: is not what was written a moment ago: see to the disk")
+            with np.load(io.BytesIO(entry)) as part:
+                for name, file in files.items():
+                    with naming(folder / f"{name}.npy"):
+                        file.write(part[name].tobytes())
 
 
 def sign_shard(job: SignJob) -> None:
