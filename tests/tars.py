@@ -2,9 +2,10 @@
 
 import io
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cv2
 import numpy as np
@@ -12,18 +13,29 @@ import numpy as np
 Members = Iterable[tuple[str, bytes]] | Mapping[str, bytes]
 
 
-def tar_of(members: Members, format: int = tarfile.PAX_FORMAT, **fields: Any) -> bytes:
-    """Return a tar of these members, each a name and its bytes; `fields` are set in every header."""
-    if isinstance(members, Mapping):
-        members = members.items()
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
-        for name, body in members:
+@contextmanager
+def open_tar(file: BinaryIO, format: int = tarfile.PAX_FORMAT) -> Iterator[Callable[..., None]]:
+    """Give the block a function that adds a member to a tar: its name, its bytes, and fields of its header."""
+    with tarfile.open(fileobj=file, mode="w", format=format) as tar:
+
+        def add(name: str, body: bytes = b"", **fields: Any) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(body)
             for field, value in fields.items():
                 setattr(info, field, value)
             tar.addfile(info, io.BytesIO(body))
+
+        yield add
+
+
+def tar_of(members: Members, format: int = tarfile.PAX_FORMAT, **fields: Any) -> bytes:
+    """Return a tar of these members, each a name and its bytes; `fields` are set in every header."""
+    if isinstance(members, Mapping):
+        members = members.items()
+    buffer = io.BytesIO()
+    with open_tar(buffer, format) as add:
+        for name, body in members:
+            add(name, body, **fields)
     return buffer.getvalue()
 
 

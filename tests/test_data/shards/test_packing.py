@@ -34,7 +34,7 @@ from data.sources.imagenet import validation as imagenet_validation
 from data.sources.samples import Sample, digits
 from data.sources.tars import tars
 from jobs.__main__ import main
-from tests.tars import picture, tar_of
+from tests.tars import open_tar, picture, tar_of
 
 pytestmark = pytest.mark.quick
 
@@ -245,15 +245,7 @@ def test_an_index_is_found_in_its_folder_and_refused_when_edited(tmp_path):
 
 def test_links_pickles_and_devices_are_counted_and_never_samples(tmp_path):
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as tar:
-
-        def add(name, body=b"", **fields):
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(body))
-
+    with open_tar(buffer, tarfile.GNU_FORMAT) as add:
         add("a.jpg", picture(0))
         add("a.cls", b"0")
         add("evil.pyd", b"cos\nsystem\n(S'touch /tmp/x'\ntR.")

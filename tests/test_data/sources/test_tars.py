@@ -15,6 +15,7 @@ from data.sources.members import Member
 from data.sources.samples import Sample
 from data.sources.tars import tars
 from tests.archives import packed, picture, tar_bytes
+from tests.tars import open_tar
 
 
 def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, caplog):
@@ -36,15 +37,7 @@ def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, c
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_what_is_no_sample_is_counted_as_an_index_counts_it(tmp_path, caplog, compress):
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-
-        def add(name, body=b"", **fields):
-            info = tarfile.TarInfo(name)
-            info.size = len(body)
-            for field, value in fields.items():
-                setattr(info, field, value)
-            tar.addfile(info, io.BytesIO(body))
-
+    with open_tar(buffer) as add:
         add("a.jpg", picture(1))
         add("a.cls", b"1")
         add("a.jpg", picture(2))
