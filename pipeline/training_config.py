@@ -24,7 +24,7 @@ from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops
-from pipeline.optimization import OptimConfig
+from pipeline.optimization import Loss, OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
@@ -113,7 +113,7 @@ class TrainConfig:
     new_head: bool = False  # replace the head by one zero-initialised layer (paper, B.1.1) even where classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
     objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
+    loss: Loss = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
     mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
     # of what a step computes (fewer-flops.md)
