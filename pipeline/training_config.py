@@ -19,7 +19,7 @@ from data.images.augment import AugmentConfig
 from data.index.index import Index, exclude, join
 from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
-from data.remote.cache import CacheConfig, wanted
+from data.remote.cache import CacheConfig, remote_ahead
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
@@ -335,7 +335,7 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
     """Say whether the shards that these slots read ahead fit a node's cache, and what to type where they do not."""
-    count, size = wanted(index, order, slots, step, cfg.cache)
+    count, size = remote_ahead(index, order, slots, step, cfg.cache)
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes
     line = (
