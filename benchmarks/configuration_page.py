@@ -28,8 +28,7 @@ from jobs.recipe.sweeps import SweepConfig
 from jobs.resolved_recipe import StageKind
 from jobs.stages.kinds import ALL
 from jobs.trackers_config import TrackersConfig
-from models import resnet, vit
-from models.catalog import FAMILIES
+from models import configs
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
 
 Kind: TypeAlias = type[ConfigDataclass]
@@ -148,7 +147,7 @@ def sections_of(
         written = "required" if default == "???" else f"`{flow_yaml(default)}`"
         inner = section_kind(hint)
         if inner is None:
-            values = type_text(hint, vit.CHOICES.get(field.name))
+            values = type_text(hint, configs.CHOICES.get(field.name))
             for end, unit in UNITS.items():
                 if field.name.endswith(end):
                     values = f"{values}, {unit}"
@@ -304,8 +303,8 @@ def configuration_page() -> str:
             lines += table(section.keys)
 
     # Models: their names, their sizes, and the fields of each family.
-    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in resnet.STEMS)
-    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in resnet.UNITS)
+    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in configs.STEMS)
+    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in configs.UNITS)
     lines += [
         "## The section `model`",
         "",
@@ -322,15 +321,15 @@ def configuration_page() -> str:
         "| size | width | depth | mlp | heads |",
         "|---|---|---|---|---|",
     ]
-    for size, (width, depth, mlp, heads) in vit.SIZES.items():
+    for size, (width, depth, mlp, heads) in configs.SIZES.items():
         lines.append(f"| `{size}` | {width} | {depth} | {mlp} | {heads} |")
     lines.append("")
-    vit_keys = all_keys(vit.ViTConfig)
-    for family, (model_kind, _) in FAMILIES.items():
+    vit_keys = all_keys(configs.ViTConfig)
+    for family, model_kind in configs.CONFIGS.items():
         assert dataclasses.is_dataclass(model_kind)
         keys = all_keys(model_kind)
         lines += [f"### Family `{family}`", ""]
-        if model_kind is not vit.ViTConfig and issubclass(model_kind, vit.ViTConfig):
+        if model_kind is not configs.ViTConfig and issubclass(model_kind, configs.ViTConfig):
             keys = [key for key in keys if key not in vit_keys]
             lines += ["It has the fields of `vit`, but for these:", ""]
         lines += table(keys)

@@ -38,7 +38,7 @@ from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.settings import Settings, deepspeed_config
+from pipeline.engine.settings import engine_settings
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
@@ -324,21 +324,6 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
     elif cfg.compile:
         models.compile_blocks(model)
     return model
-
-
-def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
-    """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
-
-    Raises ConfigError where the user's DeepSpeed file holds more than tuning.
-    """
-    return deepspeed_config(
-        zero=cfg.zero,
-        precision=cfg.precision,
-        micro_batch=cfg.micro_batch,
-        accumulation=accumulation,
-        clip=cfg.optim.clip,
-        user_file=cfg.deepspeed,
-    )
 
 
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:

@@ -22,17 +22,10 @@ single_stage = make_group()
 @commands.command()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
-    # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
-    from jobs.run.early_start import started_early
-    from pipeline.config import read_recipe
+    # Imported here and not above, as in every command: `--help` answers without it.
+    from jobs.run.session import run_campaign
 
-    document = read_recipe(recipe_path(recipe), overrides or [])
-    with started_early(document):
-        # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
-        from jobs.recipe.campaign import resolve
-        from jobs.run.session import run_campaign
-
-        run_campaign(resolve(document), fresh=fresh)
+    run_campaign(load_campaign(recipe, overrides), fresh=fresh)
 
 
 @single_stage.command()
@@ -45,23 +38,17 @@ def run_stage(
     _debug: Debug = False,
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
-    from jobs.run.early_start import started_early
-    from pipeline.config import read_recipe
+    from jobs.run.session import run_campaign
 
-    document = read_recipe(recipe_path(recipe), overrides or [])
-    with started_early(document, kind=context.obj):
-        from jobs.recipe.campaign import resolve
-        from jobs.run.session import run_campaign
-
-        campaign = resolve(document)
-        if stage is None:
-            # All runs of a sweep are one section of the recipe, which is run whole.
-            names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
-            if len(names) != 1:
-                there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
-                raise ConfigError(f"the recipe has {there}; --stage names one")
-            stage = names[0]
-        run_campaign(campaign, fresh=fresh, only=campaign.stage(stage).name)
+    campaign = load_campaign(recipe, overrides)
+    if stage is None:
+        # All runs of a sweep are one section of the recipe, which is run whole.
+        names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
+        if len(names) != 1:
+            there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
+            raise ConfigError(f"the recipe has {there}; --stage names one")
+        stage = names[0]
+    run_campaign(campaign, fresh=fresh, only=campaign.stage(stage).name)
 
 
 @commands.command()
@@ -83,21 +70,22 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
-    # To import torch takes seconds, and so may what follows.
     with Waiting(f"plan: reading {recipe} …") as waiting:
+        campaign = load_campaign(recipe, overrides)
+        from jobs.recipe import render
+
+        if resolved:
+            # YAML ends its last line itself.
+            print(render.resolved(campaign), end="")
+            return
+        # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
         from jobs.commands.plan import plan
         from jobs.commands.plan_training import Assumptions
-        from jobs.recipe import render
         from jobs.recipe.validate import refuse, validate_all
         from jobs.resolved_recipe import INPUTS, MEMORY
         from jobs.run.stale_evaluations import with_new_evaluations
         from jobs.run.sync import looked_at
 
-        campaign = load_campaign(recipe, overrides)
-        if resolved:
-            # YAML ends its last line itself.
-            print(render.resolved(campaign), end="")
-            return
         assumed = Assumptions(gpu, price, mtbf)
         with looked_at(campaign.storage) as folder:
             campaign = with_new_evaluations(replace(campaign, run=folder))
@@ -123,10 +111,10 @@ def plan(
 @commands.command()
 def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
+    campaign = load_campaign(recipe, overrides)
     from jobs.cluster.ray import disconnect
     from jobs.commands import preflight
 
-    campaign = load_campaign(recipe, overrides)
     try:
         return preflight.preflight(campaign)
     finally:
@@ -141,9 +129,10 @@ def trial(
     _debug: Debug = False,
 ) -> None:
     """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
+    campaign = load_campaign(recipe, overrides)
     from jobs.commands import trial
 
-    trial.trial(load_campaign(recipe, overrides), stage)
+    trial.trial(campaign, stage)
 
 
 @commands.command()

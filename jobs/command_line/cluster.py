@@ -29,7 +29,6 @@ def submit(
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
     from jobs.recipe.campaign import resolve
     from jobs.recipe.render import VARIABLE, portable
-    from jobs.submit import submission
     from pipeline.config import read_recipe
     from pipeline.versions import COMMIT_VARIABLE, git_commit
 
@@ -41,6 +40,8 @@ def submit(
         variables[name] = value
     document = read_recipe(recipe_path(recipe), overrides or [])
     run = resolve(document).storage.address()  # a wrong recipe stops here, not on the cluster
+    from jobs.submit import submission  # it imports Ray
+
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
     text, changed = portable(document, run, Path.cwd())

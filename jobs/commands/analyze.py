@@ -31,8 +31,8 @@ from data.sources.tars import tars
 from jobs.commands.weights import load, refuse_missing, verify
 from jobs.terminal import echo
 from models import analysis
+from models.configs import ViTConfig
 from models.positions import ADDED
-from models.vit import ViTConfig
 from pipeline.evaluation.features import normalise
 
 SHOWN = 8  # images in attention.png

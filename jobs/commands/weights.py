@@ -22,7 +22,7 @@ from data.errors import DataError, UsageError
 from data.files import whole_file
 from data.index.names import read_class_list, some
 from jobs.terminal import echo
-from models.weights.files import CONFIG
+from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.config import differences, require
 from pipeline.evaluation.protocols import check_ops, preprocessing_of

@@ -35,7 +35,7 @@ from data.index.index import Index
 from data.remote.cache import CacheConfig
 from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
-from pipeline.evaluation.probes import Inputs
+from pipeline.evaluation.probes import COMPUTE, Inputs
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import duration
 from pipeline.monitoring.watchdog import Phases
@@ -334,4 +334,5 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
         labels = labels[:, :1]
     protocol = request.protocol
     inputs = Inputs(protocol.name, train, test, labels, device, beat)
-    return document.result_of(protocol.kind.compute(inputs, protocol.settings), protocol, test, train, request.leaked)
+    outcome = COMPUTE[protocol.name](inputs, protocol.settings)
+    return document.result_of(outcome, protocol, test, train, request.leaked)

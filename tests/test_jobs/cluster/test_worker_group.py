@@ -7,12 +7,10 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -864,28 +862,6 @@ def start_driver(backend: str, folder: Path, function: str) -> subprocess.Popen[
 def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> None:
     out, _ = start_driver("processes", tmp_path, "has_compiler").communicate()
     assert out.splitlines()[-1] == "True ['', True]", "malloc keeps freed memory in a thread too"
-
-
-def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
-    """Its processes were started by the recipe's text, and are in the midst of their start when it is refused."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"run: {tmp_path}/run\ncluster: {{backend: ray}}\npretrain: {{steps: many}}\n")
-    # Short enough for Ray, so that all that is started has its directory here.
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    environment = os.environ | {"RAY_TMPDIR": str(folder)}
-    environment.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-m", "jobs", "run", str(recipe)]
-    try:
-        driver = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        process = psutil.Process(driver.pid)
-        wait_until(lambda: family_of(process.pid) != [], 60)
-        began: list[psutil.Process] = family_of(process.pid)
-        errors = driver.communicate()[1]  # nobody who lives on holds it open
-        assert driver.returncode == 78 and "steps" in errors, errors
-        wait_until(lambda: not any(folder.iterdir()), 20)
-        assert began and not psutil.wait_procs(began, timeout=5)[1]
-    finally:
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -20,7 +20,7 @@ from data.sources.samples import Sample, digits
 from pipeline.evaluation import document
 from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.intervals import over_draws
-from pipeline.evaluation.probes import FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
+from pipeline.evaluation.probes import COMPUTE, FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
 from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.monitoring.watchdog import Phases
@@ -87,7 +87,7 @@ def test_top_1_top_5_and_per_class_are_numpys(tmp_path: Path) -> None:
     store = store_of(None, labels, tmp_path, ranked)
     results = {}
     for protocol in protocols_of(("top-1", "top-5", "per-class"), None, {}):
-        judged = protocol.kind.compute(inputs_of(None, store, protocol.name), None)
+        judged = COMPUTE[protocol.name](inputs_of(None, store, protocol.name), None)
         results[protocol.name] = document.result_of(judged, protocol, store, None, None)
 
     is_right = scores.argmax(1) == labels
@@ -114,7 +114,7 @@ def test_per_class_counts_images_and_a_label_list_in_each_of_its_classes(tmp_pat
     store = store_of(None, labels, tmp_path, predictions)
     store.is_there[13] = False
     (protocol,) = protocols_of(("per-class",), None, {})
-    judged = protocol.kind.compute(inputs_of(None, store, "per-class"), None)
+    judged = COMPUTE[protocol.name](inputs_of(None, store, "per-class"), None)
     result = document.result_of(judged, protocol, store, None, None)
     shares = {}
     for label in (0, 1, 2, 5):
@@ -142,7 +142,7 @@ def test_real_accuracy_is_the_originals(tmp_path: Path) -> None:
         labels[row, : len(lists)] = lists
     predictions = np.array([[predicted] for predicted, _ in judged_images])
     store = store_of(None, labels, tmp_path, predictions)
-    (is_right,) = PROTOCOLS["real"].compute(inputs_of(None, store, "real"), None).right["real"]
+    (is_right,) = COMPUTE["real"](inputs_of(None, store, "real"), None).right["real"]
     assert (is_right.sum(), len(is_right)) == (golden["n_correct"], golden["n_evaluated"])
 
 
@@ -280,7 +280,8 @@ def test_a_new_protocol_is_a_function_and_a_row(
         common = np.bincount(inputs.training_set().labels[:, 0]).argmax()
         return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
 
-    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind())
+    monkeypatch.setitem(COMPUTE, "most-common", most_common)
     check_names(("most-common",))
     (protocol,) = protocols_of(("most-common",), None, {})
     (result,) = evaluate(Sums(), with_a_bad_one, tmp_path, Request("set", "set", protocol))
@@ -289,6 +290,10 @@ def test_a_new_protocol_is_a_function_and_a_row(
     assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
     assert document.share_entry(round(entry["value"] * 149), 149).items() <= entry.items()
     assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
+
+
+def test_every_protocol_has_a_function() -> None:
+    assert COMPUTE.keys() == PROTOCOLS.keys()
 
 
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:

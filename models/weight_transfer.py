@@ -23,10 +23,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from models import catalog, initial, positions
-from models.catalog import ModelConfig
-from models.masked import MaskedConfig
-from models.resnet import BiTConfig
-from models.vit import ViTConfig, position_table
+from models.configs import BiTConfig, MaskedConfig, ModelConfig, ViTConfig, keeps_head
+from models.vit import position_table
 
 Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
@@ -182,13 +180,6 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
             wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
     if wrong:
         raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
-
-
-def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
-    """Return whether the head of the source is carried over, and with it what its outputs mean."""
-    if new_head or source.family != target.family:
-        return False
-    return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:
