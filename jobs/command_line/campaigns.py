@@ -22,10 +22,11 @@ single_stage = make_group()
 @commands.command()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
-    # Imported here and not above, as in every command: `--help` answers without it.
+    campaign = load_campaign(recipe, overrides)
+    # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
     from jobs.run.session import run_campaign
 
-    run_campaign(load_campaign(recipe, overrides), fresh=fresh)
+    run_campaign(campaign, fresh=fresh)
 
 
 @single_stage.command()
@@ -38,9 +39,9 @@ def run_stage(
     _debug: Debug = False,
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
+    campaign = load_campaign(recipe, overrides)
     from jobs.run.session import run_campaign
 
-    campaign = load_campaign(recipe, overrides)
     if stage is None:
         # All runs of a sweep are one section of the recipe, which is run whole.
         names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
@@ -183,9 +184,10 @@ def demo(
 
 def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
+    path = recipe_path(recipe)
     from jobs.recipe.campaign import load
 
-    return load(recipe_path(recipe), overrides or [])
+    return load(path, overrides or [])
 
 
 def recipe_path(recipe: str) -> Path:
