@@ -33,7 +33,7 @@ from data.storage import Storage, open_storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.checkpoints import restore
-from pipeline.checkpoints.manifest import Manifest, attempt_folder, attempt_of_stage
+from pipeline.checkpoints.manifest import Manifest, attempt_folder
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
@@ -357,9 +357,8 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
-        attempt = attempt_of_stage(Path(job.directory), manifest.attempt)
         text = (
-            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
+            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
     elif job.init:
@@ -373,7 +372,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
     worker.telemetry.log(
-        f"attempt {attempt_of_stage(Path(job.directory), job.attempt)}: {text}; "
+        f"attempt {job.attempt}: {text}; "
         f"{worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
         f"batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} {precision}"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
+TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
+
 commands = make_group()
 single_stage = make_group()
 
@@ -152,7 +154,7 @@ def status(run: Run, _debug: Debug = False) -> None:
 
 @commands.command()
 def replay(
-    run: Run,
+    run: TrainedStage,
     step: Annotated[str, typer.Argument(help="step=N, as the log counts them.")],
     to: Annotated[str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids there.")] = None,
     _debug: Debug = False,

@@ -19,7 +19,7 @@ from data.files import whole_file
 from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.checkpoints.manifest import attempt_of_stage, read_manifest, step_of
+from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
@@ -95,10 +95,10 @@ def list_all(path: str) -> None:
                 except (CheckpointError, OSError) as error:
                     echo(f"  {name}  BAD: {run.in_words(str(error))}")
                     continue
-                attempt = attempt_of_stage(checkpoints.storage.local / checkpoints.stage, manifest.attempt)
                 line = (
                     f"  {name}  {manifest.total_bytes / 1e6:9.1f} MB in {len(manifest.files)} files  "
-                    f"world {manifest.world}  ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
+                    f"world {manifest.world}  ZeRO {manifest.zero}  attempt {manifest.attempt}  "
+                    f"ledger {manifest.ledger[:12]}"
                 )
                 for score, value in evaluations.get(manifest.step, {}).items():
                     is_score = isinstance(value, float) and score not in ("time", "seconds")

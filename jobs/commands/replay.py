@@ -5,7 +5,7 @@
 3. The order of samples is a function of these and the seed, whatever the number of workers was: one loader makes the
    whole batch.
 
-A path is a run directory with one trained stage, or a stage's folder.
+A path is a run directory with one trained stage, or a stage: RUN/STAGE, or its folder (jobs/named_stages.py).
 """
 
 from collections import Counter
@@ -24,9 +24,9 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.loader import TrainLoader
 from data.order import Mixture, Order
+from jobs.named_stages import find_stage
 from jobs.terminal import echo
 from pipeline import artifacts, config
-from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.telemetry import Record, read_metrics
 from pipeline.token_dropping import phase_at, phases
 from pipeline.training_config import TrainConfig, steps_of, training_order
@@ -57,7 +57,11 @@ def replay(run: Path, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file} is a folder\n  expected a file's name, as {file / 'batch.npz'}")
         if not file.parent.is_dir():
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
-    folder = stage_of(run)
+    folder = Path(find_stage(str(run), artifacts.TASK, one_name=True))
+    if not (folder / artifacts.TASK).exists():
+        raise UsageError(
+            f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder: RUN/STAGE"
+        )
     task = artifacts.read_record(folder / artifacts.TASK)
     job = task["job"]
     text = step.removeprefix("step=")
@@ -88,19 +92,17 @@ def replay(run: Path, step: str, target: str | None) -> None:
     for spike in records:
         if spike["kind"] != "spike":
             continue
-        attempt = attempt_of_stage(folder, spike["attempt"])
         # It holds the steps before it too, which tell how it came.
         for recent in spike["recent"]:
             if recent["step"] == number:
                 echo(
-                    f"attempt {attempt}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
+                    f"attempt {spike['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
                     f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
                 )
     # A report holds the losses of all steps since the one before it.
     for report in reports_of(records, number):
         first_step = report["step"] - len(report["losses"]) + 1
-        attempt = attempt_of_stage(folder, report["attempt"])
-        echo(f"attempt {attempt}: loss {report['losses'][number - first_step]:.6f}")
+        echo(f"attempt {report['attempt']}: loss {report['losses'][number - first_step]:.6f}")
     echo(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
     echo(f"labels {dict(sorted(labels.items()))}")
     for sample in batch.bad:
@@ -116,21 +118,6 @@ def replay(run: Path, step: str, target: str | None) -> None:
         )
     if target:
         echo(f"written: {target}")
-
-
-def stage_of(run: Path) -> Path:
-    """Return the folder of the one trained stage. Raises UsageError, which names them, where there are several."""
-    if (run / artifacts.TASK).exists():
-        return run
-    folders = sorted(task.parent for task in run.glob("*/task.json"))
-    if not folders:
-        raise UsageError(
-            f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder"
-        )
-    if len(folders) > 1:
-        names = ", ".join(str(folder) for folder in folders)
-        raise UsageError(f"{run} has {len(folders)} trained stages: {names}\n  name the folder of one")
-    return folders[0]
 
 
 def with_recorded_drop(cfg: TrainConfig, records: Sequence[Record], step: int) -> TrainConfig:
