@@ -26,6 +26,7 @@ from data.errors import ExitCode, exit_code
 from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, leaks, shards, weights
 from jobs.command_line.words import make_group
+from jobs.progress import activity
 from jobs.terminal import write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,6 +36,9 @@ EXIT_CODES = (
     "73 run owned by another · 74 I/O, or a bad checkpoint · 75 stopped after committing, run me again · "
     "78 configuration · 130 interrupted (a run: twice)"
 )
+
+STREAMS = {"demo", "logs", "run"}  # commands that print what others write, and show that they live
+LONGEST_ACTIVITY = 60  # characters of the words that say what a command does
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
 app.add_typer(campaigns.commands)
@@ -62,6 +66,8 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         parser.main(prog_name=program)
     try:
         with parser.make_context(program, list(words), obj=kind) as context:
+            if not STREAMS.intersection(words[:1]) and kind is None:
+                activity.now(f"{' '.join(words)[:LONGEST_ACTIVITY]} …")
             return parser.invoke(context) or ExitCode.DONE
     except typer.Exit as end:  # after --help
         return end.exit_code
@@ -76,7 +82,10 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         # The reader of our output is gone, as with `patchline plan … | head`: a message would not be seen.
         return ExitCode.IO
     except Exception as error:
+        activity.end()
         return report(error, with_traceback="--debug" in words)
+    finally:
+        activity.end()
 
 
 def report_usage(error: TyperException) -> int:

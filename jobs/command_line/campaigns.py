@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError, UsageError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, Waiting, make_group
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.progress import activity
 from jobs.terminal import echo
 
 if TYPE_CHECKING:
@@ -73,42 +74,40 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
-    with Waiting(f"plan: reading {recipe} …") as waiting:
-        campaign = load_campaign(recipe, overrides)
-        from jobs.recipe import render
+    campaign = load_campaign(recipe, overrides)
+    from jobs.recipe import render
 
-        if resolved:
-            # YAML ends its last line itself.
-            print(render.resolved(campaign), end="")
-            return
-        # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
-        from jobs.commands.plan import plan
-        from jobs.commands.plan_training import Assumptions
-        from jobs.recipe.validate import refuse, validate_all
-        from jobs.resolved_recipe import INPUTS, MEMORY
-        from jobs.run.stale_evaluations import with_new_evaluations
-        from jobs.run.sync import looked_at
+    if resolved:
+        activity.end()
+        # YAML ends its last line itself.
+        print(render.resolved(campaign), end="")
+        return
+    # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
+    from jobs.commands.plan import plan
+    from jobs.commands.plan_training import Assumptions
+    from jobs.recipe.validate import refuse, validate_all
+    from jobs.resolved_recipe import INPUTS, MEMORY
+    from jobs.run.stale_evaluations import with_new_evaluations
+    from jobs.run.sync import looked_at
 
-        assumed = Assumptions(gpu, price, mtbf)
-        with looked_at(campaign.storage) as folder:
-            campaign = with_new_evaluations(replace(campaign, run=folder))
-            # As `run` does before its first stage: a plan promises nothing that would be refused.
-            results = validate_all(campaign, campaign.stages, fresh=fresh)
-            refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-            plan(campaign, assumed, waiting.now)
-            for result in results:
-                if result.level != "FAIL":
-                    echo(result.text)
-            # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
-            missing = [result for result in results if result.subject == INPUTS]
-            if missing and without_data:
-                refuse(result for result in results if result not in missing)
-                echo("")
-                echo(
-                    f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65"
-                )
-            else:
-                refuse(results)
+    assumed = Assumptions(gpu, price, mtbf)
+    with looked_at(campaign.storage) as folder:
+        campaign = with_new_evaluations(replace(campaign, run=folder))
+        # As `run` does before its first stage: a plan promises nothing that would be refused.
+        results = validate_all(campaign, campaign.stages, fresh=fresh)
+        refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+        plan(campaign, assumed, activity.now)
+        for result in results:
+            if result.level != "FAIL":
+                echo(result.text)
+        # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+        missing = [result for result in results if result.subject == INPUTS]
+        if missing and without_data:
+            refuse(result for result in results if result not in missing)
+            echo("")
+            echo(f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65")
+        else:
+            refuse(results)
 
 
 @commands.command()

@@ -17,6 +17,7 @@ import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.progress import activity
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest, step_of
@@ -122,6 +123,7 @@ def verify_all(path: str, step: int | None) -> None:
         for saved in selected(run, step):
             # Two stages may have a checkpoint of the same step.
             title = f"{saved.checkpoints.stage}/{saved.name}"
+            activity.now(f"reading {title} …")
             began = time.monotonic()
             try:
                 saved.checkpoints.verify(saved.name)

@@ -138,6 +138,7 @@ class Session:
                     campaign=self.campaign,
                     stage=stage,
                     log=log,
+                    show_progress=log.show_progress,
                     poll=self.poll,
                     stop_requested=stopper.is_asked,
                     check_owned=put_files,  # it looks first whether the run is still ours
