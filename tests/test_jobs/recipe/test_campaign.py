@@ -325,7 +325,7 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
         (["resize.init=@fewshot"], 78, "circle"),
         (["resize.init=/nowhere"], 65, "no weights.safetensors in /nowhere"),
         (["pretrain.data.train=/nowhere"], 65, "there is no such index"),
-        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: a path, or @stage; or data.mixture"),
+        (["pretrain.data.train=null"], 78, "pretrain.data.train is missing: the images to train on"),
         ([MIXTURE, "pretrain.data.mixture.a.train=/nowhere"], 65, "pretrain.data.mixture.a.train: /nowhere"),
         ([MIXTURE, "pretrain.data.mixture.a.train=@shards/a"], 78, "pretrain.data.mixture.a.train is @shards, no such"),
         ([MIXTURE, "pretrain.data.mixture.b.weight=0"], 78, "weight is 0.0, expected more than 0"),
