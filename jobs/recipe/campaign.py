@@ -130,7 +130,7 @@ def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass
         key_of_stage = config.find_key(name, KINDS["pretrain"].config)
         if key_of_stage is not None:
             raise ConfigError(
-                f"{name} is no stage, but a key of one: pretrain.{key_of_stage}\n  indent it below its stage, two more spaces"
+                f"{name} is no stage, but a key of one: pretrain.{key_of_stage}\n  indent it below its stage"
             )
         raise ConfigError(
             f"unknown stage or key {kind_name}{nearest}\n"
