@@ -8,7 +8,7 @@ models.transfer(weights, source, target)              the same weights for anoth
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from models.configs import ModelConfig, ViTConfig, config_of, from_dict, keeps_head, to_dict
+from models.configs import ModelConfig, ViTConfig, check_architecture, config_of, from_dict, keeps_head, to_dict
 from models.weights.folder import load_class_names, load_preprocessing
 from models.weights.preprocessing import Preprocessing
 
@@ -49,6 +49,7 @@ __all__ = [
     "ViTConfig",
     "blocks",
     "build",
+    "check_architecture",
     "compile_blocks",
     "config_of",
     "decayed",

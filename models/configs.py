@@ -63,6 +63,12 @@ STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_
 GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
 CELLS = {"mean_color": 1, "downsized": 4}  # a patch is predicted as cells x cells mean colours
 
+# Fields that may differ between source and target; any other difference would silently change the function.
+FREE = (
+    *("image_size", "patch", "classes", "representation", "pool"),
+    *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
+)
+
 ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
 ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
 
@@ -274,6 +280,10 @@ NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
 )
+NEARLY_A_SIZE = re.compile(
+    r"(?:^|[-_ ])(tiny|small|base|large|huge|Ti|[SMBLHG])(?:_?patch|[-_ /])?(\d+)?(?:[-_ ]|$)", re.IGNORECASE
+)
+SPELT_SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
 VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # what stands before the size in a name
     "Axial": AxialConfig,
     "Masked": MaskedConfig,
@@ -285,8 +295,16 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     """Return the config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
     parts = NAME.fullmatch(name)
     if parts is None:
-        examples = '"B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32" or "Masked-B/16"'
-        raise ValueError(f"{name!r} is not a model name; write it as {examples}")
+        # S16, ViT-S, and vit_small_patch16_224 of timm.
+        close = NEARLY_A_SIZE.search(name)
+        nearest = ""
+        if close is not None:
+            word = close[1].lower()
+            nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
+        raise ValueError(
+            f"{name} is not a model's name{nearest}\n"
+            "  expected a size and a patch, as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
+        )
     # The caller's fields come last in each merge, so that they win over what the name stands for.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
@@ -316,13 +334,16 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
     """Make a config from plain values; unknown names are a ValueError with the nearest one."""
-    known = [field.name for field in fields(kind)]
+    types = {field.name: field.type for field in fields(kind)}
+    known = list(types)
     hashable: ConfigFields = {}
     for name, value in values.items():
         if name not in known and name in kind.absent and value == kind.absent[name]:
             continue
         if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, known)}")
+            raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
+        if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} must be a number, found {value}")
         # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.
         hashable[name] = tuple(value) if isinstance(value, list) else value
     return kind(**hashable)
@@ -340,6 +361,25 @@ def from_dict(values: Mapping[str, object]) -> ModelConfig:
     if not isinstance(family, str) or family not in CONFIGS:
         raise ValueError(f"no model family {family!r}; known: {', '.join(CONFIGS)}")
     return checked(CONFIGS[family], config_fields)
+
+
+def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
+    """Raise ValueError where weights of one model cannot become those of another."""
+    if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
+        source = source.vit
+    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
+    # function: that is why everything is refused that is not in FREE.
+    if source.family != target.family:
+        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
+    differences = []
+    for field in fields(source):
+        old_value = getattr(source, field.name)
+        new_value = getattr(target, field.name)
+        if old_value != new_value and field.name not in FREE:
+            differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
+    if differences:
+        shown = "; ".join(differences)
+        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
 
 
 def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
