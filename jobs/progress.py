@@ -30,11 +30,10 @@ class LiveBar:
 
         columns = (
             SpinnerColumn(),
+            TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[count]}"),
-            TimeElapsedColumn(),
-            TextColumn("eta"),
             TimeRemainingColumn(),
         )
         self.rich = RichProgress(*columns, transient=True, console=Console(file=file))
@@ -46,7 +45,7 @@ class LiveBar:
         """Move the bar; without a total it swings."""
         count = amount(done) if done else ""
         if total:
-            count = f"{done}/{total}"
+            count = f"{done}/{total} eta"
         self.rich.update(self.task, completed=done, total=total, description=text, count=count, visible=True)
 
     def write(self, text: str) -> None:

@@ -108,7 +108,7 @@ def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
     assert [line for line in lines if line.startswith("[pretrain]")] == [
         f"[pretrain] step {step}/150" for step in range(1, 151)
     ]
-    assert "pretrain  loss 0.0067" in written and "150/150" in written, "the bar's last place"
+    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last place"
     words = [line for line in lines if "images" in line]
     assert len(words) > 1 and max(map(len, words)) <= 100, "what is longer goes on further to the right"
     assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
