@@ -10,7 +10,7 @@ agents[0].call("poll", 0, 1.0, {})                      # a Future
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig, cores
+from pipeline.identity import Identity
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -99,6 +100,17 @@ class ThisMachine:
 
     def stay_on(self, node_ids: Set[str]) -> None:
         """Have the next attempts placed on these nodes alone, where they have the room."""
+
+    def identities(self) -> Mapping[str, Identity]:
+        """Return code and packages of every node that may be left out, by its id."""
+        return {}
+
+    def leave_out(self, node_ids: Set[str], least: int) -> int:
+        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
+
+        Where that is less than `least`, nothing is left out.
+        """
+        return 0
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs there are, and whether this "machine" or a "cluster" has them."""
