@@ -254,24 +254,24 @@ def check_start(
     dist.all_gather_object(arrivals, arrival)
 
     # 3 and 4. Rank 0 alone sees the others' files; so it decides, and sends the others the reason of a refusal.
-    refusal = [""]
+    refusal: list[ClusterError | None] = [None]
     if dist.get_rank() == 0:
         try:
             refuse_unlike(arrivals, code, claim, attempt_folder, is_shared)
         except ClusterError as error:
-            refusal = [str(error)]
+            refusal[0] = error
         try:
             check_device_memory(arrivals, device_bytes or 0)
         except ClusterError as error:
             # A CPU may swap, and its free memory changes by the minute; a GPU would end the run at its first step.
             if device.type == "cuda":
-                refusal[0] = refusal[0] or str(error)
+                refusal[0] = refusal[0] or error
             else:
                 log(str(error))
         log_differences(arrivals, claimed, log)
     dist.broadcast_object_list(refusal, src=0)
-    if refusal[0]:
-        raise ClusterError(refusal[0])
+    if refusal[0] is not None:
+        raise refusal[0]
 
 
 def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:

@@ -37,6 +37,14 @@ class NodeAgent:
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
 
 
+@dataclass(frozen=True)
+class NodesStatus:
+    """Which of the nodes are to be watched; their ids."""
+
+    draining: Set[str]  # that were told to go
+    spare: Set[str]  # that stay, and have room for another worker
+
+
 class ThisMachine:
     """Plain processes of this machine: one node, whose agent is an object in this process."""
 
@@ -91,9 +99,12 @@ class ThisMachine:
         """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""
         return 0  # there are as many places from the start as there will ever be
 
-    def draining(self) -> Set[str]:
-        """Return the ids of nodes that were told to go. Any thread may ask."""
-        return frozenset()
+    def status(self) -> "NodesStatus":
+        """Return which nodes were told to go, and which have room for a worker. Any thread may ask."""
+        return NodesStatus(frozenset(), frozenset())
+
+    def warm_up_spares(self, spare: Set[str]) -> None:
+        """Start agents on a few of these nodes, to which a next attempt may move."""
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         """Have the next attempt placed without these nodes, where the others have the room."""

@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
 from jobs.cluster.every_node import run_on_nodes
-from jobs.cluster.nodes import Log, NodeAgent, Tick
+from jobs.cluster.nodes import Log, NodeAgent, NodesStatus, Tick
 from jobs.cluster.ray import WAITING
 from jobs.cluster.worker import outlive
 from jobs.cluster_config import ClusterConfig
@@ -54,9 +54,11 @@ AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # Ray has missed a node that is dead after so long; a node that is there is better than none
 TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
 
+WARM_SPARES = 2  # nodes without a worker that have an agent: importing torch takes 4 s of two cores, 0.4 GB
 AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
 IDENTITY_S = 60.0  # for all nodes to say who they are: Ray starts a process on each
 ANSWER_S = 2.0  # for a node that is alive to take a connection: TCP asks at 0 and 1 s, and then not before 3 s
+ASKED_AT_ONCE = 64  # nodes
 GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
 WORKER_GAUGE = "patchline_worker"
 
@@ -105,6 +107,18 @@ class Reservation:
     share: Mapping[str, int]  # of one worker, by Ray's name of the resource
 
 
+def takes_connections(node: Mapping[str, Any]) -> bool:
+    """Ask a node of `ray.nodes()` whether it is there; its kernel answers, however busy its processes are.
+
+    Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
+    """
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
     """Return the label selectors of so many bundles that must not lie on these nodes."""
     if not node_ids:
@@ -131,6 +145,7 @@ class RayNodes:
         self.left_out: set[str] = set()  # ids of nodes that are not used any more
         self.run = ""
         self.actors: dict[str, Any] = {}  # the agents, by their node's id
+        self.used: Set[str] = frozenset()  # ids of the nodes on which workers were placed last
         self.actors_started = 0
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
 
@@ -171,6 +186,13 @@ class RayNodes:
         else:
             held = None
         if held is None:
+            # Ray would place bundles on a node that has just lost its power, and then wait until it misses that.
+            avoided = self.nodes_to_avoid()
+            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
+            with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+                for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
+                    if not is_there:
+                        self.avoid([node["NodeID"]])
             self._ask(worlds[0], worlds[-1])
         elif len(worlds) > 1:
             # Give it up for the places of more workers, where there is room for them.
@@ -340,9 +362,19 @@ class RayNodes:
 
     # -------------------------------------------------------------------- nodes that go
 
-    def draining(self) -> Set[str]:
-        """Return the nodes that Ray was told will go: by hand, by its autoscaler, by SIGTERM to `ray start --block`."""
-        return ClusterState.now().draining
+    def status(self) -> NodesStatus:
+        """Return the nodes that Ray was told will go, and those with room for a worker. Any thread may ask.
+
+        Ray is told by hand, by its autoscaler, by SIGTERM to `ray start --block`.
+        """
+        state = ClusterState.now()
+        share = share_of_worker(self.cluster)
+        avoided = self.nodes_to_avoid()
+        spare = set()
+        for node_id, resources in state.staying.items():
+            if node_id not in avoided and room_for(share, {node_id: resources}):
+                spare.add(node_id)
+        return NodesStatus(state.draining, spare)
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         """Have worker groups placed without these nodes, as long as the others have the room."""
@@ -396,10 +428,15 @@ class RayNodes:
         slots: dict[str, list[int]] = {}  # bundles by node, in the order of the first bundle
         for bundle, node_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())[:world]:
             slots.setdefault(node_id, []).append(bundle)
-        # Agents of nodes that are not used any more would only take up their memory.
-        for node_id in self.actors.keys() - slots.keys():
-            self.end_agent(node_id)
         rows = {node["NodeID"]: node for node in ray.nodes()}
+        # Agents of nodes that are not used any more only take up their memory, but for a few.
+        self.used = slots.keys()
+        kept = 0
+        for node_id in self.actors.keys() - self.used:
+            if kept < WARM_SPARES and rows[node_id]["Alive"] and node_id not in self.nodes_to_avoid():
+                kept += 1
+            else:
+                self.end_agent(node_id)
         gpus = self.cluster.gpus_per_worker
         agents = []
         for node_id, bundles in slots.items():
@@ -426,6 +463,12 @@ class RayNodes:
                 )
             )
         return agents
+
+    def warm_up_spares(self, spare: Set[str]) -> None:
+        """Start agents on a few of these nodes, to which a next attempt may move."""
+        idle = (self.actors.keys() - self.used) & spare
+        for node_id in sorted(spare - self.actors.keys())[: WARM_SPARES - len(idle)]:
+            self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:
         """Return the actor that is the agent of a node; where none runs there, one is started and imports."""
@@ -458,12 +501,7 @@ class RayNodes:
         loss = "its node left the cluster"
         for node in ray.nodes():
             if node["NodeID"] == agent.node_id and node["Alive"]:
-                # Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
-                try:
-                    socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-                    loss = ""
-                except OSError:
-                    loss = "its node does not answer"
+                loss = "" if takes_connections(node) else "its node does not answer"
         if loss:
             # The places are asked for anew, elsewhere.
             self.avoid([agent.node_id])

@@ -16,7 +16,7 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -43,7 +43,7 @@ TOGETHER_S = 0.05  # agents that are polled with one deadline answer within this
 MISSED_BEATS = 6
 # The same, where a worker says that it has lost a peer: at once, because the attempt is judged 1.5 s after that.
 MISSED_BEATS_PEER = 1
-DRAIN_POLL_S = 1.0  # between two questions which nodes are being drained
+STATUS_POLL_S = 1.0  # between two questions which nodes are drained or spare
 STOP_AGAIN_S = 5.0  # between two requests to commit and end
 END_S = 20.0  # for agents to end their workers
 DRAINED = "its node is drained"
@@ -110,7 +110,8 @@ class WorkerGroup:
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
-        self.draining: set[str] = set()  # ids of nodes; filled by a thread
+        self.draining: set[str] = set()  # ids of nodes; filled by a thread, as the next
+        self.spare: Set[str] = frozenset()
 
     # -------------------------------------------------------------------- what an `on_tick` may read and ask
 
@@ -157,7 +158,7 @@ class WorkerGroup:
         About every 0.5 s `on_tick` runs, in the caller's thread; what it raises ends the worker group and comes out
         here. Raises WorkerGroupError, naming the worker that failed first, with the exit code that it wanted if it did.
         """
-        threading.Thread(target=self._watch_draining, name="draining", daemon=True).start()
+        threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
         try:
             # 1. Tell the agents which workers to start.
             deadline = time.monotonic() + self.cluster.start_timeout_s
@@ -192,6 +193,7 @@ class WorkerGroup:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     on_tick()
+                    self.nodes.warm_up_spares(self.spare)
         finally:
             # 3. Whatever has happened, no worker is left alive. What agents say last is taken with it.
             self.has_ended.set()
@@ -372,11 +374,13 @@ class WorkerGroup:
             # A node that answers is given as many beats again.
             link.asked = self.clock()
 
-    def _watch_draining(self) -> None:
-        """Ask once a second which nodes are being drained, in a thread of its own: the head may be away."""
-        while not self.has_ended.wait(DRAIN_POLL_S):
+    def _watch_nodes(self) -> None:
+        """Ask once a second which nodes are drained or spare, in a thread of its own: the head may be away."""
+        while not self.has_ended.wait(STATUS_POLL_S):
             with suppress(Exception):
-                self.draining |= self.nodes.draining()
+                status = self.nodes.status()
+                self.draining |= status.draining
+                self.spare = status.spare
 
 
 def run_worker_group(
