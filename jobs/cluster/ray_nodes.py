@@ -150,13 +150,22 @@ class RayNodes:
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
 
     def warm_up(self) -> None:
-        """Start the agent of an embedded cluster, which is for this command alone.
+        """Start the agents of the nodes on which workers will probably lie, because their imports take seconds.
 
         Raises ClusterError where an embedded cluster has too few places: now, and not when the workers are needed.
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
             self.start_agent(self.own_node)
+            return
+        # Ray packs the workers on few nodes; an agent that is not needed ends when they are placed.
+        share = share_of_worker(self.cluster)
+        rooms = {node_id: room_for(share, {node_id: free}) for node_id, free in self.state().staying.items()}
+        room = 0
+        for node_id in sorted(rooms, key=lambda node_id: -rooms[node_id]):
+            if rooms[node_id] and room < self.cluster.most:
+                self.start_agent(node_id)
+                room += rooms[node_id]
 
     # -------------------------------------------------------------------- places
 
@@ -467,7 +476,7 @@ class RayNodes:
     def warm_up_spares(self, spare: Set[str]) -> None:
         """Start agents on a few of these nodes, to which a next attempt may move."""
         idle = (self.actors.keys() - self.used) & spare
-        for node_id in sorted(spare - self.actors.keys())[: WARM_SPARES - len(idle)]:
+        for node_id in sorted(spare - self.actors.keys())[: max(0, WARM_SPARES - len(idle))]:
             self.start_agent(node_id)
 
     def start_agent(self, node_id: str) -> Any:

@@ -193,7 +193,9 @@ class WorkerGroup:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     on_tick()
-                    self.nodes.warm_up_spares(self.spare)
+                    # Not while the agents of the attempt itself import.
+                    if len(self.states) == self.cluster.world and all(state.record for state in self.states.values()):
+                        self.nodes.warm_up_spares(self.spare)
         finally:
             # 3. Whatever has happened, no worker is left alive. What agents say last is taken with it.
             self.has_ended.set()
