@@ -19,12 +19,12 @@ from data.images.augment import AugmentConfig
 from data.index.index import Index, exclude, join
 from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
-from data.remote.cache import CacheConfig, wanted
+from data.remote.cache import CacheConfig, remote_ahead
 from models import ModelConfig
 from models.masked import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops
-from pipeline.optimization import OptimConfig
+from pipeline.optimization import Loss, OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
@@ -100,7 +100,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3).
+    """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3), but
+    `optim.clip`.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
     `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
@@ -112,7 +113,7 @@ class TrainConfig:
     new_head: bool = False  # replace the head by one zero-initialised layer (paper, B.1.1) even where classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
     objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"  # cross-entropy of the objective classification
+    loss: Loss = "sigmoid"  # cross-entropy of the objective classification
     label_smoothing: float = 0.0  # s: targets become t·(1 − s) + s/classes; 0 is off
     mixup: float = 0.0  # p of Beta(p, p), which the share of a blend of two images is drawn from; 0 is off
     # of what a step computes (fewer-flops.md)
@@ -334,7 +335,7 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:
     """Say whether the shards that these slots read ahead fit a node's cache, and what to type where they do not."""
-    count, size = wanted(index, order, slots, step, cfg.cache)
+    count, size = remote_ahead(index, order, slots, step, cfg.cache)
     last_step = step + cfg.cache.ahead
     limit = cfg.cache.limit_bytes
     line = (

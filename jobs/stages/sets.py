@@ -228,27 +228,27 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
     `name` is the set's, `giver` the first one's. Raises DataError naming the classes that the numbering lacks.
     """
     own = source_names(cfg)
-    wanted: Names = ()
+    target: Names = ()
     if cfg.names:
         giver = cfg.names
-        wanted = read_class_list(cfg.names)
+        target = read_class_list(cfg.names)
         if cfg.source == "tars":
-            check_unmistakable(wanted, cfg.names)
+            check_unmistakable(target, cfg.names)
     elif cfg.classes_of:
         giver = cfg.classes_of
-        wanted = load_index(cfg.classes_of).names
-        if not wanted:
+        target = load_index(cfg.classes_of).names
+        if not target:
             raise DataError(
                 f"{name}.classes_of: {cfg.classes_of} has no class names\n"
                 "  expected the index of a set that was packed or indexed with them; make it again with --names FILE"
             )
     elif own and first is not None:
-        wanted = first.names
+        target = first.names
     # Labels of tars that are names are renamed as they are read (`samples_of`): tars have no numbering of their own.
     rename = cfg.rename
     if cfg.source == "tars" and not own:
         rename = {}
-    return number(own, wanted, rename=rename, keep=cfg.keep, name=name, giver=giver)
+    return number(own, target, rename=rename, keep=cfg.keep, name=name, giver=giver)
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
