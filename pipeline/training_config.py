@@ -26,6 +26,7 @@ from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import Loss, OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
+from pipeline.values import shown
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -222,13 +223,16 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
             if str(options.get("name")).startswith("Masked-"):
                 options["classes"] = 0
             name = options.pop("name")
-            require(isinstance(name, str), f"model.name is {name!r}, expected one such as B/16, R50+B/16 or BiT-R50x1")
+            require(isinstance(name, str), f"model.name is {shown(name)}, expected one such as S/16, B/16 or R50+B/16")
             image_size = options.pop("image_size")
             classes = options.pop("classes")
             model = models.config_of(name, image_size, classes, **options)
     except KeyError as error:
-        raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
-    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.{error.args[0]} is missing: a model without init needs name, image_size and classes\n"
+            "  for example model={name: S/16, image_size: 224, classes: 10}"
+        ) from None
+    except ValueError as error:
         raise ConfigError(f"model: {error}") from None
     # A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
     for part in fields(model):
@@ -256,6 +260,13 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
         "  write objective: masked with model.name: Masked-B/16, or neither",
     )
+    if source is not None:
+        try:
+            models.check_architecture(source, model)
+        except ValueError as error:
+            raise ConfigError(
+                f"model: {error}\n  leave these keys, and the name, out of `model`: the weights of init have their own"
+            ) from None
     return model
 
 

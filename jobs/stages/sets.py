@@ -100,7 +100,10 @@ class SetConfig:
             is_class = isinstance(entry, str) or entry >= 0
             require(is_class, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
-        require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        require(
+            self.source == "digits" or self.path is not None,
+            f"source {self.source} needs a path\n  expected path: the folder or file of the images",
+        )
         # A subset is chosen by a rule, and has the classes of its set; other sources have no such rule.
         if self.source == "subset":
             subset_rule(self)  # raises ConfigError where it chooses by nothing
@@ -285,7 +288,9 @@ def check_paths(cfg: SetConfig) -> None:
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in paths_of(cfg).values():
         if not is_there(path):
-            raise DataError(f"source {cfg.source}: there is nothing at {path}")
+            raise DataError(
+                f"source {cfg.source}: there is nothing at {path}\n  expected images: paths begin at {Path.cwd()}"
+            )
 
 
 def check_apart(cfg: SetConfig, folder: Path) -> None:
