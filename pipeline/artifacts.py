@@ -33,6 +33,9 @@ PREPROCESSING = "preprocessing.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
+EXAMPLES = "examples.json"  # samples with their predictions, of the newest evaluation of a trained stage
+# Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
+EXCLUDED_STEPS = "excluded-steps.json"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)

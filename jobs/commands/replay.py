@@ -41,6 +41,7 @@ class Rebuilt(NamedTuple):
     labels: np.ndarray  # (B, L), -1 where a sample has fewer
     ids: np.ndarray  # (B, 3): epoch, shard, sample in the shard
     bad: list[BadSample]  # those that were replaced
+    source: Index  # of all sets that are trained on, where the ids are numbers of shards and samples
 
 
 def replay(run: Path, step: str, target: str | None) -> None:
@@ -58,31 +59,19 @@ def replay(run: Path, step: str, target: str | None) -> None:
         if not file.parent.is_dir():
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
     folder = stage_of(run)
-    task = artifacts.read_record(folder / artifacts.TASK)
-    job = task["job"]
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
     number = int(text)
 
     records = read_metrics(folder, None)
-    cfg = with_recorded_drop(config.build(TrainConfig, task["config"], "config"), records, number)
-    sets = [load_index(path) for path in job["train"]]
-    index, order = training_order(cfg, sets)
-    steps = steps_of(cfg, sum(training_set.samples for training_set in sets))
-    if number > steps:
-        raise UsageError(
-            f"step {number} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}"
-        )
-    # The log counts steps from 1, the order from 0.
-    phase = phase_at(number - 1, phases(cfg.thinning, steps, models.from_dict(job["model"])))
-    batch = rebuild(cfg, index, order, phase.image_size, number - 1)
+    batch = rebuild_step(folder, number, records)
     if target:
         with whole_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
 
     # What the batch is, and what each attempt that took the step has recorded of it.
-    shards = [index.shards[shard].name for shard in batch.ids[:, 1]]
+    shards = [batch.source.shards[shard].name for shard in batch.ids[:, 1]]
     labels = Counter(batch.labels[batch.labels >= 0].tolist())
     echo(f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}")
     for spike in records:
@@ -160,16 +149,37 @@ def reports_of(records: Sequence[Record], step: int) -> list[Record]:
     return reports
 
 
-def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int) -> Rebuilt:
-    """Make the batch of a step, counted from 0, with one loader that takes the slots of all workers."""
+def rebuild_step(folder: Path, step: int, records: Sequence[Record], most: int | None = None) -> Rebuilt:
+    """Make the global batch of a step, counted from 1, or the first `most` samples of it, with one loader.
+
+    `records` are those of the stage. Raises UsageError where the stage has no such step.
+    """
+    task = artifacts.read_record(folder / artifacts.TASK)
+    job = task["job"]
+    cfg = with_recorded_drop(config.build(TrainConfig, task["config"], "config"), records, step)
+    sets = [load_index(path) for path in job["train"]]
+    index, order = training_order(cfg, sets)
+    steps = steps_of(cfg, sum(training_set.samples for training_set in sets))
+    if step > steps:
+        raise UsageError(f"step {step} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}")
+    # The log counts steps from 1, the order from 0.
+    phase = phase_at(step - 1, phases(cfg.thinning, steps, models.from_dict(job["model"])))
+    return rebuild(cfg, index, order, phase.image_size, step - 1, most)
+
+
+def rebuild(
+    cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: int, step: int, most: int | None = None
+) -> Rebuilt:
+    """Make the batch of a step, counted from 0, with one loader that takes the slots of all workers, or the first."""
+    samples = min(cfg.batch_size, most or cfg.batch_size)
     # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so every worker makes the
     # same pixels of it.
     loader = TrainLoader(
         index,
         order,
         image_size=image_size,
-        slots=range(cfg.batch_size),
-        micro_batch=cfg.batch_size,
+        slots=range(samples),
+        micro_batch=samples,
         start_step=step,
         seed=cfg.seed,
         augment=cfg.data.augment,
@@ -179,4 +189,4 @@ def rebuild(cfg: TrainConfig, index: Index, order: Order | Mixture, image_size: 
     )
     batch = next(iter(loader))
     images = batch.images.permute(0, 2, 3, 1).cpu().numpy()  # (B, 3, S, S) → (B, S, S, 3)
-    return Rebuilt(images, batch.labels.numpy(), batch.ids.numpy(), list(batch.bad))
+    return Rebuilt(images, batch.labels.numpy(), batch.ids.numpy(), list(batch.bad), index)
