@@ -24,7 +24,7 @@ import numpy as np
 from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
-from jobs.commands.status import owner_is_gone, started_s
+from jobs.ownership import owner_is_gone
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Record, duration, read_metrics
 
@@ -238,7 +238,8 @@ def read_run(path: Path) -> Run:
             end = f"since {last['time']}" if has_owner else f"killed, or lost with its machine; begun {last['time']}"
     except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
         pass
-    return Run(path, name, [read_stage(folder) for folder in sorted(folders, key=started_s)], state, end, command)
+    stages = [read_stage(folder) for folder in sorted(folders, key=artifacts.started_s)]
+    return Run(path, name, stages, state, end, command)
 
 
 def read_stage(folder: Path) -> Stage:

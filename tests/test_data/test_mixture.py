@@ -16,11 +16,11 @@ from data.index.index import exclude, join
 from data.loader import TrainLoader
 from data.order import Ledger, Mixture
 from jobs.__main__ import main
-from jobs.commands.replay import rebuild
 from jobs.recipe import campaign
 from pipeline import config
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.replay import rebuild
 from pipeline.training_config import TrainConfig, training_order
 
 RECIPE = """

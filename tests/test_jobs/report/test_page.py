@@ -45,7 +45,7 @@ class Tables(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         if tag == "tr":
             self.rows.append([])
-        if tag in ("td", "tr", "table", "p", "h3"):
+        if tag in ("td", "tr", "table", "p", "h2", "h3"):
             self.is_cell = tag == "td"
         if tag == "td":
             self.rows[-1].append("")
