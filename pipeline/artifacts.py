@@ -115,6 +115,14 @@ def covering_record(folder: Path) -> Covering | None:
     return None
 
 
+def recorded_sha256(folder: Path) -> str | None:
+    """Return the sha256 of a folder's weights as their maker recorded it; None where nobody did. Raises DataError."""
+    covering = covering_record(folder)
+    if covering is None or WEIGHTS not in covering.files:
+        return None
+    return covering.files[WEIGHTS]["sha256"]
+
+
 def check_files(folder: Path, say: Callable[[str], None]) -> bool:
     """Compare every file that a folder hands on with its digest; False where the folder has no digests.
 

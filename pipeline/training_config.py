@@ -100,7 +100,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3).
+    """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3), but
+    `optim.clip`.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
     `swapped` stand in `model`; labels are not read, and need not be there. A later stage fine-tunes the ViT inside.

@@ -9,7 +9,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -261,11 +261,8 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if has_all:
         needs_labels = cfg.objective != "masked"
         check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
-    evaluated = []
-    for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
-        if value is not None:
-            evaluated.append(value)
-    check_usable(there.made(evaluated))
+    evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
+    check_evaluated(evaluated, there)
     if stage.model is not None:
         # What a worker needs is the most where the workers are the fewest.
         try:
@@ -304,6 +301,22 @@ def check_usable(
             )
     # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
     check_sizes(sets, tuple(dropped), option)
+
+
+def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], there: Available) -> None:
+    """Raise DataError where a set to evaluate on cannot be used, or is the very set that a protocol learns from.
+
+    `sets` are (test, train) by the key of both in the recipe; None where there is no such set.
+    """
+    for key, (test, learned) in sets.items():
+        indexes = there.made([value for value in (test, learned) if value is not None])
+        check_usable(indexes)
+        if len(indexes) == 2 and indexes[0].digest == indexes[1].digest:
+            raise DataError(
+                f"{key}: test {test} and train {learned} are the same set, digest {indexes[0].digest[:12]}\n"
+                "  expected a training set that shares no sample with the test set\n"
+                f"  give another {key}.train; `python -m jobs subset` holds out a part of a set"
+            )
 
 
 def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckResult]:

@@ -1,5 +1,6 @@
 """One command runs the chain, and the same command again goes on; nothing wrong starts at all."""
 
+import hashlib
 import json
 import os
 import re
@@ -43,7 +44,7 @@ def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
     return loaded.directory(loaded.stage(name))
 
 
-def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, capsys):
+def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(recipe, shards, capsys):
     previous = os.umask(0o002)
     try:
         assert main(["run", str(recipe)]) == 0
@@ -55,7 +56,14 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     weights, config = models.load_weights(pretrained)
     assert config.image_size == (16, 16) and all(w.dtype == torch.float32 for w in weights.values())
     provenance = json.loads((finetuned / "provenance.json").read_text())
-    assert len(provenance["code"]) == 64 and provenance["inputs"]["init"].endswith(stage_folder(recipe, "resize").name)
+    assert len(provenance["code"]) == 64
+    resized = stage_folder(recipe, "resize")
+    sha256 = hashlib.sha256((resized / "weights.safetensors").read_bytes()).hexdigest()
+    train = json.loads(next((shards / "train").glob("*.index.json")).read_text())
+    assert provenance["inputs"] == {
+        "init": {"path": str(resized), "digest": sha256},
+        "data.train": {"path": str(shards / "train"), "digest": train["digest"], "part_of": None},
+    }
     assert provenance["ledger"] == json.loads((finetuned / "done.json").read_text())["ledger"]
     record = read_metrics(pretrained)[-1]
     assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
