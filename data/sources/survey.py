@@ -95,7 +95,7 @@ class FoundSet:
     @property
     def shorter_side(self) -> int:
         """Return the median of the shorter side in pixels; 224 where no image could be opened."""
-        return round(median(min(sides) for sides in self.sides)) if self.sides else 224
+        return round(median(map(min, self.sides or [(224, 224)])))
 
     def count(self, raw: bytes) -> None:
         """Count an image by its label, as a `.cls` or `.json` would hold it: ids, names, or none."""
@@ -143,7 +143,8 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> tuple[Fou
         raise DataError(f"there is nothing at {place}\n  expected a folder of images, tars, a table or parquet")
     known = known_sets(Path(place))
     if known is not None:
-        return known
+        train, *tests = known
+        return train, next(iter(tests), None)
     train_place, test_place = parts_of(place)
     train = look(train_place, unlabelled, report)
     if train.images == 0:
@@ -172,13 +173,15 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> tuple[Fou
     return train, test
 
 
-def known_sets(place: Path) -> tuple[FoundSet, FoundSet | None] | None:
+def known_sets(place: Path) -> list[FoundSet] | None:
     """Return the sets of a known archive, which is counted when it is packed; None where it is none."""
     for name, (source, train_split, test_split, side) in KNOWN.items():
         archive = place if place.name == name else place / name
         if not archive.is_file():
             continue
-        path = archive.parent if source in IN_FOLDER else archive
+        path = archive
+        if source in IN_FOLDER:
+            path = archive.parent
         published = known_archive(source, None, None)
         assert published is not None, source
         found = []
@@ -198,7 +201,7 @@ def known_sets(place: Path) -> tuple[FoundSet, FoundSet | None] | None:
                     sides=[(side, side)],
                 )
             )
-        return found[0], found[1] if len(found) > 1 else None
+        return found
     return None
 
 
@@ -224,16 +227,18 @@ def parts_of(place: str) -> tuple[str, str | None]:
     if path.is_dir():
         entries = sorted(path.glob("[!.]*"))
         folders = {entry.name.lower(): str(entry) for entry in entries if entry.is_dir()}
-        parts = folders
+        kinds = [folders]
         for suffix in (".tar", ".parquet", ".csv"):
             files = [entry.name for entry in entries if entry.name.endswith(suffix)]
-            if files:
-                parts = parts_of_files(path, files, suffix)
-                break
-        train = first_of(TRAIN, list(parts))
-        test = first_of(TEST, list(parts))
-        if train is not None:
-            return parts[train], parts[test] if test is not None else None
+            kinds.append(parts_of_files(path, files, suffix))
+        for parts in kinds:
+            train = first_of(TRAIN, list(parts))
+            test = first_of(TEST, list(parts))
+            if train is not None and test is not None:
+                return parts[train], parts[test]
+            # A folder that is called train and stands alone may be a class, of trains.
+            if train is not None and any(below.is_dir() for below in Path(parts[train]).glob("*")):
+                return parts[train], None
     # 2. Or the part that is named is one of two: train-*.tar beside test-*.tar, photos/train beside photos/val.
     for train in TRAIN:
         if train not in words_of(path.name):
@@ -261,7 +266,7 @@ def parts_of_files(folder: Path, files: Sequence[str], suffix: str) -> dict[str,
             pattern = f"*{word}*{suffix}"
             parts[word] = str(folder / pattern)
             rest |= {path.name for path in folder.glob(pattern)} - set(named)
-    is_apart = first_of(TRAIN, list(parts)) is not None
+    is_apart = first_of(TRAIN, list(parts)) is not None and first_of(TEST, list(parts)) is not None
     if is_apart and rest and suffix != ".csv":
         raise DataError(
             f"{folder}: {some(sorted(rest))} are of no part, beside others that are called train\n"

@@ -299,8 +299,20 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             "'z'",
         ),
         ("known", {"cifar-10-binary.tar.gz": b"x"}, 0, "50,000 images of 10 classes"),
+        (
+            "trains",
+            {f"{name}/{n}.jpg": grey for name in ("car", "train") for n in range(8)},
+            0,
+            "16 images of 2 classes",
+        ),
+        (
+            "notes",
+            {**{f"train/{name}": grey for name in several}, "val/a/1.jpg": grey, "x.csv": b"a,b"},
+            0,
+            "val: 1 images",
+        ),
         ("compressed", {"x.tar.gz": tar.getvalue()}, 65, "gzip -d"),
-        ("half", {"train-0.tar": b"", "more.tar": b""}, 65, "'more.tar' are of no part"),
+        ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' are of no part"),
     ]
     for name, files, code, message in cases:
         made(name, files)
