@@ -57,6 +57,7 @@ SHARE_OF_MEMORY = 0.8
 LARGE = 5_000_000  # images, from which on a set is treated as ImageNet-21k
 FOR_B = 1_000_000  # images, from which on ViT-B is worth its time
 MEASURED_S = 0.5  # how long a model is tried
+FLOPS_TRIED = 2e11  # of one pass, at the most
 PATCHES = 8  # of a side, at the least
 SMALL = 128  # px, below which a crop of 5 % of the area is a smudge
 # From the smallest: name, what differs from the table of sizes, and what AugReg's rows call it.
@@ -211,7 +212,7 @@ def held_out(train: FoundSet, test: FoundSet | None) -> int:
         return 0
     counts = sorted(train.class_counts.values())
     if train.images < 10 or counts[len(counts) // 2] < 2:
-        echo("held out: nothing, most classes have a single image: accuracy is not measured")
+        echo("held out: nothing, there are too few images of most classes: accuracy is not measured")
         return 0
     percent = 20
     if train.images >= 1000:
@@ -375,10 +376,12 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
 
 def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float:
     """Measure how many images this machine trains on in a second: forward and backward, and decoding."""
+    measured = model.vit if isinstance(model, MaskedConfig) else model
     device = torch.device("cpu")
     dtype = torch.float32
     clock = time.process_time
-    batch_size = 8
+    # Of a large model few images, which take a core some seconds.
+    batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(measured, 1))))
     if machine.gpus:
         device = torch.device("cuda")
         dtype = torch.bfloat16
@@ -386,7 +389,6 @@ def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float
         batch_size = 64
     # One thread and its CPU time: other programs that run now say nothing of how long the training will take.
     torch.set_num_threads(1)
-    measured = model.vit if isinstance(model, MaskedConfig) else model
     module = models.from_config(measured).to(device, dtype)
     images = torch.rand(batch_size, 3, *measured.image_size, device=device, dtype=dtype)
     began = clock()
