@@ -161,7 +161,8 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+Loss = Literal["sigmoid", "softmax"]  # the keys below
+LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
     "sigmoid": sigmoid_cross_entropy,  # ImageNet-21k and JFT (authors, vision_transformer issue 34)
     "softmax": softmax_cross_entropy,  # fine-tuning (paper, B.1.1)
 }

@@ -183,7 +183,7 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
     try:
         return models.load(path, **changes)
     except UNREADABLE as error:
-        raise DataError(f"cannot load {path}: {error}") from None
+        raise DataError(f"cannot load {path}: {str(error).removeprefix(f'{path} ')}") from None
 
 
 def class_names(path: str) -> tuple[str, ...]:

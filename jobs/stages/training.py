@@ -20,6 +20,7 @@ from data.index.index import Index, exclude
 from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
+from jobs.cluster_config import cores
 from jobs.resolved_recipe import (
     MEMORY,
     Available,
@@ -217,7 +218,24 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     cfg: TrainConfig = stage.config
     name = stage.name
     has_sets = bool(cfg.data.train or cfg.data.mixture)
-    require(has_sets, f"{name}.data.train is missing: a path, or @stage; or data.mixture")
+    require(
+        has_sets,
+        f"{name}.data.train is missing: the images to train on\n"
+        f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
+    )
+    cluster = there.campaign.cluster
+    require(
+        cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
+        f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
+        f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
+    )
+    if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
+        yield CheckResult(
+            "WARN",
+            name,
+            f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, each "
+            f"with the whole model in memory; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
+        )
     paths = []
     for path, _weight in cfg.data.sets().values():
         paths.append(path)
@@ -233,6 +251,9 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         index = there.index(path)
         if index is not None and index.samples == 0:
             raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+    if cfg.data.evaluate in paths:
+        text = f"{name}: data.evaluate is a set that is trained on: its accuracy says nothing of other images"
+        yield CheckResult("WARN", name, text)
     is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
     for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
         number = there.classes(path)
