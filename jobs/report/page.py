@@ -151,7 +151,7 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         drawn.append(chart)
     values["charts"] = drawn
     values["numbers"] = [row for row in numbers if row]
-    values["restarts"] = [f"attempt {number}: {start['text']}" for number, start in enumerate(stage.starts, 1)]
+    values["restarts"] = [f"attempt {start['attempt']}: {start['text']}" for start in stage.starts]
     values["left_out"] = [f"steps {first:,} to {last:,}" for first, last in stage.left_out]
     values["spikes"] = album.spikes(stage)
     # 2. Where the wall time went.

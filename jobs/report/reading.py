@@ -40,7 +40,7 @@ class Steps(NamedTuple):
     samples: np.ndarray  # seen when the step was done; those of left-out stretches are not counted
     loss: np.ndarray
     grad_norm: np.ndarray
-    attempt: np.ndarray  # from 1
+    attempt: np.ndarray  # its number in the run
     kept: np.ndarray  # bool
 
 
@@ -84,7 +84,7 @@ class Stage:
 
     @cached_property
     def reports(self) -> list[tuple[int, bool, Record]]:
-        """Return (attempt from 1, whether its last step went on, record) of every report of steps."""
+        """Return (attempt, whether its last step went on, record) of every report of steps."""
         kept_up_to = [math.inf] * len(self.starts)
         for number in reversed(range(len(self.starts) - 1)):
             kept_up_to[number] = min(kept_up_to[number + 1], self.starts[number + 1]["step"])
@@ -93,7 +93,7 @@ class Stage:
         for record in self.of_kind("train"):
             number = numbers.get(record["attempt"], 0)
             is_kept = not kept_up_to or record["step"] <= kept_up_to[number]
-            reports.append((number + 1, is_kept, record))
+            reports.append((record["attempt"], is_kept, record))
         return reports
 
     @cached_property
@@ -160,10 +160,10 @@ class Stage:
             # The clock has whole seconds: an attempt that began within the same second is a later one.
             happened = time.mktime(time.strptime(clock, "%Y-%m-%d %H:%M:%S"))
             consequence = "no attempt has trained since"
-            for number, start in enumerate(self.starts[1:], 2):
+            for start in self.starts[1:]:
                 if start["time"] >= happened:
                     after = duration(start["time"] - happened)
-                    consequence = f"attempt {number} went on {after} later with {start['world']} workers: "
+                    consequence = f"attempt {start['attempt']} went on {after} later with {start['world']} workers: "
                     consequence += start["text"]
                     break
             incidents.append(Incident(clock, first_line[20:], traceback.strip(), consequence))
