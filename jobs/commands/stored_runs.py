@@ -15,12 +15,11 @@ from data.errors import UsageError
 from data.files import MANIFEST, write_whole
 from data.storage import Folder, Storage
 from jobs.commands import status as status_command
-from jobs.ownership import OWNER_FILE
 from jobs.run.sync import fetch_small_files
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
-SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "task.json", "done.json", "metrics.jsonl")
+SMALL_FILES = ("status.json", "stage.json", "task.json", "done.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def status(url: str) -> None:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_whole(checkpoints.local / name / MANIFEST, content or b"")
-        status_command.status(store.local / stage, store.url)
+        status_command.status(store.local / stage, store)
 
 
 def refuse_as_weights(path: str, command: str) -> None:
