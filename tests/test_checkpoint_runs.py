@@ -660,17 +660,19 @@ def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_ch
             process.suspend()
 
     at_step(run, first, 12, freeze)
-    time.sleep(1.5)  # five periods: until then it may only be late
-    assert finish(run, patch="hasty_lease") == 0, said(run)
-    assert "no sign of life: taking the run over" in said(run)
-    # What workers of the first attempt leave in its own folder is theirs.
-    kept = {}
-    for path in run.rglob("*"):
-        if path.is_file() and "attempt-000001" not in path.parts:
-            kept[path] = path.read_bytes()
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            process.resume()
+    try:
+        time.sleep(1.5)  # five periods: until then it may only be late
+        assert finish(run, patch="hasty_lease") == 0, said(run)
+        assert "no sign of life: taking the run over" in said(run)
+        # What workers of the first attempt leave in its own folder is theirs.
+        kept = {}
+        for path in run.rglob("*"):
+            if path.is_file() and "attempt-000001" not in path.parts:
+                kept[path] = path.read_bytes()
+    finally:
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
     first.join(60)
     assert first.exitcode == 73 and f"{run} was taken over by process" in said(run), said(run)
     changed = [path.name for path, content in kept.items() if path.read_bytes() != content]
