@@ -134,6 +134,7 @@ class Lease:
         }
         self.size_bytes = 0  # of the file, once it has been written
         self.taken_s = 0.0  # when the storage took the last renewal, by `clock`
+        self.lost: RunOwned | None = None  # once another command is seen to own the run
         self.awake_s = clock()  # when this process was last seen to run
         self.has_ended = threading.Event()
         self.thread = threading.Thread(target=self.keep, name="lease", daemon=True)
@@ -148,6 +149,8 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.has_ended.set()
         self.thread.join()
+        if self.lost is not None:
+            return
         try:
             self.renew(is_released=True)
         except (PatchlineError, OSError) as error:
@@ -185,16 +188,19 @@ class Lease:
         """
         seen = newest_lease(self.storage)
         if seen is not None and seen.number > self.number:
-            raise owned_by(self.storage, seen)
+            self.lost = owned_by(self.storage, seen)
+            raise self.lost
         if seen is not None and seen.is_asked_to_stop:
             self.storage.delete([STOP.format(self.number)])
             os.kill(os.getpid(), signal.SIGTERM)  # it is heard as any stop is
 
     def confirm(self) -> None:
-        """Raise RunOwned where this process did not run for a while, and another has taken the run over meanwhile.
+        """Raise RunOwned where another command is known to have taken the run over.
 
-        It costs nothing where this is called again and again: only after a gap the storage is asked.
+        The storage is asked only where this process did not run for a while: called again and again, it costs nothing.
         """
+        if self.lost is not None:
+            raise self.lost
         now = clock()
         gap_s = now - self.awake_s
         self.awake_s = now
@@ -237,7 +243,7 @@ class Lease:
                 self.renew()
             except RunOwned as error:
                 self.log(f"taken over, nothing of this command is committed any more: {error}")
-                # Else a restart would claim the next attempt, and end the new owner's saves. It is heard as a stop is.
+                # The main thread may be at work for long, or wait: a signal reaches it (jobs/run/session.py).
                 if not self.has_ended.is_set():
                     os.kill(os.getpid(), signal.SIGTERM)
                 return

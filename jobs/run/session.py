@@ -94,7 +94,7 @@ class Session:
         `put_files` puts what has changed into the run's store; it raises RunOwned where the run is ours no more.
         """
         log = self.log
-        stopper = Stopper(log)
+        stopper = Stopper(log, self.lease)
         # Once more: of a run in a store, the files of the last owner are here only now.
         self.campaign = with_new_evaluations(resolve_sweep(self.campaign))
         stages = stages_of(self.campaign, only)
@@ -204,10 +204,14 @@ class Session:
 
 
 class Stopper:
-    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once."""
+    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once.
 
-    def __init__(self, log: Callable[[str], None]) -> None:
+    A run that another command has taken over ends without a commit, with RunOwned.
+    """
+
+    def __init__(self, log: Callable[[str], None], lease: Lease) -> None:
         self.received: int | None = None  # the first signal
+        self.lease = lease
         self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
         self.log = log
         signal.signal(signal.SIGTERM, self.handle)
@@ -223,7 +227,7 @@ class Stopper:
         return self.received is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the request; raise Preempted where the driver itself works.
+        """Remember the request; raise Preempted where the driver itself works, RunOwned where the run is lost.
 
         Raises KeyboardInterrupt at a second SIGINT.
         """
@@ -233,6 +237,11 @@ class Stopper:
         if self.received is not None:
             return
         self.received = number
+        # The lease's own signal: nothing is committed or written any more (`Session.poll`).
+        if self.lease.lost is not None:
+            if self.works_here:
+                raise self.lease.lost
+            return
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")
