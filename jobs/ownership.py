@@ -22,6 +22,7 @@ workers would still commit is refused by the number of their attempt: a commit r
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -125,7 +126,7 @@ class Lease:
             "start": start_of(os.getpid()),
             "job": this_job(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": " ".join(sys.argv),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),  # as it was typed: sys.argv has lost the `-m jobs`
             "period_s": PERIOD_S,
             "renewals": 0,
             "renewed": "",

@@ -690,5 +690,6 @@ def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
     assert first.exitcode == 75, said(run)
     out = capsys.readouterr().out
     assert f"asked process {first.pid} on " in out and "it has ended; see how: python -m jobs status " in out
-    assert main(["status", str(run)]) == 0
-    assert "(exit 75, " in capsys.readouterr().out
+    assert main(["stop", str(run)]) == 0 and main(["status", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"nothing to stop: process {first.pid} on " in out and "(exit 75, " in out

@@ -113,10 +113,12 @@ def stop(run: Run, _debug: Debug = False) -> None:
     state, seen = judge(storage, echo)
     # Ray tells a driver of its own by a signal, and knows of those that wait for a place, which hold no lease yet.
     is_rays = seen is None or seen.record is None or seen.record["job"].startswith(RAY_JOB)
-    if seen is not None and state == "held" and not is_rays:
+    if seen is None or is_rays:
+        submission.stop(name)
+    elif state == "held":
         stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
     else:
-        submission.stop(name)
+        echo(f"nothing to stop: {seen.holder} has ended; see how: python -m jobs status {name}")
 
 
 @commands.command("list")
