@@ -20,6 +20,7 @@ workers would still commit is refused by the number of their attempt: a commit r
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -305,7 +306,7 @@ def judge(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[St
             return "free" if now.is_released else "held", now
         if time.monotonic() > log_at:
             log(f"waiting for a sign of life of {seen.holder}, for {wait_s:.0f} s")
-            log_at = deadline
+            log_at = math.inf
     return "lost", seen
 
 
