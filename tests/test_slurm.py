@@ -15,6 +15,7 @@ import pytest
 from tests import hosts
 from tests.hosts import ROOT, Network
 from tests.ray_hosts import PATIENCE
+from tests.test_jobs.run.test_sync import BUCKET, CREDENTIALS, recipe_on
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 LACK = ", ".join(program for program in PROGRAMS if shutil.which(program) is None)
@@ -49,26 +50,6 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CGROUP_CONF = """
 CgroupPlugin=cgroup/v1
 CgroupMountpoint=/tmp/cgroup
-"""
-
-
-BUCKET_RECIPE = """
-cluster: {{workers: 2}}
-pretrain:
-  data: {{train: {sets}/train, augment: {{min_area: 0.7, flip: false}}}}
-  model: {{name: mu/8, image_size: 16, classes: 10}}
-  loss: softmax
-  steps: 1000000
-  batch_size: 16
-  micro_batch: 4
-  precision: fp32
-  log_every: 50
-  save_every: 50
-"""
-CREDENTIALS = """
-mkdir -p ~/.aws
-printf '[default]\\nregion = us-east-1\\nendpoint_url = http://store:5000\\n' >~/.aws/config
-printf '[default]\\naws_access_key_id = key\\naws_secret_access_key = very-secret\\n' >~/.aws/credentials
 """
 
 
@@ -164,13 +145,14 @@ def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_t
     with (shared / "store.log").open("w") as log:
         network.boot("store").start("python -m moto.server -H 0.0.0.0 -p 5000", log)
     recipe = shared / "bucket.yaml"
-    recipe.write_text(BUCKET_RECIPE.format(sets=shared / "sets"))
+    recipe.write_text(recipe_on(shared / "sets"))
     slurm(network, f"python -m jobs pack digits - {shared}/sets/train --shard-samples 100")
     slurm(network, CREDENTIALS)
     wait_for(network, f"cat {shared}/store.log", "Running on", 60)
-    slurm(network, """python -c "import boto3; boto3.client('s3').create_bucket(Bucket='images')" """)
+    slurm(network, f'python -c "{BUCKET}"')
 
-    words = f"{recipe} run=s3://images/runs/limit cluster.scratch=/tmp/scratch"
+    words = f"{recipe} run=s3://images/runs/limit cluster.scratch=/tmp/scratch cluster.backend=ray"
+    words += " pretrain.steps=1000000 pretrain.log_every=50 pretrain.save_every=50"
     job = submit(network, "--time=4 --signal=B:USR1@120", words)
     wait_for_log(shared, job, "checkpoint step 50 committed", 300)
     told = slurm(network, "python -m jobs status s3://images/runs/limit")

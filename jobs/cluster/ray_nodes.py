@@ -212,15 +212,15 @@ class RayNodes:
         ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
         for group, row in placement_group_table().items():
             if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
-                wanted: Counter[str] = Counter()
+                requested: Counter[str] = Counter()
                 for bundle in row["bundles"].values():
-                    wanted.update(bundle)
+                    requested.update(bundle)
                     if room_for(dict.fromkeys(bundle, 1), total) < 1:
-                        wanted["more than any node has"] += 1
+                        requested["more than any node has"] += 1
                 there: Counter[str] = Counter()
                 for resources in total.values():
                     there.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
-                if wanted <= there:
+                if requested <= there:
                     return True
         return False
 

@@ -129,7 +129,7 @@ def supervise(
             if made_progress:
                 sizes.has_committed(world, {link.agent.node_id for link in group.links})
             # The workers have ended because a node gave notice or there is room for more of them, and only so.
-            was_asked = growth.wanted is not None or bool(group.drain_events)
+            was_asked = growth.target is not None or bool(group.drain_events)
             if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
                 move(attempt, nodes, sizes)
                 continue
@@ -188,12 +188,12 @@ class Attempt:
                     f"worker {rank} on {group.node_names[rank]} is slow: "
                     f"the others waited for it alone in {share:.0%} of the looks"
                 )
-        if self.growth.wanted is None and self.growth.is_due():
-            room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
+        if self.growth.target is None and self.growth.is_due():
+            room = f"room for {self.growth.target} workers, now {self.watch.world}"
             context.log(f"{room}: committing the step, to go on with more")
 
         # Asked again and again, because the attempt may have just begun.
-        if group.drain_events or self.growth.wanted is not None or context.stop_requested():
+        if group.drain_events or self.growth.target is not None or context.stop_requested():
             # A worker that has not even started has nothing to commit, and to place it may take minutes.
             if not group.request_stop():
                 end_if_asked(context)
@@ -245,11 +245,11 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
     Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
     """
     context = attempt.context
-    wanted = attempt.growth.wanted
+    target = attempt.growth.target
     drain_events = attempt.group.drain_events
-    if wanted is not None and not drain_events:
-        sizes.grows(wanted)
-        context.log(f"growing from {attempt.watch.world} to {wanted} workers, from {restart_point(context)}")
+    if target is not None and not drain_events:
+        sizes.grows(target)
+        context.log(f"growing from {attempt.watch.world} to {target} workers, from {restart_point(context)}")
         return
     leaving = {}
     for event in drain_events.values():

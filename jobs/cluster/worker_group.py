@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import PatchlineError
-from jobs.cluster.agent import NodeOrder, NodeReport, WorkerState
+from jobs.cluster.agent import NodeReport, StartRequest, WorkerState
 from jobs.cluster.failure import Evidence, WorkerGroupError, has_lost_a_peer
 from jobs.cluster.node_files import Mark, begin_as_driver, take_over
 from jobs.cluster.nodes import NodeAgent
@@ -153,10 +153,10 @@ class WorkerGroup:
         try:
             # 1. Tell the agents which workers to start.
             deadline = time.monotonic() + self.cluster.start_timeout_s
-            orders = self._orders(pickle.dumps((function, task)), deadline, on_tick)
+            requests = self._start_requests(pickle.dumps((function, task)), deadline, on_tick)
             calls = []
-            for link, order in zip(self.links, orders, strict=True):
-                calls.append((link, link.agent.call("start", order)))
+            for link, request in zip(self.links, requests, strict=True):
+                calls.append((link, link.agent.call("start", request)))
             for link, is_own in zip(self.links, self._answers(calls, deadline, on_tick), strict=True):
                 link.has_own_folder = is_own
 
@@ -204,7 +204,7 @@ class WorkerGroup:
         assert record is not None
         return record["value"]
 
-    def _orders(self, call: bytes, deadline: float, on_tick: Callable[[], None]) -> list[NodeOrder]:
+    def _start_requests(self, payload: bytes, deadline: float, on_tick: Callable[[], None]) -> list[StartRequest]:
         """Give every agent the ranks of its node, and return what each is told, in the order of `links`."""
         agents = self.nodes.agents(self.cluster.world)
         ranks = iter(range(self.cluster.world))
@@ -251,10 +251,10 @@ class WorkerGroup:
             # torchrun's word for a store that somebody else serves; without it rank 0 opens one of its own.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        orders = []
+        requests = []
         for link in self.links:
-            orders.append(NodeOrder(link.ranks, call, self.folder, variables, token, told, earlier))
-        return orders
+            requests.append(StartRequest(link.ranks, payload, self.folder, variables, token, told, earlier))
+        return requests
 
     def _answers(
         self, calls: Sequence[tuple[AgentLink, "Future[Any]"]], deadline: float, on_tick: Callable[[], None]

@@ -371,13 +371,13 @@ class ReportChecks:
             if free is not None and (least is None or free < least):
                 least = free
                 node = place["identity"]["node"]
-        wanted = SHM
+        expected = SHM
         if self.requirements.gpus_per_worker:
-            wanted = SHM_WITH_GPUS
+            expected = SHM_WITH_GPUS
         if least is None:
             self.add("WARN", "/dev/shm", "not there, so not measured")
-        elif least < wanted:
-            text = f"{memory_text(least)} free on {node}, expected {memory_text(wanted)}"
+        elif least < expected:
+            text = f"{memory_text(least)} free on {node}, expected {memory_text(expected)}"
             remedy = "a container: --shm-size=8g, or a volume of medium Memory at /dev/shm"
             self.add("WARN", "/dev/shm", text, remedy)
         else:

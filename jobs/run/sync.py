@@ -41,7 +41,7 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
     That function raises RunOwned where another command has taken the run over, for which alone it looks where the run
     is in a folder. Raises StorageError.
     """
-    if not isinstance(storage, Bucket):
+    if storage.is_shared:
         yield lease.check
         return
     # 1. The folder holds the run's files. Those of the command that held the run last are here where it worked here.
@@ -77,7 +77,7 @@ def looked_at(storage: Storage) -> Iterator[Path]:
     That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
     temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
     """
-    if not isinstance(storage, Bucket):
+    if storage.is_shared:
         yield storage.local
         return
     # The newest command works here, or did so.

@@ -198,11 +198,9 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
-    order = worker.WorkerOrder(
-        info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True
-    )
+    spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker._prepare(order)
+        worker._prepare(spec)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
 
 
