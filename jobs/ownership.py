@@ -239,19 +239,23 @@ class Lease:
 
     def keep(self) -> None:
         """Renew the lease again and again, until the command ends or another one has taken the run over."""
+        has_failed = False
         while not self.has_ended.wait(PERIOD_S):
             try:
                 self.check()
                 self.renew()
+                has_failed = False
             except RunOwned as error:
                 self.log(f"taken over, nothing of this command is committed any more: {error}")
                 # The main thread may be at work for long, or wait: a signal reaches it (jobs/run/session.py).
                 if not self.has_ended.is_set():
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
-            except (PatchlineError, OSError) as error:
-                # Say so, and go on. The workers' saves have a patience of their own.
-                self.log(f"the lease of {self.storage.address()} is not renewed: {error}")
+            # Whatever it is, the next renewal may succeed. The workers' saves have a patience of their own.
+            except Exception as error:
+                if not has_failed:
+                    self.log(f"the lease of {self.storage.address()} is not renewed: {error}")
+                has_failed = True
 
 
 # ------------------------------------------------------------------------ what others see
