@@ -99,7 +99,7 @@ def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
     assert state == "lost" and seen is not None and "torn or altered" in seen.holder
 
 
-def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_lease(tmp_path, monkeypatch) -> None:
+def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
     said: list[str] = []
     signals: list[int] = []
     former = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
@@ -109,20 +109,26 @@ def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_
             assert Folder(tmp_path / "run").create_once("leases/000002.json", new)
             lost.thread.join(10)
             assert "taken over, nothing of this command is committed any more" in said[-1]
-            for refused in (lost.check, lost.check_at_end):
+            for refused in (lost.check, lost.check_at_end, lost.confirm):
                 with pytest.raises(RunOwned, match=f"run is owned by process {os.getpid()} on"):
                     refused()
-            # Only where this process did not run for a while is the storage asked.
-            monkeypatch.setattr(lost, "check", lambda: said.append("asked"))
-            lost.confirm()
-            lost.confirm()
-            lost.awake_s -= 2 * PERIOD_S
-            lost.confirm()
-            assert said.count("asked") <= 2 and said[-1] == "asked"
         assert (tmp_path / "run" / "leases" / "000002.json").read_bytes() == new
     finally:
         signal.signal(signal.SIGTERM, former)
     assert signals == [signal.SIGTERM]
+
+
+def test_a_holder_asks_the_storage_only_after_it_did_not_run_for_a_while(tmp_path, monkeypatch) -> None:
+    lease = Lease(Folder(tmp_path / "run"), print)
+    lease.take()
+    asked: list[float] = []
+    monkeypatch.setattr(lease, "check", lambda: asked.append(ownership.clock()))
+    monkeypatch.setattr(ownership, "clock", lambda: now)
+    now = lease.awake_s
+    for gap, expected in ((0.9, 0), (0.9, 0), (1.1, 1), (0.5, 1), (100.0, 2)):
+        now += gap * PERIOD_S
+        lease.confirm()
+        assert len(asked) == expected, gap
 
 
 def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> None:
