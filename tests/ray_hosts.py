@@ -13,7 +13,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -154,13 +154,14 @@ class SupervisedHosts(RayHosts):
             self.network.boot(name)
             self._start_nodes([name])
 
-    def _start_nodes(self, names: list[str]) -> None:
+    def _start_nodes(self, names: list[str], **environment: str) -> None:
         for name in names:
             if name == self.names[0]:
-                self._start_unit(name, "patchline-head.service")
-                self.driver = self._start_unit(name, f"patchline-driver@{self.recipe.stem}.service")
+                self._start_unit(name, "patchline-head.service", environment)
+                driver = f"patchline-driver@{self.recipe.stem}.service"
+                self.driver = self._start_unit(name, driver, environment)
             else:
-                self._start_unit(name, "patchline-node.service")
+                self._start_unit(name, "patchline-node.service", environment)
 
     def stop_driver(self) -> None:
         """Tell the driver's unit to stop, as `systemctl stop` does; the process here has only entered the host."""
@@ -168,13 +169,13 @@ class SupervisedHosts(RayHosts):
         for process in psutil.Process(self.driver.pid).children():
             process.terminate()
 
-    def _start_unit(self, host: str, unit: str) -> subprocess.Popen[bytes]:
+    def _start_unit(self, host: str, unit: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         head = self.names[0]
         words = [f"HEAD={head}", f"RAY_ADDRESS={head}:6379", f"RECIPES={self.recipe.parent}", "RAY_AUTH_MODE=token"]
         words += [f"RAY_AUTH_TOKEN_PATH={self.token}", "RAY_health_check_failure_threshold=2"]
         command = ["python", "-m", "tests.supervisor", unit, *words]
         with (self.network.shared / f"{host}-{unit.partition('@')[0].removesuffix('.service')}.log").open("a") as log:
-            return self.network[host].start(command, log, OMP_NUM_THREADS="1", **PATIENCE)
+            return self.network[host].start(command, log, OMP_NUM_THREADS="1", **PATIENCE, **environment)
 
 
 class Driver:
