@@ -36,7 +36,7 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
     URL. Raises UsageError where there is no run, StorageError.
     """
     # 1. The stages. A stage's folder has a stage.json from its very start.
-    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
+    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=artifacts.started_s)
     if (run / "stage.json").exists():
         folders = [run]
         run = run.parent
@@ -74,17 +74,6 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
         if store is not None:
             line = line.replace(str(run), store.url)
         echo(line)
-
-
-def started_s(folder: Path) -> float:
-    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
-    record_path = folder / "stage.json"
-    # A record that has changed is named where the stage's line is made.
-    with suppress(DataError):
-        started = artifacts.read_record(record_path).get("started")
-        if started is not None:
-            return started
-    return record_path.stat().st_mtime
 
 
 def owner(storage: Storage, started: str, command: str) -> tuple[str, bool]:
