@@ -165,7 +165,7 @@ def main() -> int:
     # The recipe of the driver's unit says all.
     whole = read_recipe(recipe, [f"run={run}", "cluster.backend=ray", *OVERRIDES, f"pretrain.steps={ENDLESS}"])
     unit_recipe = shared / "soak.yaml"
-    unit_recipe.write_text(OmegaConf.to_yaml(whole))
+    unit_recipe.write_text(OmegaConf.to_yaml(whole.values))
     print(f"cluster-soak: {words.minutes:g} minutes, seed {words.seed}, in {shared}", flush=True)
     with SupervisedHosts(shared, NAMES, unit_recipe) as cluster:
         soak = Soak(cluster, run, random.Random(words.seed))
