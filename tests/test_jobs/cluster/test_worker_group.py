@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -29,8 +29,8 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
-from jobs.cluster import agent, embedded, fork_server, worker
-from jobs.cluster.agent import WorkerState
+from jobs.cluster import agent, embedded, fork_server, worker, worker_group
+from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import NodeAgent
@@ -276,6 +276,138 @@ def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> Non
     left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
     left(group, 1)
     assert group.evidence().first_failure().exit_code == 75
+
+
+def test_workers_that_have_ended_without_a_word_are_a_failure_unless_all_have_returned(tmp_path) -> None:
+    group = group_of(tmp_path, 3)
+    for rank in range(3):
+        assert str(group.evidence().first_failure()) == "the worker group: ended without a word"
+        left(group, rank, ended=1.0, value={})
+    assert group.evidence().first_failure() is None
+
+
+@pytest.mark.parametrize("characters", [0, 9_999, 10_000, 25_000])
+def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
+    group = group_of(tmp_path, 2)
+    text = "".join(str(number % 10) for number in range(characters))
+    worker.worker_file(tmp_path, 1, ".log").write_text(text)
+    assert group.evidence().silent_failure(1, "killed").traceback == text[max(0, characters - 10_000) :]
+    assert group.evidence().silent_failure(0, "killed").traceback == ""
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "lost_peer", "loss"),
+    [(14.5, False, ""), (15.5, False, "gone"), (1.5, True, ""), (2.5, True, "gone"), (15.5, True, "gone")],
+)
+def test_a_silent_agent_is_asked_for_at_its_node_after_a_while(
+    silent_s, lost_peer, loss, tmp_path, monkeypatch
+) -> None:
+    group = group_of(tmp_path, 2)
+    group.nodes = SimpleNamespace(loss_of=lambda agent, error: "gone")  # type: ignore[assignment]
+    if lost_peer:
+        left(group, 0, **PEER_LOST)
+    group.links[1].answer = Future()
+    group.links[1].asked = 100.0
+    monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: 100.0 + silent_s))
+    group.poll(0.0)
+    assert [link.loss for link in group.links] == ["", loss]
+
+
+class Agents:
+    """Nodes n0, n1, … of one worker each, whose agents answer what a test says; some are drained."""
+
+    own_node = "own"
+
+    def __init__(self, world: int, answers: dict[str, Any], drained: set[str]) -> None:
+        self.world = world
+        self.answers = {"listen": 4711, "start": False, "end": None, "stop": True, **answers}
+        self.drained = drained
+        self.asked: list[tuple[str, str]] = []
+
+    def agents(self, world: int) -> list[NodeAgent]:
+        nodes = []
+        for number in range(self.world):
+
+            def call(method: str, *arguments: Any, number: int = number) -> "Future[Any]":
+                self.asked.append((f"n{number}", method))
+                answer: Future[Any] = Future()
+                value = self.answers[method]
+                if callable(value):
+                    value = value(number)
+                if isinstance(value, Exception):
+                    answer.set_exception(value)
+                elif value is not ...:
+                    answer.set_result(value)
+                return answer
+
+            nodes.append(NodeAgent(f"n{number}", f"id{number}", f"10.0.0.{number}", 1, call))
+        return nodes
+
+    def draining(self) -> set[str]:
+        return self.drained
+
+    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("drained", "told_to_go", "events"),
+    [
+        (set(), [], {}),
+        ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
+        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is drained")}),
+        (
+            {"id0", "own"},
+            [],
+            {0: ("n0", "id0", "its node is drained"), None: (os.uname().nodename, "own", "its node is drained")},
+        ),
+        ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
+    ],
+)
+def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
+    drained, told_to_go, events, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(worker_group, "DRAIN_POLL_S", 0.01)
+    began = time.monotonic()
+
+    def report(number: int) -> NodeReport:
+        record: Any = {"rank": number, "started": 0.0}
+        if number != 0 or time.monotonic() > began + 0.2:
+            record |= {"ended": 1.0, "value": f"of {number}"}
+        told = [number] if number in told_to_go else []
+        return NodeReport(1, [WorkerState(number, pid=7, record=record)], told)
+
+    nodes: Any = Agents(3, {"poll": report}, drained)
+    group = WorkerGroup(nodes, ClusterConfig(workers=3), tmp_path)
+    daemons: list[bool] = []
+
+    def look() -> None:
+        daemons.extend(thread.daemon for thread in threading.enumerate() if thread.name == "draining")
+
+    assert group.run(worker_functions.add_ranks, {}, look) == "of 0"
+    noted = {rank: (event.node, event.node_id, event.why) for rank, event in group.drain_events.items()}
+    assert noted == events and all(event.rank == rank for rank, event in group.drain_events.items())
+    # A head that never answers must not keep the driver from ending.
+    assert daemons and all(daemons)
+    assert nodes.asked[:4] == [("n0", "listen"), ("n0", "start"), ("n1", "start"), ("n2", "start")]
+    assert nodes.asked[-3:] == [("n0", "end"), ("n1", "end"), ("n2", "end")]
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "error", "message"),
+    [
+        ("listen", ClusterError("no room"), ClusterError, "^no room$"),
+        ("start", ClusterError("no room"), ClusterError, "^no room$"),
+        ("start", ValueError("broken"), WorkerGroupError, "worker 0 on n0: its agent failed: broken"),
+        ("listen", ..., WorkerGroupError, "worker 0 on n0: no agent has started there in 2 s"),
+    ],
+)
+def test_an_agent_that_cannot_start_its_workers_ends_the_attempt(method, answer, error, message, tmp_path) -> None:
+    nodes: Any = Agents(2, {method: answer}, set())
+    group = WorkerGroup(nodes, ClusterConfig(workers=2, start_timeout_s=1.5), tmp_path)
+    with pytest.raises(error, match=message):
+        group.run(worker_functions.add_ranks, {})
+    assert nodes.asked[-2:] == [("n0", "end"), ("n1", "end")]
 
 
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
