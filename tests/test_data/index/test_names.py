@@ -1,0 +1,99 @@
+"""Class ids and names at their borders: what is kept, what a source's numbering becomes, and how names are shown."""
+
+import pytest
+
+from data.errors import DataError
+from data.index.names import MOST_SHOWN, NoLabel, Numbering, kept_ids, parse_labels, some
+
+pytestmark = pytest.mark.quick
+
+CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in ImageNet
+
+
+@pytest.mark.parametrize(
+    ("names", "keep", "classes", "expected"),
+    [
+        (CRANES, None, None, None),
+        (CRANES, ["crane"], None, [0, 2]),
+        (CRANES, [3, "gull"], None, [1, 3]),
+        (CRANES, [0], None, [0]),
+        ((), [6, 0], 7, [0, 6]),
+        ((), [6], None, [6]),  # nobody knows how many classes there are
+        ((), [7], 7, r"^s: keep has class 7, and there are 7 classes \(0 … 6\)$"),
+        ((), [-1], 7, r"^s: keep has class -1, and there are 7 classes \(0 … 6\)$"),
+        (CRANES, [4], None, r"^s: keep has class 4, and there are 4 classes \(0 … 3\)$"),
+        (
+            CRANES,
+            ["stork"],
+            None,
+            "^s: keep has 'stork', no class of this source\n  expected some of its 4 classes: 'cra",
+        ),
+        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  nobody knows its class names"),
+    ],
+)
+def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            kept_ids(names, keep, "s", classes)
+    else:
+        assert kept_ids(names, keep, "s", classes) == expected
+
+
+@pytest.mark.parametrize(
+    ("numbering", "labels", "expected"),
+    [
+        (Numbering(), [7, 7], (7, 7)),
+        (Numbering(known=5), [4, 0], (4, 0)),
+        (Numbering(known=5), [], ()),
+        (Numbering(known=5), [5], "label 5, and there are 5 class names\n  expected labels from 0 to 4"),
+        (Numbering(known=8), [2, 9, 3], "label 9, and there are 8 class names\n  expected labels from 0 to 7"),
+        (Numbering(ids={1: 0, 2: 0, 4: 3}), [1, 2, 3, 4], (0, 3)),  # two classes become one, one is left out
+        (Numbering(ids={1: 0}), [2], ()),
+    ],
+)
+def test_labels_are_numbered_anew_and_refused_beyond_the_names(numbering, labels, expected) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            numbering.labels(labels, "key")
+    else:
+        assert numbering.labels(labels, "key") == expected
+
+
+@pytest.mark.parametrize("length", [1, 79, 80, 81, 300])
+def test_long_names_are_cut_and_many_are_counted(length: int) -> None:
+    shown = f"'{'x' * min(length, 80)}'"
+    assert some(["x" * length]) == shown
+    assert some(["x" * length] * MOST_SHOWN) == ", ".join([shown] * MOST_SHOWN)
+    assert some(["x" * length] * (MOST_SHOWN + 1)) == f"{', '.join([shown] * MOST_SHOWN)}, … ({MOST_SHOWN + 1} in all)"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"7", (7,)),
+        (b" 3 17\n", (3, 17)),
+        (b"3,17", (3, 17)),
+        (b"[3, 17]", (3, 17)),
+        (b'{"labels": [3, "17"]}', (3, 17)),
+        (b'{"label": 0}', (0,)),
+        (b'{"cls": "gull"}', (1,)),
+        (b"owl, snowy", (3,)),
+        (b"0", (0,)),
+        (b"", None),
+        (b"[]", None),
+        (b"-1", None),
+        (b"3.0", None),
+        (b"[true]", None),
+        (b"[3, -1]", None),
+        (b'{"other": 3}', None),
+        (b"[3", None),
+        (b"[" * 100_000, None),
+    ],
+)
+def test_labels_are_whole_numbers_or_known_names(raw, expected) -> None:
+    ids = {"gull": 1, "owl, snowy": 3}
+    if expected is None:
+        with pytest.raises(NoLabel):
+            parse_labels(raw, ids)
+    else:
+        assert parse_labels(raw, ids) == expected
