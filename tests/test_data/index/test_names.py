@@ -3,7 +3,7 @@
 import pytest
 
 from data.errors import DataError
-from data.index.names import MOST_SHOWN, NoLabel, Numbering, kept_ids, parse_labels, some
+from data.index.names import MOST_SHOWN, Numbering, kept_ids, some
 
 pytestmark = pytest.mark.quick
 
@@ -65,35 +65,3 @@ def test_long_names_are_cut_and_many_are_counted(length: int) -> None:
     assert some(["x" * length]) == shown
     assert some(["x" * length] * MOST_SHOWN) == ", ".join([shown] * MOST_SHOWN)
     assert some(["x" * length] * (MOST_SHOWN + 1)) == f"{', '.join([shown] * MOST_SHOWN)}, … ({MOST_SHOWN + 1} in all)"
-
-
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (b"7", (7,)),
-        (b" 3 17\n", (3, 17)),
-        (b"3,17", (3, 17)),
-        (b"[3, 17]", (3, 17)),
-        (b'{"labels": [3, "17"]}', (3, 17)),
-        (b'{"label": 0}', (0,)),
-        (b'{"cls": "gull"}', (1,)),
-        (b"owl, snowy", (3,)),
-        (b"0", (0,)),
-        (b"", None),
-        (b"[]", None),
-        (b"-1", None),
-        (b"3.0", None),
-        (b"[true]", None),
-        (b"[3, -1]", None),
-        (b'{"other": 3}', None),
-        (b"[3", None),
-        (b"[" * 100_000, None),
-    ],
-)
-def test_labels_are_whole_numbers_or_known_names(raw, expected) -> None:
-    ids = {"gull": 1, "owl, snowy": 3}
-    if expected is None:
-        with pytest.raises(NoLabel):
-            parse_labels(raw, ids)
-    else:
-        assert parse_labels(raw, ids) == expected
