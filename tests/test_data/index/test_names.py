@@ -3,7 +3,7 @@
 import pytest
 
 from data.errors import DataError
-from data.index.names import MOST_SHOWN, Numbering, kept_ids, some
+from data.index.names import MOST_SHOWN, Numbering, kept_ids, read_class_list, some
 
 pytestmark = pytest.mark.quick
 
@@ -65,3 +65,35 @@ def test_long_names_are_cut_and_many_are_counted(length: int) -> None:
     assert some(["x" * length]) == shown
     assert some(["x" * length] * MOST_SHOWN) == ", ".join([shown] * MOST_SHOWN)
     assert some(["x" * length] * (MOST_SHOWN + 1)) == f"{', '.join([shown] * MOST_SHOWN)}, … ({MOST_SHOWN + 1} in all)"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("n.txt", "crane\n gull \n\n", ("crane", "gull")),
+        ("n.txt", "", "it names no classes"),
+        ("n.txt", "crane\n\ngull", "class 1 has no name"),
+        ("n.jsonl", '"crane"\n{"name": "gull"}\n', ("crane", "gull")),
+        ("n.jsonl", "7", "class 0 has no name"),
+        ("n.json", '["crane", "gull"]', ("crane", "gull")),
+        ("n.json", '{"1": "gull", "0": "crane"}', ("crane", "gull")),
+        ("n.json", '{"names": ["crane"], "other": 3}', ("crane",)),
+        ("n.json", '{"id2label": {"0": "crane"}}', ("crane",)),
+        ("n.json", '{"label_names": ["owl"]}', ("owl",)),
+        ("n.json", "[]", "it names no classes"),
+        ("n.json", "{}", "it names no classes"),
+        ("n.json", "7", "it names no classes"),
+        ("n.json", '"crane"', "it names no classes"),
+        ("n.json", '["crane", ""]', "class 1 has no name"),
+        ("n.json", '{"1": "gull"}', "class 0 has no name"),
+        ("n.json", "[3", "n.json: "),
+    ],
+)
+def test_a_class_list_is_read_in_every_form(file, text, expected, tmp_path) -> None:
+    path = tmp_path / file
+    path.write_text(text)
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            read_class_list(path)
+    else:
+        assert read_class_list(path) == expected

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -382,6 +383,26 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
     shard = shard_of(b"x")
     with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
         Cache(CacheConfig(str(tmp_path)), lambda: True).path("s3://b/x.tar", shard)
+
+
+def test_another_s_download_is_told_of_whenever_it_has_grown(tmp_path, monkeypatch):
+    shard = shard_of(b"x")
+    part = tmp_path / f"{shard.sha256}.part"
+    sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # of the file, look after look
+    looks = []
+    told = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if sizes[len(looks) - 1] is not None:
+            part.write_bytes(bytes(sizes[len(looks) - 1]))
+
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=sleep))
+    cache = Cache(CacheConfig(str(tmp_path)), lambda: len(looks) == len(sizes))
+    cache.progress = lambda: told.append(part.stat().st_size)
+    with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
+        cache.path("s3://b/x.tar", shard)
+    assert told == [0, 5, 9]
 
 
 @pytest.mark.parametrize("options", [{"limit_bytes": 0}, {"ahead": -1}, {"backoff_s": -0.1}, {"attempts": True}])
