@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -21,7 +22,7 @@ from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from models import Preprocessing
-from pipeline.evaluation import document
+from pipeline.evaluation import document, features
 from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.intervals import over_draws
 from pipeline.evaluation.probes import FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
@@ -272,6 +273,28 @@ def test_what_rank_0_has_is_the_same_to_the_bit_at_any_world(with_a_bad_one: Ind
         assert torch.equal(store.features(store.rows), alone.features(alone.rows))
         assert np.array_equal(store.predictions, alone.predictions)
     assert not list(tmp_path.iterdir()), "the file has no name: nothing is left behind"
+
+
+def test_rank_0_receives_what_each_of_the_others_sends(
+    with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten batches for three ranks: the last rank has two of padding. Those that send keep nothing."""
+    alone = collected(with_a_bad_one, 1, tmp_path)
+    torch.manual_seed(0)
+    model = Sums()
+    sent: dict[int, deque[torch.Tensor]] = {1: deque(), 2: deque()}
+    for rank in (1, 2, 0):
+        group = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 3)
+        group.send = lambda tensor, to, rank=rank: sent[rank].append(tensor.clone())
+        group.recv = lambda tensor, source: tensor.copy_(sent[source].popleft())
+        monkeypatch.setattr(features, "dist", group)
+        store = FeatureStore(with_a_bad_one, tmp_path)
+        samples = EvaluationSet(with_a_bad_one, "resize(16)", batch_size=16, rank=rank, world=3)
+        collect(model, store.watching(samples), store, torch.float32, CPU, best=5)
+        assert (len(store.rows) > 0) == (rank == 0)
+    assert not sent[1] and not sent[2] and np.array_equal(store.rows, alone.rows)
+    assert torch.equal(store.features(store.rows), alone.features(alone.rows))
+    assert np.array_equal(store.labels, alone.labels) and np.array_equal(store.predictions, alone.predictions)
 
 
 @pytest.mark.parametrize(("count", "size"), [(12, 4), (13, 4), (11, 4), (3, 4), (4, 4), (5, 1), (0, 4)])
