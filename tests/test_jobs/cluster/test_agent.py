@@ -187,3 +187,29 @@ def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
     assert reported.death == ""
     for rank in (0, 1):
         hear(under_test, server, Ended(4_100_000 + rank, 0))
+
+
+def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    kills = agent.OomKills()
+    assert not kills.are_recent()
+    (tmp_path / "vmstat").write_text("oom_kill 5\n")
+    # A dying worker wakes the driver before it has an exit code.
+    assert all(kills.are_recent() for _ in range(1000))
+    monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
+    kills.are_recent()
+    assert not kills.are_recent(), "what is older than the window is forgotten"
+
+
+def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
+    previous = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(agent, "STATUS", tmp_path / "absent")
+            assert agent.current_umask() == agent.current_umask() == 0o027
+        with monkeypatch.context() as patched:
+            patched.setattr(agent.os, "umask", None)  # a thread beside would read what it is set to meanwhile
+            assert agent.current_umask() == 0o027
+    finally:
+        os.umask(previous)
