@@ -9,7 +9,8 @@ cosmic-ray makes the mutants. A place in the code is drawn first and then one of
 replace one `-` would outweigh all else; annotations and mutants that are the same program are left out.
 A mutant stands in a copy of the repository, so that the workers a test starts read it too. The tests that reach its
 line run against it, the quickest first, until one fails. Lines that only workers reach are known to no test:
-`WORKER_TESTS` names who runs them. The results of 2026-11-22 are in docs/design/tests.md.
+`WORKER_TESTS` names who runs them; the file of tests that mirrors the module runs too. The results are in
+docs/design/tests.md.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CLUSTER = "jobs/cluster"
-AGENT = tuple(f"{CLUSTER}/{name}.py" for name in ("agent", "supervisor", "worker_group", "worker", "failure"))
-SCOPE: tuple[tuple[tuple[str, ...], int], ...] = (  # patterns of modules, and how many mutants are drawn from them
+AGENT = tuple(f"jobs/cluster/{name}.py" for name in ("agent", "supervisor", "worker_group", "worker", "failure"))
+SCOPE: tuple[tuple[tuple[str, ...], int], ...] = (  # patterns of modules, and how many mutants are drawn of all these
     (("pipeline/evaluation/*.py",), 60),
     (("data/**/*.py",), 100),
     (AGENT, 40),
