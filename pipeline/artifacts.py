@@ -115,6 +115,14 @@ def covering_record(folder: Path) -> Covering | None:
     return None
 
 
+def recorded_sha256(folder: Path) -> str | None:
+    """Return the sha256 of a folder's weights as their maker recorded it; None where nobody did. Raises DataError."""
+    covering = covering_record(folder)
+    if covering is None or WEIGHTS not in covering.files:
+        return None
+    return covering.files[WEIGHTS]["sha256"]
+
+
 def check_files(folder: Path, say: Callable[[str], None]) -> bool:
     """Compare every file that a folder hands on with its digest; False where the folder has no digests.
 
@@ -179,7 +187,15 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
-            raise DataError(f"no {WEIGHTS} in {folder}\n  give a folder that holds one, or @stage")
+            way_out = "give a folder that holds one, or @stage"
+            finished = sorted(path.parent for path in folder.glob(f"*/{WEIGHTS}"))
+            if finished:
+                way_out = f"give the folder of a stage: {', '.join(map(str, finished[:5]))}"
+            elif folder.name == WEIGHTS:
+                way_out = f"give its folder: {folder.parent}"
+            elif folder.suffix in (".npz", ".safetensors") or (folder / "model.safetensors").is_file():
+                way_out = f"weights of another project become ours by: python -m jobs import {folder} FOLDER"
+            raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
         weights = digest_of(folder / WEIGHTS)
         say(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
     say_where_slow(began, weights["bytes"], folder, say)

@@ -36,7 +36,7 @@ from braceexpand import braceexpand
 from data.checks import check_name, printable
 from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
-from data.index.document import SUFFIX, load_index
+from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
 from data.index.shard import table_path, write_table
@@ -304,7 +304,10 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
             reason = "a file that is no *.tar"
         else:
             reason = "there is no such folder"
-        raise DataError(f"{source}: {reason}; name the folder that holds the shards")
+        way_out = "; name the folder that holds the shards"
+        if not isinstance(source, list) and image_folders(Path(source)):
+            way_out = f"\n  images are packed into some: python -m jobs pack folder {source} {source}-shards"
+        raise DataError(f"{source}: {reason}{way_out}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")

@@ -81,7 +81,13 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
     if not names:
-        raise DataError(f"{root}: expected one sub-folder a class, found none")
+        images = sum(path.suffix[1:].lower() in IMAGES for path in Path(root).glob("[!.]*.*"))
+        tars = sum(path.suffix == ".tar" for path in Path(root).glob("[!.]*.*"))
+        what_is_there = f"; found {images} images, {tars} tars" if images or tars else ""
+        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg"
+        if tars:
+            way_out = f"tars are used as they are: python -m jobs index {root}"
+        raise DataError(f"{root}: expected one sub-folder a class, found none{what_is_there}\n  {way_out}")
     return tuple(names)
 
 
@@ -142,12 +148,18 @@ def table_columns(path: Path) -> tuple[list[str], list[object]]:
             # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a name.
             with open(path, newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file))
+        except IsADirectoryError:
+            raise DataError(f"{path} is a folder\n  expected a CSV or parquet file of paths and labels") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    columns = list(rows[0]) if rows else []
+    # A line of more cells than there are columns has its rest under None.
+    columns = [str(column) for column in rows[0] if column is not None] if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
     if label_column is None or "path" not in columns:
-        raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
+        raise DataError(
+            f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}\n"
+            "  a CSV begins with the line path,label; then comes a line for each image, as cat/1.jpg,cat"
+        )
     names = []
     labels = []
     for row in rows:

@@ -1,5 +1,6 @@
 """`patchline run|plan|trial|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
 
+import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +58,10 @@ def run_stage(
         if stage is None:
             # All runs of a sweep are one section of the recipe, which is run whole.
             names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
-            if len(names) != 1:
+            if not names:
+                others = ", ".join(dict.fromkeys(stage.source for stage in campaign.stages))
+                raise ConfigError(f"the recipe has no stage of kind {context.obj}\n  its stages: {others}")
+            if len(names) > 1:
                 there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
                 raise ConfigError(f"the recipe has {there}; --stage names one")
             stage = names[0]
@@ -212,7 +216,15 @@ def recipe_path(recipe: str) -> Path:
     recipes = shipped()
     if recipe not in recipes:
         what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
-        raise ConfigError(f"{what_is_there} at {recipe}\n  recipes that ship: {', '.join(recipes)}")
+        there = sorted(file.name for file in Path.cwd().glob("*.yaml"))[:9]
+        own = [name for name in recipes if "/" not in name]
+        way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
+        close = difflib.get_close_matches(recipe, [*recipes, *there, *(Path(name).stem for name in there)], n=1)
+        if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
+            way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
+        elif close:
+            way_out = f"did you mean {close[0] if close[0] in [*recipes, *there] else f'{close[0]}.yaml'}?"
+        raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
     return recipes[recipe]
 
 

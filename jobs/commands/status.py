@@ -38,7 +38,8 @@ def status(run: Path, url: str = "") -> None:
         run = run.parent
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
-        raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
+        expected = "expected the folder that `run` says, as runs/digits"
+        raise UsageError(f"no run at {run}\n  {expected}; runs beside it: {', '.join(neighbours) or 'none'}")
 
     # 2. How the last command ended, or which one is running.
     path = run / "status.json"

@@ -236,10 +236,10 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
     stages = []
     for stage in campaign.stages:
-        wanted = [None, stage.name, stage.source]
+        names = [None, stage.name, stage.source]
         if stage.judges:
-            wanted += [stage.judges, campaign.stage(stage.judges).source]
-        if only in wanted:
+            names += [stage.judges, campaign.stage(stage.judges).source]
+        if only in names:
             stages.append(stage)
     return stages
 

@@ -15,6 +15,7 @@ from data.index.tar import Refusals
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import make_subset, summary
+from data.sources.folders import folder_classes
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import (
@@ -166,7 +167,15 @@ def missing_sources(cfg: Config) -> Iterator[str]:
     for name, set_config in cfg.sets.items():
         for key, path in paths_of(set_config).items():
             if not is_there(path):
-                yield f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}"
+                yield (
+                    f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}\n"
+                    f"  expected images: paths begin at {Path.cwd()}"
+                )
+        if set_config.source == "folder" and set_config.path is not None and Path(set_config.path).is_dir():
+            try:
+                folder_classes(set_config.path)
+            except DataError as error:
+                yield f"sets.{name}.path: {error}"
 
 
 def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:

@@ -100,7 +100,10 @@ class SetConfig:
             is_class = isinstance(entry, str) or entry >= 0
             require(is_class, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
-        require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        require(
+            self.source == "digits" or self.path is not None,
+            f"source {self.source} needs a path\n  expected path: the folder or file of the images",
+        )
         # A subset is chosen by a rule, and has the classes of its set; other sources have no such rule.
         if self.source == "subset":
             subset_rule(self)  # raises ConfigError where it chooses by nothing
@@ -228,27 +231,27 @@ def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, give
     `name` is the set's, `giver` the first one's. Raises DataError naming the classes that the numbering lacks.
     """
     own = source_names(cfg)
-    wanted: Names = ()
+    target: Names = ()
     if cfg.names:
         giver = cfg.names
-        wanted = read_class_list(cfg.names)
+        target = read_class_list(cfg.names)
         if cfg.source == "tars":
-            check_unmistakable(wanted, cfg.names)
+            check_unmistakable(target, cfg.names)
     elif cfg.classes_of:
         giver = cfg.classes_of
-        wanted = load_index(cfg.classes_of).names
-        if not wanted:
+        target = load_index(cfg.classes_of).names
+        if not target:
             raise DataError(
                 f"{name}.classes_of: {cfg.classes_of} has no class names\n"
                 "  expected the index of a set that was packed or indexed with them; make it again with --names FILE"
             )
     elif own and first is not None:
-        wanted = first.names
+        target = first.names
     # Labels of tars that are names are renamed as they are read (`samples_of`): tars have no numbering of their own.
     rename = cfg.rename
     if cfg.source == "tars" and not own:
         rename = {}
-    return number(own, wanted, rename=rename, keep=cfg.keep, name=name, giver=giver)
+    return number(own, target, rename=rename, keep=cfg.keep, name=name, giver=giver)
 
 
 def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
@@ -285,7 +288,9 @@ def check_paths(cfg: SetConfig) -> None:
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in paths_of(cfg).values():
         if not is_there(path):
-            raise DataError(f"source {cfg.source}: there is nothing at {path}")
+            raise DataError(
+                f"source {cfg.source}: there is nothing at {path}\n  expected images: paths begin at {Path.cwd()}"
+            )
 
 
 def check_apart(cfg: SetConfig, folder: Path) -> None:

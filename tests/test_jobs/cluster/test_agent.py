@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from jobs.cluster import agent
-from jobs.cluster.agent import Agent, NodeOrder, WorkerState
+from jobs.cluster.agent import Agent, StartRequest, WorkerState
 from jobs.cluster.fork_server import Ended, Forked, Listen, Listening
 from jobs.cluster.worker import RankInfo, worker_file
 from tests.families import wait_until
@@ -37,9 +37,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ag
     under_test.close()
 
 
-def order_of(folder: Path, *ranks: int, **fields: Any) -> NodeOrder:
+def order_of(folder: Path, *ranks: int, **fields: Any) -> StartRequest:
     infos = [RankInfo(rank, 4, rank, 4, 0, "127.0.0.1", 1, 0) for rank in ranks]
-    return NodeOrder(infos, b"", folder, {"GIVEN": "to all"}, **fields)
+    return StartRequest(infos, b"", folder, {"GIVEN": "to all"}, **fields)
 
 
 def hear(under_test: Agent, server: Any, answer: object) -> None:

@@ -3,12 +3,13 @@
 No process is started: workers are the records that they would have left, and agents answer what a test says.
 """
 
+import dataclasses
 import os
 import threading
 import time
+from collections.abc import Set
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from data.errors import ClusterError
 from jobs.cluster import worker, worker_group
 from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import NodeAgent
+from jobs.cluster.nodes import NodeAgent, NodesStatus
 from jobs.cluster.worker_group import AgentLink, WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from tests import worker_functions
@@ -108,22 +109,55 @@ def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
     assert group.evidence().silent_failure(0, "killed").traceback == ""
 
 
+class SilentNodes:
+    """Nodes of which some do not answer; counts which were asked, and by how many threads at once."""
+
+    def __init__(self, dead: set[str]) -> None:
+        self.dead = dead
+        self.asked: list[str] = []
+        self.together = threading.Barrier(2, timeout=5)
+
+    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
+        self.asked.append(node.name)
+        self.together.wait()
+        return "its node does not answer" if node.name in self.dead else ""
+
+
 @pytest.mark.parametrize(
-    ("silent_s", "lost_peer", "loss"),
-    [(14.5, False, ""), (15.5, False, "gone"), (1.5, True, ""), (2.5, True, "gone"), (15.5, True, "gone")],
+    ("peer_lost", "dead", "beats_asked_after", "lost_after"),
+    [(False, {"n1"}, [6], 6), (True, {"n1"}, [1], 1), (False, set(), [6, 12, 18], None)],
 )
-def test_a_silent_agent_is_asked_for_at_its_node_after_a_while(
-    silent_s, lost_peer, loss, tmp_path, monkeypatch
+def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answer(
+    peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
 ) -> None:
-    group = group_of(tmp_path, 2)
-    group.nodes = SimpleNamespace(loss_of=lambda agent, error: "gone")  # type: ignore[assignment]
-    if lost_peer:
-        left(group, 0, **PEER_LOST)
-    group.links[1].answer = Future()
-    group.links[1].asked = 100.0
-    monkeypatch.setattr(worker_group, "time", SimpleNamespace(monotonic=lambda: 100.0 + silent_s))
+    """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
+    monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
+    group = group_of(tmp_path, 3)
+    nodes = SilentNodes(dead)
+    now = [100.25]
+    group.nodes = nodes  # type: ignore[assignment]
+    group.clock = lambda: now[0]
+    heard: Future[Any] = Future()
+    heard.set_result(NodeReport(1, []))
+    group.links[2].agent = dataclasses.replace(group.links[2].agent, call=lambda *arguments: heard)
+    if peer_lost:
+        left(group, 2, **PEER_LOST)
     group.poll(0.0)
-    assert [link.loss for link in group.links] == ["", loss]
+    asked_after = []
+    for beats in range(1, 19):
+        # All but a hundredth of the beat has gone by, then all of it.
+        for share in (0.99, 1.0):
+            now[0] = 100.25 + beats - 1 + share
+            before = len(nodes.asked)
+            group.poll(0.0)
+            if len(nodes.asked) > before:
+                assert share == 1.0 and sorted(nodes.asked[before:]) == ["n0", "n1"], "both at once"
+                asked_after.append(beats)
+        if group.evidence().losses:
+            assert beats == lost_after
+            break
+    assert asked_after == beats_asked_after
+    assert set(group.evidence().losses) == {int(name[1:]) for name in dead}
 
 
 class Agents:
@@ -156,8 +190,11 @@ class Agents:
             nodes.append(NodeAgent(f"n{number}", f"id{number}", f"10.0.0.{number}", 1, call))
         return nodes
 
-    def draining(self) -> set[str]:
-        return self.drained
+    def status(self) -> NodesStatus:
+        return NodesStatus(self.drained, frozenset())
+
+    def warm_up_spares(self, spare: Set[str]) -> None:
+        pass
 
     def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
         return ""
@@ -180,7 +217,7 @@ class Agents:
 def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
     drained, told_to_go, events, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(worker_group, "DRAIN_POLL_S", 0.01)
+    monkeypatch.setattr(worker_group, "STATUS_POLL_S", 0.01)
     began = time.monotonic()
 
     def report(number: int) -> NodeReport:
@@ -195,7 +232,7 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
     daemons: list[bool] = []
 
     def look() -> None:
-        daemons.extend(thread.daemon for thread in threading.enumerate() if thread.name == "draining")
+        daemons.extend(thread.daemon for thread in threading.enumerate() if thread.name == "nodes")
 
     assert group.run(worker_functions.add_ranks, {}, look) == "of 0"
     noted = {rank: (event.node, event.node_id, event.why) for rank, event in group.drain_events.items()}

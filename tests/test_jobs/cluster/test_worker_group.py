@@ -198,11 +198,9 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
-    order = worker.WorkerOrder(
-        info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True
-    )
+    spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker._prepare(order)
+        worker._prepare(spec)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
 
 
@@ -234,6 +232,24 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         raylet.close()
         assert nodes.loss_of(node, None) == "its node does not answer"
         assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
+
+
+def test_a_few_spare_nodes_have_a_warm_agent(two, monkeypatch) -> None:
+    nodes: Any = nodes_of(two["ray"])
+    started: list[str] = []
+
+    def start(node_id: str) -> None:
+        started.append(node_id)
+        nodes.actors[node_id] = None
+
+    monkeypatch.setattr(nodes, "start_agent", start)
+    monkeypatch.setattr(nodes, "actors", {"a": None})
+    monkeypatch.setattr(nodes, "used", {"a"})
+    # A node with a worker and room for another one is no spare one that lacks an agent.
+    for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
+        nodes.warm_up_spares(set(spare))
+        assert started == list(expected), spare
+        started.clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
