@@ -249,12 +249,12 @@ def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
         ("listen", ClusterError("no room"), ClusterError, "^no room$"),
         ("start", ClusterError("no room"), ClusterError, "^no room$"),
         ("start", ValueError("broken"), WorkerGroupError, "worker 0 on n0: its agent failed: broken"),
-        ("listen", ..., WorkerGroupError, "worker 0 on n0: no agent has started there in 2 s"),
+        ("listen", ..., WorkerGroupError, "worker 0 on n0: no agent has started there in 1 s"),
     ],
 )
 def test_an_agent_that_cannot_start_its_workers_ends_the_attempt(method, answer, error, message, tmp_path) -> None:
     nodes: Any = Agents(2, {method: answer}, set())
-    group = WorkerGroup(nodes, ClusterConfig(workers=2, start_timeout_s=1.5), tmp_path)
+    group = WorkerGroup(nodes, ClusterConfig(workers=2, start_timeout_s=0.6), tmp_path)
     with pytest.raises(error, match=message):
         group.run(worker_functions.add_ranks, {})
     assert nodes.asked[-2:] == [("n0", "end"), ("n1", "end")]
