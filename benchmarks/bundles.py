@@ -4,8 +4,8 @@
 
 Starts a Ray head on this machine that counts eight CPUs for each bundle of the largest group, and asks for one group of
 so many bundles after the other, through what a campaign asks with (RayNodes). A row each: the seconds until Ray has
-placed it, what the driver asks once a second (`status`), the seconds until it is given back, the driver's CPU for a round
-of as many heartbeats (answered by four actors), and the memory of Ray's processes and of this one. All bundles lie on
+placed it, what the driver asks once a second (`status`), the seconds until it is given back, the driver's CPU for a
+round of as many heartbeats (of four actors), and the memory of Ray's processes and of this one. All bundles lie on
 one node: on a cluster `status` grows with the nodes too.
 """
 
