@@ -1,6 +1,8 @@
-"""`patchline run|plan|trial|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
+"""`patchline new|run|plan|trial|preflight|status|report|replay|demo`, and `python -m jobs.pretrain RECIPE`."""
 
 import difflib
+import webbrowser
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +36,24 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
         from jobs.run.session import run_campaign
 
         run_campaign(resolve(document), fresh=fresh)
+
+
+@commands.command()
+def new(
+    folder: Annotated[str, typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")],
+    model: Annotated[str | None, typer.Option(help="S/16, for one; else what images and machine are good for.")] = None,
+    init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these instead.")] = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="The recipe; else FOLDER.yaml here.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="Time to train; else 10, with a GPU 60.")] = None,
+    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Overlook labels: masked patch prediction.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Look at images and write a recipe that trains on them as it is."""
+    # To import torch takes seconds.
+    with Waiting(f"new: looking at {folder} …"):
+        from jobs.commands import new
+
+    new.new(folder, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
 
 
 @single_stage.command()
@@ -162,6 +182,40 @@ def status(run: Run, _debug: Debug = False) -> None:
         stored_runs.status(run)
     else:
         status.status(Path(run).resolve())
+
+
+@commands.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Of one run report.html in it, of several comparison.html here.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Write the page of a run; of several runs, what they do not have in common and where they part."""
+    from jobs.commands import stored_runs
+    from jobs.report.kept import NAME
+    from jobs.report.page import write_report
+
+    with Waiting(f"report: reading {', '.join(runs)} …"), ExitStack() as copies:
+        paths = []
+        for run in runs:
+            if "://" in run:
+                store, stage = copies.enter_context(stored_runs.local_copy(run))
+                paths.append(store.local / stage)
+            else:
+                paths.append(Path(run).resolve())
+        page = Path(output or "comparison.html")
+        if output is None and len(runs) == 1:
+            page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
+        if output is not None and (page.is_dir() or not page.parent.is_dir()):
+            problem = "it is a folder" if page.is_dir() else f"there is no folder {page.parent}"
+            raise UsageError(f"--output {page}: {problem}\n  expected a file's name, as report.html")
+        write_report(paths, page)
+    echo(f"page: {page}")
+    if open_ and not webbrowser.open(page.absolute().as_uri()):
+        echo("no browser answers here; open the page where there is one: it needs nothing but itself")
 
 
 @commands.command()

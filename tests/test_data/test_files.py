@@ -21,7 +21,7 @@ import models
 from data import files
 from data.errors import ConfigError, StorageError
 from data.storage import Folder
-from jobs.ownership import claim_attempt, owned
+from jobs.ownership import Lease, claim_attempt
 from models.weights.files import write_tensors
 
 pytestmark = pytest.mark.quick
@@ -152,7 +152,10 @@ def test_a_disk_that_cannot_be_written_directly_is_written_as_any_and_a_full_one
 def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:
     (tmp_path / "run").write_text("")
     for run in (tmp_path / "run", tmp_path / "run" / "digits"):
-        with pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"), owned(run):
+        with (
+            pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"),
+            Lease(Folder(run), print),
+        ):
             pass
 
 
@@ -192,7 +195,8 @@ def test_a_disk_that_cannot_sync_a_file_is_an_error(tmp_path, monkeypatch) -> No
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, code, lambda *_: True))
-    with pytest.raises(StorageError, match=r"the file system of .* has no locks \(flock\)") as refusal, owned(tmp_path):
+    no_locks = r"the file system of .* has no locks \(flock\)"
+    with pytest.raises(StorageError, match=no_locks) as refusal, files.locked(tmp_path / "lock"):
         pass
     assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
 
