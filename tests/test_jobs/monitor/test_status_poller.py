@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cluster.ray_nodes import WORKER_GAUGE
+from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.monitor import status_poller
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
