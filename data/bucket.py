@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from data.errors import CheckpointError, ConfigError, StorageError
@@ -56,7 +56,7 @@ class Bucket:
     The methods that `Folder` has too keep the contract that stands there.
     """
 
-    is_shared = False
+    is_shared: Literal[False] = False
     sees_at_once = True
     has_sets_here = False
     set_aside_as = f"with a {REFUSED} each"

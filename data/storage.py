@@ -35,7 +35,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from data.files import (
     MANIFEST,
@@ -65,7 +65,7 @@ def open_storage(local: Path, url: str | None = None) -> Storage:
 class Folder:
     """Keeps the files of one run in a folder; the docstrings here are the contract of every form."""
 
-    is_shared = True  # every node sees the files under `local` as they are written
+    is_shared: Literal[True] = True  # every node sees the files under `local` as they are written
     sees_at_once = False  # a network file system may show a file some seconds late
     has_sets_here = True  # they take room on this node's disk; of a store's only the one that a start has fetched does
     set_aside_as = "as bad-*"  # how `set_aside` keeps a bad set, for people

@@ -12,6 +12,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 # Before the imports below, which might find another package called `data` or `models` (step 1).
@@ -35,6 +36,14 @@ EXIT_CODES = (
     "73 run owned by another · 74 I/O, or a bad checkpoint · 75 stopped after committing, run me again · "
     "78 configuration · 130 interrupted (a run: twice)"
 )
+
+# Our commands, and what people who come from other programs call them.
+OTHER_COMMANDS = {
+    "run": "train fit start launch resume pretrain finetune",
+    "evaluate": "eval test validate predict",
+    "import": "convert load",
+    "plan": "dry-run validate-recipe config",
+}
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
 app.add_typer(campaigns.commands)
@@ -66,7 +75,7 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
     except typer.Exit as end:  # after --help
         return end.exit_code
     except TyperException as error:
-        return report_usage(error)
+        return report_usage(error, words)
     except KeyboardInterrupt as interrupt:
         # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words
         # (jobs/run/session.py).
@@ -79,15 +88,24 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         return report(error, with_traceback="--debug" in words)
 
 
-def report_usage(error: TyperException) -> int:
+def report_usage(error: TyperException, words: Sequence[str]) -> int:
     """Print what is wrong with the words, below the usage of the command that they name; returns the exit code."""
     context = getattr(error, "ctx", None)
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
-    print(f"error: {error.format_message()}", file=sys.stderr)
+    # pydantic, which typer reads values with, says whose error it was; choices come on a line each.
+    print(f"error: {' '.join(error.format_message().replace('Value error, ', '').split())}", file=sys.stderr)
+    for meant, others in OTHER_COMMANDS.items():
+        if words and words[0] in others.split():
+            print(f"  {words[0]} is called {meant} here: patchline {meant} --help", file=sys.stderr)
+    if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
+        print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)
+    if words and words[0] == "pack" and parameter is not None:
+        print("  expected SOURCE PATH FOLDER, for example: pack folder photos/train shards/train", file=sys.stderr)
     if parameter is not None and parameter.name == "recipe":
-        print(f"  expected a YAML file, or a recipe that ships: {', '.join(campaigns.shipped())}", file=sys.stderr)
+        names = ", ".join(name for name in campaigns.shipped() if "/" not in name)
+        print(f"  expected a YAML file, or a recipe that ships: {names}", file=sys.stderr)
     if context is not None:
         print(f"  {context.command_path} --help tells more", file=sys.stderr)
     return ExitCode.USAGE

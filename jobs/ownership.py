@@ -67,6 +67,15 @@ def owned(run: Path) -> Iterator[None]:
         yield
 
 
+def owner_is_gone(run: Path) -> bool:
+    """Tell whether the owner was a process of this machine that no longer lives."""
+    try:
+        owner = json.loads((run / OWNER_FILE).read_text())
+        return owner["host"] == socket.gethostname() and not psutil.pid_exists(owner["pid"])
+    except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
+        return False
+
+
 def check_place(run: Path) -> None:
     """Raise ConfigError where no folder of this name can be a run directory, or one that it lies in is a file."""
     if run == run.parent:

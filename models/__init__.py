@@ -22,7 +22,7 @@ from models.catalog import (
     training_flops,
 )
 from models.positions import resize_positions
-from models.transfer import TransferReport, keeps_head, transfer
+from models.transfer import TransferReport, check_architecture, keeps_head, transfer
 from models.vit import ViT, ViTConfig
 from models.weights.files import load, load_class_names, load_preprocessing, load_weights, save, save_weights
 from models.weights.preprocessing import Preprocessing
@@ -36,6 +36,7 @@ __all__ = [
     "ViTConfig",
     "blocks",
     "build",
+    "check_architecture",
     "compile_blocks",
     "config_of",
     "decayed",

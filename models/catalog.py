@@ -53,6 +53,10 @@ NAME = re.compile(
     r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
     r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
 )
+NEARLY_A_SIZE = re.compile(
+    r"(?:^|[-_ ])(tiny|small|base|large|huge|Ti|[SMBLHG])(?:_?patch|[-_ /])?(\d+)?(?:[-_ ]|$)", re.IGNORECASE
+)
+SPELT_SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
 VIT_KINDS: dict[str | None, type[vit.ViTConfig]] = {  # what stands before the size in a name
     "Axial": vit.AxialConfig,
     "Masked": masked.MaskedConfig,
@@ -65,8 +69,16 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
     """Return the config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
     parts = NAME.fullmatch(name)
     if parts is None:
-        examples = '"B/16", "R50+B/16", "BiT-R50x1", "Axial-B/32" or "Masked-B/16"'
-        raise ValueError(f"{name!r} is not a model name; write it as {examples}")
+        # S16, ViT-S, and vit_small_patch16_224 of timm.
+        close = NEARLY_A_SIZE.search(name)
+        nearest = ""
+        if close is not None:
+            word = close[1].lower()
+            nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
+        raise ValueError(
+            f"{name} is not a model's name{nearest}\n"
+            "  expected a size and a patch, as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
+        )
     # The caller's fields come last in each merge, so that they win over what the name stands for.
     caller_fields = {"image_size": image_size, "classes": classes, **config}
     if parts["resnet"]:
@@ -96,13 +108,16 @@ def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **con
 
 def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
     """Make a config from plain values; unknown names are a ValueError with the nearest one."""
-    known = [field.name for field in fields(kind)]
+    types = {field.name: field.type for field in fields(kind)}
+    known = list(types)
     hashable: ConfigFields = {}
     for name, value in values.items():
         if name not in known and name in kind.absent and value == kind.absent[name]:
             continue
         if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}{did_you_mean(name, known)}")
+            raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
+        if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} must be a number, found {value}")
         # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.
         hashable[name] = tuple(value) if isinstance(value, list) else value
     return kind(**hashable)

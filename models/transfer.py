@@ -67,6 +67,25 @@ def shape_text(shape: Shape | None) -> str:
     return "x".join(map(str, shape))
 
 
+def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
+    """Raise ValueError where weights of one model cannot become those of another."""
+    if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
+        source = source.vit
+    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
+    # function: that is why everything is refused that is not in FREE.
+    if source.family != target.family:
+        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
+    differences = []
+    for field in fields(source):
+        old_value = getattr(source, field.name)
+        new_value = getattr(target, field.name)
+        if old_value != new_value and field.name not in FREE:
+            differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
+    if differences:
+        shown = "; ".join(differences)
+        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
+
+
 def transfer(
     weights: dict[str, Tensor],
     source: ModelConfig,
@@ -93,19 +112,7 @@ def transfer(
         state, report = transfer(inside, source.vit, target, generator=generator)
         return state, replace(report, dropped=report.dropped + tuple(around))
 
-    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
-    # function: that is why everything is refused that is not in FREE.
-    if source.family != target.family:
-        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
-    differences = []
-    for field in fields(source):
-        old_value = getattr(source, field.name)
-        new_value = getattr(target, field.name)
-        if old_value != new_value and field.name not in FREE:
-            differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
-    if differences:
-        shown = "; ".join(differences)
-        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
+    check_architecture(source, target)
 
     # `startswith` of an empty tuple is False: then nothing but what the source lacks is new.
     not_carried: tuple[str, ...] = ()

@@ -55,6 +55,7 @@ from pipeline.training_config import (
     steps_of,
     training_order,
 )
+from pipeline.versions import package_versions
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
 
@@ -399,6 +400,10 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "world": worker.world,
         # For `trial`, whose driver may run on another machine.
         "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
+        # For `report`, which names what two runs, or two attempts, do not have in common.
+        "code": job.code,
+        "versions": package_versions(),
+        "threads": torch.get_num_threads(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.

@@ -1,5 +1,6 @@
 """Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     patch.setenv("RAY_AUTH_MODE", "token")
     import ray  # noqa: F401
+
+# Hundreds of short runs would each draw charts; the tests of the page take this back.
+os.environ["PATCHLINE_REPORT"] = "off"
 
 from data.shards.packing import pack
 from data.sources.samples import digits

@@ -93,11 +93,11 @@ class RayHosts:
             self.head.run(in_session(line), timeout_s=START_TIMEOUT_S, **PATIENCE)
         self._start_nodes(self.names[1:])
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str, **environment: str) -> None:
         """Boot hosts, new ones or such as were killed, and join them to the cluster."""
         for name in names:
             self.network.boot(name)
-        self._start_nodes(list(names))
+        self._start_nodes(list(names), **environment)
 
     def drain(self, name: str, run: Path, stays_s: int) -> None:
         """Give notice, as a pool of nodes that may be taken back does, to a host on which a worker of the run is."""
@@ -108,7 +108,7 @@ class RayHosts:
             RAY_AUTH_MODE="token",
         )
 
-    def _start_nodes(self, names: list[str]) -> None:
+    def _start_nodes(self, names: list[str], **environment: str) -> None:
         token = self.head.run(f"cat {HOME}/.ray/auth_token").strip()
         command = in_session(readme_line(NODE_LINE)).replace("HEAD", self.head.name)
         log_file = self.network.shared / "nodes.log"
@@ -118,7 +118,7 @@ class RayHosts:
             started = []
             for name in names:
                 self._say_session(name, command)
-                started.append(self.network[name].start(copy + command, log, **PATIENCE))
+                started.append(self.network[name].start(copy + command, log, **PATIENCE, **environment))
             codes = [process.wait(START_TIMEOUT_S) for process in started]
         if any(codes):
             raise RuntimeError(f"{command}: exit codes {codes}\n{log_file.read_text()}")

@@ -215,7 +215,9 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert main(["plan", "digits", f"run={tmp_path}"]) == 0
     assert "shards (pack" in capsys.readouterr().out
     assert main(["plan", "digit"]) == 78
-    assert "recipes that ship: cifar10, digits, folder, table3/bit_jft300m" in capsys.readouterr().err
+    assert "no recipe at digit\n  did you mean digits?" in capsys.readouterr().err
+    assert main(["plan", "quite-another"]) == 78
+    assert "recipes that ship: cifar10, digits, folder, vit_b16_i1k" in capsys.readouterr().err
 
 
 def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):

@@ -40,7 +40,7 @@ class AugmentConfig:
 
     # inception: of random area and aspect; random: resize_small(size · 8/7), then crop; none: the whole image
     crop: Literal["inception", "random", "none"] = "inception"
-    squash: int | None = None  # random: pixels of the square that is cropped instead (BiT-HyperRule: 448 for 384)
+    squash: int | None = None  # random: pixels of the square that is cropped instead (BiT-HyperRule: 512 for 480)
     reduced: bool = True  # decode JPEGs at 1/2, 1/4, 1/8 scale where the crop still covers the image size
     flip: bool = True  # mirror left to right with probability 1/2
     min_area: float = 0.05  # least share of the image that a crop covers (Szegedy et al. 2015 and big_vision)

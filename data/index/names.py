@@ -29,6 +29,7 @@ LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names i
 NO_NAMES: Mapping[str, int] = {}
 MOST_SHOWN = 5  # names that an error shows of many
 MOST_DIGITS = 4300  # of a number that int() takes
+NO_NAME = "label is a text that no class list has"  # a reason to pass over a sample
 MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 
 
@@ -128,62 +129,62 @@ class Numbering:
 
 def number(
     own: Names,
-    wanted: Names = (),
+    target: Names = (),
     *,
     rename: Mapping[str, str] | None = None,
     keep: Sequence[int | str] | None = None,
     name: str = "the set",
     giver: str = "the class list",
 ) -> Numbering:
-    """Say how a source with its `own` names is numbered as `wanted` says; without `wanted`, as it numbers itself.
+    """Say how a source with its `own` names is numbered as `target` says; without `target`, as it numbers itself.
 
-    Ids of a source without names are taken for those of `wanted`. `rename` and `keep` speak of the source's classes;
-    `name` and `giver` say which sets are meant. Raises DataError naming the classes that `wanted` lacks.
+    Ids of a source without names are taken for those of `target`. `rename` and `keep` speak of the source's classes;
+    `name` and `giver` say which sets are meant. Raises DataError naming the classes that `target` lacks.
     """
     rename = rename or {}
     check_known(rename, own, f"{name}: rename")
     if not own:
-        kept = kept_ids(wanted, keep, name)
+        kept = kept_ids(target, keep, name)
         unchanged_ids = None if kept is None else dict(zip(kept, kept, strict=True))
-        return Numbering(wanted, unchanged_ids, len(wanted) or None)
+        return Numbering(target, unchanged_ids, len(target) or None)
 
     renamed = [rename.get(entry, entry) for entry in own]
     kept = kept_ids(renamed, keep, name)
     if kept is None:
         kept = list(range(len(own)))
-    if not wanted and not rename:
-        wanted = own
-    elif not wanted:
+    if not target and not rename:
+        target = own
+    elif not target:
         # A class that was given another's name has become that class; all others keep their order.
         new_names = {after for before, after in zip(own, renamed, strict=True) if before != after}
         merged: list[str] = []
         for class_name in renamed:
             if class_name not in new_names or class_name not in merged:
                 merged.append(class_name)
-        wanted = tuple(merged)
+        target = tuple(merged)
 
-    label_in_wanted = {name_in_wanted: label for label, name_in_wanted in enumerate(wanted)}
-    times_in_wanted = Counter(wanted)
+    label_in_target = {name_in_target: label for label, name_in_target in enumerate(target)}
+    times_in_target = Counter(target)
     ids: dict[int, int] = {}
     lacking = []
     for label in kept:
-        name_in_wanted = renamed[label]
+        name_in_target = renamed[label]
         # Of two classes with one name (ImageNet has two cranes) the class at the same place is meant.
-        if label < len(wanted) and wanted[label] == name_in_wanted:
+        if label < len(target) and target[label] == name_in_target:
             ids[label] = label
-        elif times_in_wanted[name_in_wanted] == 1:
-            ids[label] = label_in_wanted[name_in_wanted]
+        elif times_in_target[name_in_target] == 1:
+            ids[label] = label_in_target[name_in_target]
         else:
-            lacking.append(name_in_wanted)
+            lacking.append(name_in_target)
     if lacking:
         raise DataError(
             f"{name}: {giver} lacks {len(lacking)} of its {len(own)} classes: {some(lacking)}\n"
-            f"  expected classes of {giver}: {some(wanted)}\n"
+            f"  expected classes of {giver}: {some(target)}\n"
             f"  rename them (rename: {{{json.dumps(lacking[0], ensure_ascii=False)}: …}}), choose others (keep: […]), "
             "or pack this set by itself, with a numbering of its own"
         )
     is_as_it_was = all(label == place for label, place in ids.items()) and len(ids) == len(own)
-    return Numbering(wanted, None if is_as_it_was else ids, len(own))
+    return Numbering(target, None if is_as_it_was else ids, len(own))
 
 
 def kept_ids(
@@ -260,12 +261,16 @@ def some(names: Sequence[str]) -> str:
 
 
 class NoLabel(ValueError):
-    """A label holds no class ids. `texts` are the class names that it may be meant to hold; `reason` groups well."""
+    """A label holds no class ids. `texts` are the class names that it may be meant to hold; `reason` groups well.
 
-    def __init__(self, message: str, texts: list[str]):
+    `are_names` says that the label holds nothing else, so that with these names it would be a label.
+    """
+
+    def __init__(self, message: str, texts: list[str], are_names: bool = False):
         super().__init__(message)
         self.texts = texts
-        self.reason = "label is a text that no class list has" if texts else "no label"
+        self.are_names = are_names
+        self.reason = NO_NAME if texts else "no label"
 
 
 def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ...]:
@@ -302,8 +307,10 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             labels.append(ids[value])
     if not labels or len(labels) < len(values):
         texts = []
-        for value in values if is_json else [text]:
+        parts = values if is_json else [text]
+        for value in parts:
             if isinstance(value, str) and any(map(str.isalpha, value)):
                 texts.append(value)
-        raise NoLabel(f"{text[:40]!r} holds no class ids", texts)
+        are_names = 0 < len(texts) == len(parts)
+        raise NoLabel(f"{text[:40]!r} holds no class ids", texts, are_names)
     return tuple(labels)

@@ -35,7 +35,7 @@ import psutil
 
 from jobs.cluster.fork_server import Ended, Forked, ForkServer, Listen, Listening, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
-from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerOrder, WorkerRecord, worker_file
+from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
 from pipeline.monitoring.watchdog import STOP_FILE, Place, read_place
 
 VMSTAT = Path("/proc/vmstat")  # counts the kills of every cgroup, and any container can read it
@@ -51,11 +51,11 @@ _umask_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class NodeOrder:
+class StartRequest:
     """Tells an agent which workers of an attempt to start."""
 
     ranks: Sequence[RankInfo]
-    call: bytes  # (function, task), pickled
+    payload: bytes  # (function, task), pickled
     folder: Path  # of the attempt
     variables: Mapping[str, str]  # of every worker, beside those of this node
     # Where nodes may have folders of their own: what an attempt's folder there begins with (NodeFiles.begin).
@@ -146,7 +146,7 @@ class Agent:
                 raise RuntimeError(f"the fork server of {socket.gethostname()} has died")
             return self.port
 
-    def start(self, order: NodeOrder) -> bool:
+    def start(self, request: StartRequest) -> bool:
         """Have this node's workers of an attempt forked; what is left of the attempt before is ended first.
 
         Returns whether the attempt's folder is this node's own, and not the driver's.
@@ -154,25 +154,25 @@ class Agent:
         self.end()
         self.warm_up()
         with self.changed:
-            self.folder = order.folder
+            self.folder = request.folder
             self.files = None
-            if order.token:
-                files = NodeFiles(order.folder)
-                if files.begin(order.token, order.told, order.earlier):
+            if request.token:
+                files = NodeFiles(request.folder)
+                if files.begin(request.token, request.told, request.earlier):
                     self.files = files
             self.number += 1
             assert self.server is not None
             self.node_folder = self.base / str(self.number)
             self.node_folder.mkdir(parents=True)
             # The fork server keeps the environment and the umask of its own start; credentials may have come since.
-            environment = {**os.environ, **order.variables}
-            for info in order.ranks:
+            environment = {**os.environ, **request.variables}
+            for info in request.ranks:
                 self.workers[info.rank] = WorkerState(info.rank)
                 self.server.connection.send(
-                    WorkerOrder(
+                    WorkerSpec(
                         info=info,
-                        call=order.call,
-                        folder=order.folder,
+                        payload=request.payload,
+                        folder=request.folder,
                         node_folder=self.node_folder,
                         environment=environment,
                         directory=os.getcwd(),

@@ -11,7 +11,7 @@
     growth = Growth((4, 3), 60.0, room, last_step)      # of an attempt of two workers
     growth.start()
     growth.is_due()  →  True                            # after a commit, 60 s after a third node has joined
-    growth.wanted    →  3
+    growth.target    →  3
 """
 
 import threading
@@ -41,7 +41,7 @@ class Sizes:
     clock: Callable[[], float] = time.monotonic  # seconds
     limit: int | None = None  # the next attempt has no more
     proven: Proven | None = None  # the last attempt that has committed
-    wanted: int = 0  # the world for which the attempt before was stopped
+    target: int = 0  # the world for which the attempt before was stopped
     not_before: float = 0.0  # when growing may be tried, on the clock
     failures: int = 0  # to grow, since the last success
 
@@ -51,13 +51,13 @@ class Sizes:
 
     def begins(self, world: int) -> None:
         """Take down that an attempt has places for so many workers."""
-        if world < self.wanted:
+        if world < self.target:
             self.put_off()
-        self.wanted = 0
+        self.target = 0
 
-    def grows(self, wanted: int) -> None:
+    def grows(self, target: int) -> None:
         """Take down that an attempt was stopped for a larger one."""
-        self.wanted = wanted
+        self.target = target
         self.limit = None
 
     def has_committed(self, world: int, nodes: Set[str]) -> None:
@@ -91,7 +91,7 @@ class Growth:
     not_before: float = 0.0  # when growing may be tried, on the clock
     clock: Callable[[], float] = time.monotonic  # seconds
 
-    wanted: int | None = None  # the world for which the workers are to stop, once that is due
+    target: int | None = None  # the world for which the workers are to stop, once that is due
     since: dict[int, float] = field(default_factory=dict)  # world → from when on there was room for it without a break
     step: int = -1  # of the newest commit, as last seen
     step_before: int | None = None  # of the newest commit when there was room for the first time
@@ -125,7 +125,7 @@ class Growth:
 
     def is_due(self) -> bool:
         """Tell whether there is a larger world, and a checkpoint has been committed since; then it stays due."""
-        if self.wanted is not None:
+        if self.target is not None:
             return True
         # The largest world for which there has been room for long enough.
         now = self.clock()
@@ -136,5 +136,5 @@ class Growth:
         if self.step_before is None:
             self.step_before = self.step
         if self.step > self.step_before:
-            self.wanted = max(stable)
-        return self.wanted is not None
+            self.target = max(stable)
+        return self.target is not None

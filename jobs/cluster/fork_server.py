@@ -3,10 +3,10 @@
     python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
 
 1. Its agent (agent.py) starts it; it imports torch, DeepSpeed and more while the driver still prepares.
-2. It takes orders from the connection, and answers each:
+2. It takes requests from the connection, and answers each:
 
        Listen("10.0.0.1")        →  Listening(34530)       the socket of the next rank 0's store
-       WorkerOrder(rank 3, …)    →  Forked(3, pid=4711)
+       WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
 
 3. A worker that ends is told of, Ended(4711, -9), after whatever is left of its process group is killed.
 4. When the agent is gone, the lifeline can be read: it kills all workers, removes the node's folder, and ends.
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from jobs.cluster.worker import STOP_SIGNALS, WorkerOrder, outlive, run_worker
+from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ class News:
 
 
 class ForkServer:
-    """A fork server as its agent sees it: a child process, and a connection of orders and answers."""
+    """A fork server as its agent sees it: a child process, and a connection of requests and answers."""
 
     def __init__(self, folder: Path, *, has_gpus: bool) -> None:
         """Start the process; `folder` is removed when it ends. For workers with GPUs it imports nothing ahead."""
@@ -156,7 +156,7 @@ def import_for_workers() -> None:
 
 
 def serve(connection: Connection, lifeline: int, folder: Path) -> None:
-    """Take orders until the agent is gone; then kill every worker, and remove the node's folder."""
+    """Take requests until the agent is gone; then kill every worker, and remove the node's folder."""
     store: socket.socket | None = None  # where the next rank 0 will serve
     pids: set[int] = set()  # workers that have not been reaped
     # Written by workers, a byte each time, and by the arrival of SIGCHLD.
@@ -188,15 +188,15 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
 
             if connection not in ready:
                 continue
-            order = connection.recv()
-            if isinstance(order, Listen):
+            request = connection.recv()
+            if isinstance(request, Listen):
                 # A cluster may have IPv6 alone, and then its nodes' addresses are "fd00::2".
-                store = socket.socket(socket.AF_INET6 if ":" in order.address else socket.AF_INET)
-                store.bind((order.address, 0))
+                store = socket.socket(socket.AF_INET6 if ":" in request.address else socket.AF_INET)
+                store.bind((request.address, 0))
                 store.listen()
                 connection.send(Listening(store.getsockname()[1]))
                 continue
-            assert isinstance(order, WorkerOrder), order
+            assert isinstance(request, WorkerSpec), request
             pid = os.fork()
             if pid == 0:
                 try:
@@ -206,15 +206,15 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                     connection.close()
                     for handle in (news, deaths, tell_deaths):
                         os.close(handle)
-                    run_worker(order, store, lifeline, tell_news)
+                    run_worker(request, store, lifeline, tell_news)
                 finally:
                     # What has come here has no worker's record; the exit code has to do.
                     os._exit(1)
             pids.add(pid)
-            if order.serves_store and store is not None:
+            if request.serves_store and store is not None:
                 store.close()
                 store = None
-            connection.send(Forked(order.info.rank, pid))
+            connection.send(Forked(request.info.rank, pid))
     except (EOFError, OSError):
         return  # the agent is gone
     finally:

@@ -23,7 +23,9 @@ that applies:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
 b. The attempt had more workers than the last that has committed, and made no checkpoint: the next has fewer again, at
    once, because a node that has joined may be broken.
-c. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it.
+c. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it. But where it
+   did so because nodes are unlike the others, and the others have room for enough workers, the next attempt starts at
+   once without these nodes, and so do all after it.
 d. The exception is the one of the attempt before, or `max_restarts` attempts have failed in a row, and there was no new
    checkpoint meanwhile: StageFailed.
 e. Somebody wants this process to end: Preempted.
@@ -41,7 +43,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.errors import ExitCode, Preempted
+from data.errors import ExitCode, Preempted, UnlikeNodes
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.placement import Nodes, nodes_of
@@ -50,7 +52,9 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
+from pipeline.identity import differences, other_code
 from pipeline.monitoring.watchdog import Place, Watch
+from pipeline.versions import MUST_BE_EQUAL, code_version
 
 GO_ON = "run the same command again to go on"
 
@@ -127,7 +131,7 @@ def supervise(
             if made_progress:
                 sizes.has_committed(world, {link.agent.node_id for link in group.links})
             # The workers have ended because a node gave notice or there is room for more of them, and only so.
-            was_asked = growth.wanted is not None or bool(group.drain_events)
+            was_asked = growth.target is not None or bool(group.drain_events)
             if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
                 move(attempt, nodes, sizes)
                 continue
@@ -184,12 +188,12 @@ class Attempt:
                     f"worker {rank} on {group.node_names[rank]} is slow: "
                     f"the others waited for it alone in {share:.0%} of the looks"
                 )
-        if self.growth.wanted is None and self.growth.is_due():
-            room = f"room for {self.growth.wanted} workers, now {self.watch.world}"
+        if self.growth.target is None and self.growth.is_due():
+            room = f"room for {self.growth.target} workers, now {self.watch.world}"
             context.log(f"{room}: committing the step, to go on with more")
 
         # Asked again and again, because the attempt may have just begun.
-        if group.drain_events or self.growth.wanted is not None or context.stop_requested():
+        if group.drain_events or self.growth.target is not None or context.stop_requested():
             # A worker that has not even started has nothing to commit, and to place it may take minutes.
             if not group.request_stop():
                 end_if_asked(context)
@@ -242,11 +246,11 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
     Raises Preempted where the driver's own node is left: the next attempt needs a driver elsewhere.
     """
     context = attempt.context
-    wanted = attempt.growth.wanted
+    target = attempt.growth.target
     drain_events = attempt.group.drain_events
-    if wanted is not None and not drain_events:
-        sizes.grows(wanted)
-        context.log(f"growing from {attempt.watch.world} to {wanted} workers, from {restart_point(context)}")
+    if target is not None and not drain_events:
+        sizes.grows(target)
+        context.log(f"growing from {attempt.watch.world} to {target} workers, from {restart_point(context)}")
         return
     leaving = {}
     for event in drain_events.values():
@@ -256,6 +260,39 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
         raise Preempted(f"{text}; that is this command's own node; stopped at {restart_point(context)}; {GO_ON}")
     nodes.avoid(list(leaving))
     context.log(f"{text}; moving to other nodes, from {restart_point(context)}")
+
+
+def leave_out_unlike(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
+    """Leave out the nodes that are unlike most of all, of which some have no worker, and say so.
+
+    Raises StageFailed where there are none, nobody can tell which, or too few workers would be left.
+    """
+    identities = nodes.identities()
+    code = code_version()
+    odd: dict[str, str] = {}  # id of a node → what is odd there
+    ties = []
+    for node_id, identity in identities.items():
+        if identity["code"] != code:
+            odd[node_id] = other_code([identity], code)
+    for difference in differences(list(identities.values()), MUST_BE_EQUAL):
+        if difference.is_tie:
+            ties.append(str(difference))
+        for node_id, identity in identities.items():
+            if identity in difference.odd:
+                odd[node_id] = str(difference)
+
+    message = f"{context.stage.name}: {failure.cause.partition(': ')[2]}"
+    if ties:
+        raise StageFailed(f"{message}\n  of all nodes: {'; '.join(ties)}", ExitCode.UNAVAILABLE, failure.kind)
+    if not odd:
+        raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
+    names = ", ".join(identities[node_id]["node"] for node_id in odd)
+    room = nodes.leave_out(odd.keys(), least)
+    if room < least:
+        message += f"\n  without {names} there is room for {room} of {least} workers"
+        raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
+    why = "; ".join(dict.fromkeys(odd.values()))
+    context.log(f"{names}: left out for this campaign, because {why}; restarting from {restart_point(context)}")
 
 
 def recover(
@@ -269,6 +306,10 @@ def recover(
     message = failure.cause.partition(": ")[2]
     if failure.exit_code == ExitCode.PREEMPTED:
         raise Preempted(message)
+    # c, of which b knows less: nodes that are named are left out.
+    if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
+        leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))
+        return
     # b. Back to the workers and nodes of the last attempt that committed.
     if not made_progress:
         proven = history.sizes.fall_back(world)

@@ -1,7 +1,7 @@
 """One worker: a process that an agent has forked, prepared for its rank, which runs one function of an attempt.
 
 1. The fork server (fork_server.py) forks; the new process leads a process group of its own and dies with its agent.
-2. It takes the environment, the folder and the umask of its order, and writes what it prints to `rank-00003.log`.
+2. It takes the environment, the folder and the umask of its spec, and writes what it prints to `rank-00003.log`.
 3. It leaves a record in the attempt's folder when it starts, and again when its function returns or raises:
 
        {"rank": 3, "node": "n1", "pid": 4711, "started": 1763800000.0}
@@ -101,11 +101,11 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class WorkerOrder:
+class WorkerSpec:
     """Everything that a fork of the fork server is told."""
 
     info: RankInfo
-    call: bytes  # (function, task), pickled: neither the agent nor the fork server imports what they name
+    payload: bytes  # (function, task), pickled: neither the agent nor the fork server imports what they name
     folder: Path  # of the attempt
     node_folder: Path  # of the attempt on this node alone
     environment: dict[str, str]
@@ -133,7 +133,7 @@ def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
 _stores: list[Any] = []  # in the process of rank 0: the store that it serves, as long as the process lives
 
 
-def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, news: int) -> None:
+def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, news: int) -> None:
     """Be one worker in a process that was just forked; this never returns.
 
     `server` listens where the workers meet, in rank 0. `lifeline` becomes readable when the agent is gone. A byte
@@ -141,11 +141,11 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
     """
     # Loaders that this worker starts belong to its process group, and are killed with it.
     os.setsid()
-    info = order.info
+    info = spec.info
     os.environ.clear()
-    os.environ.update(order.environment | info.environment() | {NODE_FOLDER: str(order.node_folder)})
-    os.chdir(order.directory)
-    os.umask(order.umask)
+    os.environ.update(spec.environment | info.environment() | {NODE_FOLDER: str(spec.node_folder)})
+    os.chdir(spec.directory)
+    os.umask(spec.umask)
 
     # What asks a whole machine's processes to end is ignored, and SIGTERM noted for the agent at once. Python calls a
     # handler only between two of its own instructions, and a worker may sit in a collective; what `set_wakeup_fd` names
@@ -156,7 +156,7 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
     signals, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    sigterm_file = worker_file(order.node_folder, info.rank, ".sigterm")
+    sigterm_file = worker_file(spec.node_folder, info.rank, ".sigterm")
     threading.Thread(target=_listen, args=(lifeline, signals, sigterm_file, news), daemon=True).start()
 
     record: WorkerRecord = {
@@ -168,10 +168,10 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
         "started": time.time(),
     }
     try:
-        _prepare(order)
-        _write_record(order, record)
+        _prepare(spec)
+        _write_record(spec, record)
         os.write(news, b".")
-        if order.serves_store:
+        if spec.serves_store:
             from torch.distributed import TCPStore
 
             # torch's rank 0 would serve a store on all interfaces, to whoever asks; this one listens where the fork
@@ -180,7 +180,7 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
             address, port = server.getsockname()[:2]
             handle = server.detach()
             _stores.append(TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle))
-        function, task = pickle.loads(order.call)
+        function, task = pickle.loads(spec.payload)
         value = function(task)
         end: WorkerRecord = {**record, "ended": time.time(), "value": value}
         # A value that is not JSON raises here, and so is the worker's own error.
@@ -199,7 +199,7 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
             "traceback": traceback.format_exc()[-LONGEST_TRACEBACK:],
         }
         traceback.print_exc()
-    _write_record(order, end)
+    _write_record(spec, end)
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(news, b".")
@@ -208,11 +208,11 @@ def run_worker(order: WorkerOrder, server: socket.socket | None, lifeline: int, 
         signal.pause()
 
 
-def _prepare(order: WorkerOrder) -> None:
+def _prepare(spec: WorkerSpec) -> None:
     """Open the worker's log, and prepare torch and gloo for its rank. Raises ClusterError where there is no folder."""
-    info = order.info
-    folder = order.folder
-    if order.is_shared:
+    info = spec.info
+    folder = spec.folder
+    if spec.is_shared:
         # With patience, because a network file system may show late what the driver has made.
         unseen, waited_s = look_for(folder.parent, {folder.name: None})
         if unseen:
@@ -236,14 +236,14 @@ def _prepare(order: WorkerOrder) -> None:
     torch.set_num_threads(info.threads)
 
 
-def _write_record(order: WorkerOrder, record: WorkerRecord) -> None:
+def _write_record(spec: WorkerSpec, record: WorkerRecord) -> None:
     """Write a worker's record into the node's folder, where the agent reads it, and into the attempt's for people."""
     # With room for the end, which is written on a full disk too: the disk may be why the worker ends.
     text = json.dumps(record)
-    rank = order.info.rank
-    write_with_reserve(worker_file(order.node_folder, rank, ".json"), text, RECORD_RESERVE_BYTES)
+    rank = spec.info.rank
+    write_with_reserve(worker_file(spec.node_folder, rank, ".json"), text, RECORD_RESERVE_BYTES)
     with suppress(OSError):
-        write_with_reserve(worker_file(order.folder, rank, ".json"), text, RECORD_RESERVE_BYTES)
+        write_with_reserve(worker_file(spec.folder, rank, ".json"), text, RECORD_RESERVE_BYTES)
 
 
 def _listen(lifeline: int, signals: int, sigterm_file: Path, news: int) -> None:

@@ -1,5 +1,8 @@
-"""`patchline run|plan|trial|preflight|status|replay|demo`, and `python -m jobs.pretrain RECIPE` with its like."""
+"""`patchline new|run|plan|trial|preflight|status|report|replay|demo`, and `python -m jobs.pretrain RECIPE`."""
 
+import difflib
+import webbrowser
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +38,24 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
         run_campaign(resolve(document), fresh=fresh)
 
 
+@commands.command()
+def new(
+    folder: Annotated[str, typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")],
+    model: Annotated[str | None, typer.Option(help="S/16, for one; else what images and machine are good for.")] = None,
+    init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these instead.")] = None,
+    output: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="The recipe; else FOLDER.yaml here.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.01, help="Time to train; else 10, with a GPU 60.")] = None,
+    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Overlook labels: masked patch prediction.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Look at images and write a recipe that trains on them as it is."""
+    # To import torch takes seconds.
+    with Waiting(f"new: looking at {folder} …"):
+        from jobs.commands import new
+
+    new.new(folder, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
+
+
 @single_stage.command()
 def run_stage(
     context: typer.Context,
@@ -57,7 +78,10 @@ def run_stage(
         if stage is None:
             # All runs of a sweep are one section of the recipe, which is run whole.
             names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
-            if len(names) != 1:
+            if not names:
+                others = ", ".join(dict.fromkeys(stage.source for stage in campaign.stages))
+                raise ConfigError(f"the recipe has no stage of kind {context.obj}\n  its stages: {others}")
+            if len(names) > 1:
                 there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
                 raise ConfigError(f"the recipe has {there}; --stage names one")
             stage = names[0]
@@ -161,6 +185,40 @@ def status(run: Run, _debug: Debug = False) -> None:
 
 
 @commands.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Of one run report.html in it, of several comparison.html here.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Write the page of a run; of several runs, what they do not have in common and where they part."""
+    from jobs.commands import stored_runs
+    from jobs.report.kept import NAME
+    from jobs.report.page import write_report
+
+    with Waiting(f"report: reading {', '.join(runs)} …"), ExitStack() as copies:
+        paths = []
+        for run in runs:
+            if "://" in run:
+                store, stage = copies.enter_context(stored_runs.local_copy(run))
+                paths.append(store.local / stage)
+            else:
+                paths.append(Path(run).resolve())
+        page = Path(output or "comparison.html")
+        if output is None and len(runs) == 1:
+            page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
+        if output is not None and (page.is_dir() or not page.parent.is_dir()):
+            problem = "it is a folder" if page.is_dir() else f"there is no folder {page.parent}"
+            raise UsageError(f"--output {page}: {problem}\n  expected a file's name, as report.html")
+        write_report(paths, page)
+    echo(f"page: {page}")
+    if open_ and not webbrowser.open(page.absolute().as_uri()):
+        echo("no browser answers here; open the page where there is one: it needs nothing but itself")
+
+
+@commands.command()
 def replay(
     run: Run,
     step: Annotated[str, typer.Argument(help="step=N, as the log counts them.")],
@@ -212,7 +270,15 @@ def recipe_path(recipe: str) -> Path:
     recipes = shipped()
     if recipe not in recipes:
         what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
-        raise ConfigError(f"{what_is_there} at {recipe}\n  recipes that ship: {', '.join(recipes)}")
+        there = sorted(file.name for file in Path.cwd().glob("*.yaml"))[:9]
+        own = [name for name in recipes if "/" not in name]
+        way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
+        close = difflib.get_close_matches(recipe, [*recipes, *there, *(Path(name).stem for name in there)], n=1)
+        if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
+            way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
+        elif close:
+            way_out = f"did you mean {close[0] if close[0] in [*recipes, *there] else f'{close[0]}.yaml'}?"
+        raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
     return recipes[recipe]
 
 

@@ -365,7 +365,7 @@ class TrainedStage:
         self.add(
             "save",
             f"{text}; a save holds up {milliseconds(trial.save_stall_s)} and is kept after "
-            f"{milliseconds(trial.save_s)}, a start takes {milliseconds(trial.start_s)}",
+            f"{milliseconds(trial.save_s)}, {milliseconds(trial.until_steady_s)} from a start until steps are steady",
         )
 
     def add_estimate(self, gpu: Gpu) -> None:

@@ -1,15 +1,13 @@
 """The work of `patchline status RUN`: where a run stands, from its directory alone."""
 
 import json
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
-import psutil
-
 from data.errors import CheckpointError, DataError, UsageError
+from jobs.ownership import owner_is_gone
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
@@ -32,13 +30,14 @@ def status(run: Path, url: str = "") -> None:
     `url` stands for the run in what is printed, where `run` is a local copy. Raises UsageError where there is no run.
     """
     # 1. The stages. A stage's folder has a stage.json from its very start.
-    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
+    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=artifacts.started_s)
     if (run / "stage.json").exists():
         folders = [run]
         run = run.parent
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
-        raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
+        expected = "expected the folder that `run` says, as runs/digits"
+        raise UsageError(f"no run at {run}\n  {expected}; runs beside it: {', '.join(neighbours) or 'none'}")
 
     # 2. How the last command ended, or which one is running.
     path = run / "status.json"
@@ -75,26 +74,6 @@ def status(run: Path, url: str = "") -> None:
         if url:
             line = line.replace(str(run), url)
         echo(line)
-
-
-def started_s(folder: Path) -> float:
-    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
-    record_path = folder / "stage.json"
-    # A record that has changed is named where the stage's line is made.
-    with suppress(DataError):
-        started = artifacts.read_record(record_path).get("started")
-        if started is not None:
-            return started
-    return record_path.stat().st_mtime
-
-
-def owner_is_gone(run: Path) -> bool:
-    """Tell whether the owner was a process of this machine that no longer lives."""
-    try:
-        owner = json.loads((run / "owner.json").read_text())
-        return owner["host"] == socket.gethostname() and not psutil.pid_exists(owner["pid"])
-    except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
-        return False
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:

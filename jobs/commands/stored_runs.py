@@ -17,10 +17,13 @@ from data.storage import Folder, Storage
 from jobs.commands import status as status_command
 from jobs.ownership import OWNER_FILE
 from jobs.run.sync import fetch_small_files
+from pipeline.artifacts import EXAMPLES, EXCLUDED_STEPS
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
-SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "task.json", "done.json", "metrics.jsonl")
+OF_RUN = ("status.json", OWNER_FILE)
+OF_STAGE = ("stage.json", "task.json", "done.json", "metrics.jsonl", "provenance.json", "incidents.txt")
+SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     pretrain   30 steps of 1024 images on 8 workers, 5 of them to warm up …
     pretrain   800 ms a step: compute 752 ms, waiting for storage 0.31 ms, decoding 41 ms, transfer 6.20 ms
-    pretrain   1,280 images/s; at most 31.2 GiB a worker; a save holds up 0.21 s and is kept after 3.4 s; a start 14.2 s
+    pretrain   1,280 images/s; at most 31.2 GiB a worker; a save holds up 0.21 s and is kept after 3.4 s
+    pretrain   14.2 s from a start until steps are steady
     pretrain   kept in runs/x/trials/d91ff90d-8.json; `python -m jobs plan RECIPE` goes by it
 
 1. Every stage that trains, and whose data is there, runs as `run` would have it: the same workers, loop and saves. Only
@@ -159,9 +160,9 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     )
     echo(
         f"{stage.name}   {amount(result.images_per_s)} images/s; at most {result.memory_gib:.1f} GiB a worker; a save "
-        f"holds up {milliseconds(result.save_stall_s)} and is kept after {milliseconds(result.save_s)}; "
-        f"a start takes {milliseconds(result.start_s)}"
+        f"holds up {milliseconds(result.save_stall_s)} and is kept after {milliseconds(result.save_s)}"
     )
+    echo(f"{stage.name}   {milliseconds(result.until_steady_s)} from a start until steps are steady")
     echo(f"{stage.name}   kept in {path}; `python -m jobs plan RECIPE` goes by it")
 
 

@@ -21,6 +21,7 @@ import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
 from data.index.names import read_class_list, some
+from jobs.stages import any_weights
 from jobs.terminal import echo
 from models.weights.files import CONFIG
 from pipeline import artifacts
@@ -59,7 +60,7 @@ def import_weights(path: str, directory: str, *, overrides: Sequence[str] = (), 
             f"{class_list or path}: {len(names):,} class names, the model has {model.config.classes:,} classes\n"
             "  expected a name for each class, in the order of the outputs: --names FILE"
         )
-    preprocessing = preprocessing_beside(path)
+    preprocessing = any_weights.recorded_preprocessing(path)
     models.save(model, directory, writing=whole_file, class_names=names, preprocessing=preprocessing)
     record = {"imported": str(Path(path).resolve()), "overrides": changes, "code": code_version()}
     artifacts.record_weights(Path(directory), record)
@@ -100,7 +101,7 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     model = load(directory, {})
     names = class_names(directory)
     config = model.config
-    preprocessing = preprocessing_beside(directory)
+    preprocessing = any_weights.recorded_preprocessing(directory)
     if ops is not None:
         check_ops(ops)
         preprocessing = preprocessing_of(ops, config)
@@ -182,7 +183,7 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
     try:
         return models.load(path, **changes)
     except UNREADABLE as error:
-        raise DataError(f"cannot load {path}: {error}") from None
+        raise DataError(f"cannot load {path}: {str(error).removeprefix(f'{path} ')}") from None
 
 
 def class_names(path: str) -> tuple[str, ...]:
@@ -191,14 +192,6 @@ def class_names(path: str) -> tuple[str, ...]:
         return models.load_class_names(path)
     except UNREADABLE as error:
         raise DataError(f"cannot read the class names of {path}: {error}") from None
-
-
-def preprocessing_beside(path: str) -> models.Preprocessing | None:
-    """Return how the pixels of our weights were made, where it is known. Raises DataError where it cannot be read."""
-    try:
-        return models.load_preprocessing(path)
-    except UNREADABLE as error:
-        raise DataError(f"cannot read the preprocessing of {path}: {error}") from None
 
 
 def report(

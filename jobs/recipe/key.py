@@ -57,6 +57,10 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
                     digest = artifacts.check_weights(Path(value), say=lambda text: None).sha256
                 elif reads is Reads.ANY_WEIGHTS:
                     digest = any_weights.digest_of(value, say=lambda text: None)
+                    # By default they are evaluated with the preprocessing that lies beside them.
+                    recorded = any_weights.recorded_preprocessing(value)
+                    if recorded is not None:
+                        digest = f"{digest} {recorded.ops}"
                 else:
                     digest = load_index(value).digest
                 digests[reads, value] = digest

@@ -160,7 +160,8 @@ def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written
         stages |= written_runs(name, runs, chosen)
         table |= runs
     is_choice = bool(grid) and not sweep.held_out and not sweep.each
-    stages[name] = Written(table_section(table, sweep, chooses=is_choice), name)
+    # Without held_out the best row is named by the very samples that its number is of.
+    stages[name] = Written(table_section(table, sweep, chooses=is_choice, on_test=is_choice), name)
     return stages
 
 
@@ -201,7 +202,7 @@ def written_runs(source: str, runs: Mapping[str, Run], chosen: Mapping[str, str]
     return sections
 
 
-def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool) -> Section:
+def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool, on_test: bool = False) -> Section:
     """Return the section of the stage that makes a table of these runs."""
     entries: dict[str, Section] = {}
     for name, run in runs.items():
@@ -210,7 +211,7 @@ def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool)
     # A choice is made among the rows of one grid; means are of a table that reports.
     if not chooses:
         section["groups"] = sweep.groups
-    if sweep.chosen_on_test:
+    if sweep.chosen_on_test or on_test:
         section["chosen_on_test"] = True
     return section
 

@@ -8,7 +8,8 @@ In order (`run_campaign`):
    sets that cannot be used, files of finished stages that have changed;
 4. the Ray cluster is started or joined, where a stage that is still to be run needs workers;
 5. the stages are walked in order; a finished one is skipped, and the reason is printed;
-6. a table says what each stage did; status.json says how the command ended, whichever way it did.
+6. a table says what each stage did; status.json says how the command ended, whichever way it did;
+7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/report/kept.py).
 """
 
 import shlex
@@ -33,6 +34,7 @@ from jobs.ownership import owned
 from jobs.recipe.records import changed_warnings
 from jobs.recipe.sweeps import resolve_sweep
 from jobs.recipe.validate import refuse, validate_all
+from jobs.report.kept import kept_page
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.log import RunLog, log_table, status_file
 from jobs.run.stage_run import run_stage
@@ -65,8 +67,11 @@ def run_campaign(
         with (
             owned(campaign.run),
             synced(campaign.storage, log) as put_files,
+            kept_page(campaign.run, log) as page,
             status_file(campaign.run, command, log.keep),
         ):
+            if page is not None:
+                session.pollers.append(StatusPoller("page", [page.show], log))
             return session.run(only, put_files)
     finally:
         for poller in session.pollers:
@@ -236,10 +241,10 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
     """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
     stages = []
     for stage in campaign.stages:
-        wanted = [None, stage.name, stage.source]
+        names = [None, stage.name, stage.source]
         if stage.judges:
-            wanted += [stage.judges, campaign.stage(stage.judges).source]
-        if only in wanted:
+            names += [stage.judges, campaign.stage(stage.judges).source]
+        if only in names:
             stages.append(stage)
     return stages
 

@@ -5,7 +5,7 @@ In order:
 2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
 3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
 4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges;
-5. `provenance.json` is written: config, inputs, code, environment;
+5. `provenance.json` is written: config, inputs with their digests, code, environment;
 6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
    finished, and the session (jobs/run/session.py) skips it.
 """
@@ -14,6 +14,7 @@ import dataclasses
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from data.errors import ConfigError, Diverged
@@ -66,6 +67,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         record["started"] = artifacts.read_record(directory / "stage.json").get("started", began)
     artifacts.write_record(directory / "stage.json", record)
     context.log(f"{stage.name}: key {stage.key[:8]}, in {directory}")
+    inputs = inputs_of(context, there)
 
     # 4. What the outputs of its model are called is known now that its sets are there.
     context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
@@ -85,7 +87,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         "stage": stage.name,
         "key": stage.key,
         "config": dataclasses.asdict(stage.config),
-        "inputs": {field: campaign.path_of(value) for field, value in stage.parents.items()},
+        "inputs": inputs,
         "code": code_version(),
         "environment": environment(),
         "command": " ".join(sys.argv),
@@ -101,3 +103,25 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
     artifacts.write_record(directory / artifacts.DONE, done)
     return done
+
+
+def inputs_of(context: Context, there: Available) -> dict[str, dict[str, str | None]]:
+    """Return the path of every input of a stage, and the digest of what lies there before the stage works.
+
+    The digest of a set is its index's, `part_of` the digest of the set that it is a subset of; the digest of weights
+    that a stage trains on from is the sha256 that their maker recorded. Raises DataError for an altered record.
+    """
+    stage = context.stage
+    kinds_of_input = stage.kind.inputs_of(stage.config)
+    inputs: dict[str, dict[str, str | None]] = {}
+    for field, value in stage.parents.items():
+        path = context.campaign.path_of(value)
+        inputs[field] = {"path": path}
+        _value, reads = kinds_of_input.get(field, (value, Reads.OUTCOME))
+        index = there.index(value) if reads is Reads.SET else None
+        if index is not None:
+            part_of = None if index.origin is None else index.origin.digest
+            inputs[field] |= {"digest": index.digest, "part_of": part_of}
+        elif reads is Reads.WEIGHTS:
+            inputs[field]["digest"] = artifacts.recorded_sha256(Path(path))
+    return inputs

@@ -60,9 +60,13 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
     while name in names:
         name += "-again"
     cfg: TrainConfig = stage.config
+    preprocess = cfg.data.preprocess
+    # What the weights were judged with lies beside them, and is not what the recipe asks for now.
+    if preprocess is None and stage.model is not None:
+        preprocess = f"resize({stage.model.image_size})"
     judging = evaluate.Config(
         init=f"@{stage.name}",
-        preprocess=cfg.data.preprocess,
+        preprocess=preprocess,
         max_labels=cfg.data.max_labels,
         micro_batch=cfg.micro_batch,
         precision=cfg.precision,

@@ -69,7 +69,7 @@ def synced(storage: Storage, log: Log) -> Iterator[Callable[[], None]]:
     The local folder is locked already. For a run in a folder there is nothing to do. Raises RunOwned, also in the place
     of what has ended the block when another command had taken the run over; StorageError.
     """
-    if not isinstance(storage, Bucket):
+    if storage.is_shared:
         yield lambda: None
         return
     # 1. The run is ours, and the folder holds its files.
@@ -119,7 +119,7 @@ def looked_at(storage: Storage) -> Iterator[Path]:
     That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
     temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
     """
-    if not isinstance(storage, Bucket):
+    if storage.is_shared:
         yield storage.local
         return
     has_all_here = False

@@ -16,8 +16,7 @@ from typing import Any
 import safetensors
 
 import models
-from data.errors import DataError, PatchlineError
-from data.index.document import load_index
+from data.errors import DataError
 from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 
@@ -78,32 +77,40 @@ def load(path: str, overrides: Mapping[str, object]) -> models.Model:
         raise DataError(f"cannot load {path}: {error}") from None
 
 
-def training_sets(path: str) -> tuple[list[dict[str, str]], str]:
-    """Return the sets that weights were trained on, {"path", "digest"} each, and where the records end ("": nowhere).
+def training_sets(path: str) -> tuple[list[dict[str, str | None]], str]:
+    """Return the sets that weights were trained on, {"path", "digest", "part_of"} each, and where the records end ("":
+    nowhere).
 
-    The records are the provenance.json of the weights' stage, of the stage that it started from, and so on. Weights of
-    others, and imported and exported ones, have no such record. Raises DataError for an altered record.
+    The records are the provenance.json of the weights' stage, of the stage that it started from, and so on; they hold
+    the digests that the sets had then. Weights of others, and imported and exported ones, have no such record. Raises
+    DataError for an altered record.
     """
-    sets: dict[str, dict[str, str]] = {}
+    sets: dict[str, dict[str, str | None]] = {}
+    sha256: str | None = None  # of the weights that the stage before has started from
     while True:
         folder = Path(path)
-        if not (folder / artifacts.PROVENANCE).is_file():
+        inputs = None
+        if (folder / artifacts.PROVENANCE).is_file():
+            inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
+        # Other weights may lie there by now, whose sets are not these.
+        is_other = sha256 is not None and sha256 != artifacts.recorded_sha256(folder)
+        if inputs is None or is_other:
             return list(sets.values()), path
-        inputs = artifacts.read_record(folder / artifacts.PROVENANCE).get("inputs")
-        if inputs is None:
-            return list(sets.values()), path
-        for field, index_path in inputs.items():
-            if not field.startswith("data.") or not field.endswith("train"):
-                continue
-            # A set that is gone by now can be compared with nothing.
-            try:
-                digest = load_index(index_path).digest
-            except PatchlineError:
-                digest = "unknown"
-            sets[f"{digest} {index_path}"] = {"path": index_path, "digest": digest}
+        for field, source in inputs.items():
+            if field.startswith("data.") and field.endswith("train"):
+                sets[source["digest"]] = source
         if "init" not in inputs:
             return list(sets.values()), ""
-        path = inputs["init"]
+        path = inputs["init"]["path"]
+        sha256 = inputs["init"]["digest"]
+
+
+def recorded_preprocessing(path: str) -> models.Preprocessing | None:
+    """Return how the pixels were made that weights were judged on; None where nothing says so. Raises DataError."""
+    try:
+        return models.load_preprocessing(path)
+    except UNREADABLE as error:
+        raise DataError(f"cannot read the preprocessing of {path}: {error}") from None
 
 
 def refuse_other_pixels(path: str) -> None:

@@ -24,12 +24,12 @@ import numpy as np
 
 import models
 from data.checks import at_least, check_name, more_than_0
-from data.errors import DataError, PatchlineError
+from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, in_pairs, numbers_of, read_leaks
+from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
@@ -78,7 +78,8 @@ class Config:
     knn: NeighboursConfig = field(default_factory=NeighboursConfig)  # of the protocol knn
     logistic: LogisticConfig = field(default_factory=LogisticConfig)  # of the protocol logistic
     leaks: str | None = None  # a leaks.json of `python -m jobs leaks`: every value with and without leaked samples
-    preprocess: str | None = None  # evaluation ops (SPEC 2.5); None: resize(image_size), the few-shot squash
+    # evaluation ops (SPEC 2.5); None: those recorded with the weights, else resize(image_size), the few-shot squash
+    preprocess: str | None = None
     max_labels: int = 16  # labels a sample has at most; ReaL has 9
     micro_batch: int = 64  # images a worker takes at a time; part of the protocol: another number may round otherwise
     cache: CacheConfig = field(default_factory=CacheConfig)  # of remote shards, on every node
@@ -150,7 +151,18 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     leaks_path = context.campaign.path_of(cfg.leaks)
     if leaks_path is not None:
         leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
-    preprocess = cfg.preprocess or f"resize({context.model.image_size})"
+    # The pixels that the weights were judged on, where their maker recorded that and the recipe says nothing else.
+    preprocess = f"resize({context.model.image_size})"
+    reason = "the squash: nothing is recorded with the weights"
+    recorded = any_weights.recorded_preprocessing(init)
+    if recorded is not None:
+        preprocess = recorded.ops
+        reason = "as recorded with the weights"
+    if cfg.preprocess is not None:
+        reason = f"as preprocess says; otherwise {preprocess}, {reason}"
+        preprocess = cfg.preprocess
+    check_shape(preprocess, context.model, f"{context.stage.name}.preprocess")
+    context.log(f"{context.stage.name}: images by {preprocess}, {reason}")
     all_named = requests_of(cfg, context, preprocess, leaks)
 
     # Results that an earlier evaluation has are carried over; the workers compute the others.
@@ -240,7 +252,6 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
                 assert evaluated.train is not None, "Config refuses it for protocols that learn"
                 train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
-                refuse_same_set(name, evaluated, index.digest, train_digest)
             request = Request(test, train, protocol, leaked=leaked)
             digests = (index.digest, train_digest, protocol.digest, leaks_digest)
             all_named.append(NamedRequest(name, request, digests))
@@ -274,18 +285,9 @@ def earlier_results(context: Context, weights_digest: str) -> dict[Digests, Entr
     return results
 
 
-def refuse_same_set(name: str, evaluated: EvaluatedSet, test_digest: str, train_digest: str) -> None:
-    """Raise DataError where protocols would be judged on the very samples that they learn from."""
-    if test_digest == train_digest:
-        raise DataError(
-            f"sets.{name}: test {evaluated.test} and train {evaluated.train} are the same set, digest "
-            f"{test_digest[:12]}\n"
-            "  expected a training set that shares no sample with the test set\n"
-            f"  give another sets.{name}.train; `python -m jobs subset` holds out a part of a set"
-        )
-
-
-def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str]]) -> Entry:
+def with_names(
+    result: Entry, named: NamedRequest, leaks: LeaksFile | None, trained_on: list[dict[str, str | None]]
+) -> Entry:
     """Return a result with today's names and paths, on which it does not depend.
 
     Its leaks name the sets that were compared, and those of what was learned from that were not.
@@ -297,17 +299,16 @@ def with_names(result: Entry, named: NamedRequest, leaks: LeaksFile | None, trai
     learned = list(trained_on)
     if named.request.train is not None:
         signed["train"] = {"path": "", **result["train"]} | {"path": named.request.train}
-        learned.append({"path": named.request.train, "digest": result["train"]["digest"]})
+        origin = load_index(named.request.train).origin
+        part_of = None if origin is None else origin.digest
+        learned.append({"path": named.request.train, "digest": result["train"]["digest"], "part_of": part_of})
     if leaks is not None:
+        compared = {train.digest for train in leaks.leaks.train}
         checked = []
         not_checked = []
         for source in learned:
-            # A subset of a set that was compared has been compared with it; one that is gone is known by nothing.
-            try:
-                was_compared = bool(numbers_of(leaks.leaks, load_index(source["path"]), "train"))
-            except PatchlineError:
-                was_compared = False
-            if was_compared:
+            # A subset of a set that was compared has been compared with it.
+            if compared & {source["digest"], source["part_of"]}:
                 checked.append(source)
             else:
                 not_checked.append(source)
@@ -401,16 +402,11 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
                 )
     if there.looks_at_files:
         require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
-        paths = []
         learns = any(protocol in FEATURES for protocol in cfg.protocols)
+        sets = {}
         for set_name, evaluated in cfg.sets.items():
-            indexes = there.made([evaluated.test, evaluated.train or evaluated.test])
-            if learns and evaluated.train is not None and len(indexes) == 2:
-                refuse_same_set(set_name, evaluated, indexes[0].digest, indexes[1].digest)
-            paths.append(evaluated.test)
-            if evaluated.train is not None:
-                paths.append(evaluated.train)
-        training.check_usable(there.made(paths))
+            sets[f"{name}.sets.{set_name}"] = (evaluated.test, evaluated.train if learns else None)
+        training.check_evaluated(sets, there)
     yield from ()
 
 

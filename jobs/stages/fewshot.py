@@ -83,7 +83,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if stage.model is not None:
         check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
     if there.looks_at_files:
-        training.check_usable(there.made([cfg.probe.train or "", cfg.probe.test or ""]))
+        training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, there)
     yield from ()
 
 

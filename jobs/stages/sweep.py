@@ -178,6 +178,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
                 part += f" ({row.remark})"
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
+    if cfg.chosen_on_test:
+        summary += ", chosen on test"
     return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
 

@@ -9,7 +9,7 @@
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from data.index.index import Index, exclude
 from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
+from jobs.cluster_config import cores
 from jobs.resolved_recipe import (
     MEMORY,
     Available,
@@ -217,7 +218,24 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     cfg: TrainConfig = stage.config
     name = stage.name
     has_sets = bool(cfg.data.train or cfg.data.mixture)
-    require(has_sets, f"{name}.data.train is missing: a path, or @stage; or data.mixture")
+    require(
+        has_sets,
+        f"{name}.data.train is missing: the images to train on\n"
+        f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
+    )
+    cluster = there.campaign.cluster
+    require(
+        cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
+        f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
+        f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
+    )
+    if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
+        yield CheckResult(
+            "WARN",
+            name,
+            f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, each "
+            f"with the whole model in memory; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
+        )
     paths = []
     for path, _weight in cfg.data.sets().values():
         paths.append(path)
@@ -233,6 +251,9 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         index = there.index(path)
         if index is not None and index.samples == 0:
             raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+    if cfg.data.evaluate in paths:
+        text = f"{name}: data.evaluate is a set that is trained on: its accuracy says nothing of other images"
+        yield CheckResult("WARN", name, text)
     is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
     for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
         number = there.classes(path)
@@ -259,12 +280,10 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         return
     # Which shard `data.drop` means is known when all of them are there.
     if has_all:
-        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
-    evaluated = []
-    for value in (cfg.data.evaluate, cfg.probe.train, cfg.probe.test):
-        if value is not None:
-            evaluated.append(value)
-    check_usable(there.made(evaluated))
+        needs_labels = cfg.objective != "masked"
+        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
+    evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
+    check_evaluated(evaluated, there)
     if stage.model is not None:
         # What a worker needs is the most where the workers are the fewest.
         try:
@@ -287,19 +306,38 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     )
 
 
-def check_usable(sets: Sequence[Index], dropped: Collection[str] = (), option: str = "") -> None:
-    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says.
+def check_usable(
+    sets: Sequence[Index], dropped: Collection[str] = (), option: str = "", *, needs_labels: bool = True
+) -> None:
+    """Raise DataError where a set is empty, lacks labels, or has shards of another size than its index says.
 
-    `dropped` and `option` are those of `check_sizes`.
+    Whether it `needs_labels` is the stage's. `dropped` and `option` are those of `check_sizes`.
     """
     for index in sets:
-        if not (index.samples and index.classes):
+        if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
                 f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
-                "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
+                "  `python -m jobs data check` says why; labels may be missing, or data.drop may name all shards\n"
+                "  images without labels train with objective: masked; `python -m jobs new FOLDER` writes such a recipe"
             )
     # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
     check_sizes(sets, tuple(dropped), option)
+
+
+def check_evaluated(sets: Mapping[str, tuple[str | None, str | None]], there: Available) -> None:
+    """Raise DataError where a set to evaluate on cannot be used, or is the very set that a protocol learns from.
+
+    `sets` are (test, train) by the key of both in the recipe; None where there is no such set.
+    """
+    for key, (test, learned) in sets.items():
+        indexes = there.made([value for value in (test, learned) if value is not None])
+        check_usable(indexes)
+        if len(indexes) == 2 and indexes[0].digest == indexes[1].digest:
+            raise DataError(
+                f"{key}: test {test} and train {learned} are the same set, digest {indexes[0].digest[:12]}\n"
+                "  expected a training set that shares no sample with the test set\n"
+                f"  give another {key}.train; `python -m jobs subset` holds out a part of a set"
+            )
 
 
 def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckResult]:

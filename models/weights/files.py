@@ -199,8 +199,8 @@ def load(path: str | Path, **config: object) -> Model:
         file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():
         raise ValueError(
-            f"{path} is no directory with {CONFIG} or {THEIR_WEIGHTS}, no .safetensors and no .npz file; "
-            "pickled checkpoints (.pth, .bin) are not opened, convert them to safetensors first"
+            f"{path} is no folder with {CONFIG} or {THEIR_WEIGHTS}, no .safetensors and no .npz file\n"
+            "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
         )
     # The file is timm's or Hugging Face's.
     from safetensors.torch import load_file

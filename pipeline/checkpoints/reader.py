@@ -110,14 +110,14 @@ class FragmentFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{path} holds no fragments: {error}") from None
 
-    def read(self, key: str, first: int, wanted: Tensor) -> None:
+    def read(self, key: str, first: int, out: Tensor) -> None:
         """Fill a flat fp32 tensor in host memory with a fragment's elements from its element `first` on.
 
         Raises Damaged where what was read is not what was committed, OSError where the storage fails.
         """
         data_begins, count = self.places[key]
-        assert first + wanted.numel() <= count, (key, first, wanted.numel(), count)
-        self.fill(wanted.numpy().data.cast("B"), data_begins + FLOAT_BYTES * first)
+        assert first + out.numel() <= count, (key, first, out.numel(), count)
+        self.fill(out.numpy().data.cast("B"), data_begins + FLOAT_BYTES * first)
 
     def fill(self, target: memoryview, begin: int) -> None:
         """Fill memory with the bytes of the file from byte `begin` on, compared chunk by chunk."""
@@ -233,7 +233,7 @@ class Reader:
         not what was committed.
         """
         # The range may lie across files of several workers, wherever the world that saved it made its cuts.
-        wanted = torch.empty(count)
+        out = torch.empty(count)
         filled = 0
         looked_at = 0  # of the pieces that are known
         while True:
@@ -242,22 +242,22 @@ class Reader:
                 first = max(start, piece.start)
                 stop = min(start + count, piece.start + piece.length)
                 if first < stop:
-                    self.read(piece, first, wanted[first - start : stop - start])
+                    self.read(piece, first, out[first - start : stop - start])
                     filled += stop - first
             looked_at = len(pieces)
             if filled >= count or not self.unopened:
                 break
             self.open_next()
         check_complete(filled, count, name, kind)
-        return wanted
+        return out
 
-    def read(self, piece: Piece, first: int, wanted: Tensor) -> None:
+    def read(self, piece: Piece, first: int, out: Tensor) -> None:
         """Fill a flat tensor with the elements of a parameter from its element `first` on, which lie in one piece."""
         fragments = self.opened[piece.file]
         if fragments.handle is None:
             self.make_room()
             self.with_handle.append(fragments)
-        fragments.read(piece.key, first - piece.start, wanted)
+        fragments.read(piece.key, first - piece.start, out)
 
     def make_room(self) -> None:
         """Give back all file descriptors where one more file would be too many: a save has a file per worker."""
@@ -272,17 +272,17 @@ class Reader:
         Raises CheckpointError as a call does; all files must be open.
         """
         flats: dict[str, Tensor] = {}
-        wanted: dict[str, list[tuple[str, Piece]]] = {}  # by file: the pieces in it, each with its parameter
+        pieces_of_file: dict[str, list[tuple[str, Piece]]] = {}  # by file: the pieces in it, each with its parameter
         for name, shape in shapes.items():
             flats[name] = torch.empty(shape.numel())
             length = 0
             for piece in self.pieces.get((name, kind), []):
                 length += piece.length
-                wanted.setdefault(piece.file, []).append((name, piece))
+                pieces_of_file.setdefault(piece.file, []).append((name, piece))
             check_complete(length, shape.numel(), name, kind)
         # File by file: by parameter, the files of a thousand workers would be opened again for each.
         for file in self.opened:
-            for name, piece in wanted.get(file, []):
+            for name, piece in pieces_of_file.get(file, []):
                 self.read(piece, piece.start, flats[name][piece.start : piece.start + piece.length])
         return {name: flats[name].view(shape) for name, shape in shapes.items()}
 

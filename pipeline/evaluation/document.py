@@ -2,7 +2,8 @@
 
 {"schema": 2,
  "weights": {"path": "…/finetune-1a2b3c4d", "digest": "9f3c…", "model": {…},
-             "trained_on": {"sets": [{"path": "…", "digest": "…"}, …], "unknown": ""}},    or where the records end
+             "trained_on": {"sets": [{"path": "…", "digest": "…", "part_of": null}, …],    a subset: of what digest
+                            "unknown": ""}},                                               or where the records end
  "results": [{
    "code": "77ab…",                                               the version that computed it
    "set": {"name": "test", "path": "…", "digest": "…", "samples": 360, "judged": 360},

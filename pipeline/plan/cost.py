@@ -100,7 +100,7 @@ def seconds_with_failures(
     # From one kept save to the next passes a cycle, with the chance exp(−cycle / mtbf). Else all is done again from the
     # save on, until a restart and everything up to the next kept save have come through without a failure, which takes
     # mtbf · (exp(again / mtbf) − 1). With save_s = save_stall_s this is Daly's equation 20.
-    again_s = NOTICE_S + trial.start_s + between_saves_s + max(trial.save_s, trial.save_stall_s)
+    again_s = NOTICE_S + trial.until_steady_s + between_saves_s + max(trial.save_s, trial.save_stall_s)
     if again_s / mtbf_s > 50:
         return math.inf, math.inf
     seconds = saves * mtbf_s * -math.expm1(-cycle_s / mtbf_s) * math.exp(again_s / mtbf_s)

@@ -1,7 +1,7 @@
 """What a trial has measured of a stage on one number of workers, and the small JSON document that keeps it.
 
 In:  the records that 30 steps of training have left in metrics.jsonl (pipeline/monitoring/telemetry.py)
-Out: <run>/trials/d91ff90d-8.json: {"world": 8, "images_per_s": 5120.0, "step_s": 0.8, "start_s": 14.2, …}
+Out: <run>/trials/d91ff90d-8.json: {"world": 8, "images_per_s": 5120.0, "step_s": 0.8, "until_steady_s": 14.2, …}
 
 The document is found by the number of workers and the digest of all that a step's time depends on: model, sets, batch,
 engine. A stage of another length, rate or seed goes by the same trial, and so do the runs of a sweep over them.
@@ -50,8 +50,9 @@ class Trial:
     memory_gib: float  # at most, of rank 0
     save_stall_s: float  # that a save holds the loop up
     save_s: float  # from a save's beginning until it is kept
-    # from the driver's claim of an attempt until its steps take their time: the first ones may compile
-    start_s: float
+    # from the driver's claim of an attempt until steps take step_s each, less step_s for each one before: the start of
+    # the workers, and what the first steps take longer, as where they compile
+    until_steady_s: float
 
     @property
     def per_worker(self) -> float:
@@ -133,7 +134,7 @@ def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str
         "save_stall_s": saves[0]["stalled_s"],
         "save_s": saves[0]["took_s"],
         # What the warm-up takes longer than its steps would later, each restart takes again.
-        "start_s": warm_ups[-1]["time"] - warm_ups[-1]["step"] * step_s - starts[0]["claimed"],
+        "until_steady_s": warm_ups[-1]["time"] - warm_ups[-1]["step"] * step_s - starts[0]["claimed"],
     }
 
 

@@ -128,7 +128,6 @@ def test_a_set_of_which_nothing_can_be_used_ends_with_an_error(tmp_path, capsys)
     cases = {
         "text": ([("a.txt", b"x")], "0 samples"),
         "pages": ([("a.jpg", b"<html>"), ("a.cls", b"1")], "no image among the samples that were decoded"),
-        "names": ([("a.jpg", picture(1)), ("a.cls", b"tench")], "label is a text that no class list has, first a"),
         "labels": ([("a.jpg", picture(1))], "no sample has a label that a run could use"),
     }
     for name, (members, reason) in cases.items():

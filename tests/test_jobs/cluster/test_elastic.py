@@ -145,9 +145,9 @@ def test_a_run_grows_at_the_first_commit_after_nodes_have_stayed_for_the_patienc
     assert not is_due(50, room=5, step=130)
     assert not is_due(109, room=5, step=140), "it has not stayed for 60 s yet"
     assert not is_due(110, room=8, step=150), "it has, but what was committed before does not count"
-    assert growth.wanted is None
+    assert growth.target is None
     assert is_due(112, room=8, step=160)
-    assert growth.wanted == 4, "for eight there has been room for two seconds"
+    assert growth.target == 4, "for eight there has been room for two seconds"
     assert is_due(113, room=2, step=160), "the workers have been asked: they end"
 
 
@@ -165,7 +165,7 @@ def test_a_larger_world_is_waited_for_no_longer_than_for_a_smaller_one() -> None
     cluster.now = 60
     assert not is_due(growth)
     cluster.step += 1
-    assert is_due(growth) and growth.wanted == 8
+    assert is_due(growth) and growth.target == 8
 
 
 def test_after_a_growth_that_failed_nothing_is_tried_for_a_while() -> None:

@@ -29,8 +29,8 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
-from jobs.cluster import agent, embedded, fork_server, worker
-from jobs.cluster.agent import WorkerState
+from jobs.cluster import agent, embedded, fork_server, worker, worker_group
+from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import NodeAgent
@@ -198,11 +198,9 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
-    order = worker.WorkerOrder(
-        info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True
-    )
+    spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker._prepare(order)
+        worker._prepare(spec)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
 
 
@@ -278,6 +276,57 @@ def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> Non
     assert group.evidence().first_failure().exit_code == 75
 
 
+class SilentNodes:
+    """Nodes of which some do not answer; counts which were asked, and by how many threads at once."""
+
+    def __init__(self, dead: set[str]) -> None:
+        self.dead = dead
+        self.asked: list[str] = []
+        self.together = threading.Barrier(2, timeout=5)
+
+    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
+        self.asked.append(node.name)
+        self.together.wait()
+        return "its node does not answer" if node.name in self.dead else ""
+
+
+@pytest.mark.parametrize(
+    ("peer_lost", "dead", "beats_asked_after", "lost_after"),
+    [(False, {"n1"}, [6], 6), (True, {"n1"}, [1], 1), (False, set(), [6, 12, 18], None)],
+)
+def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answer(
+    peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
+) -> None:
+    """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
+    monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
+    group = group_of(tmp_path, 3)
+    nodes = SilentNodes(dead)
+    now = [100.25]
+    group.nodes = nodes  # type: ignore[assignment]
+    group.clock = lambda: now[0]
+    heard: Future[Any] = Future()
+    heard.set_result(NodeReport(1, []))
+    group.links[2].agent = dataclasses.replace(group.links[2].agent, call=lambda *arguments: heard)
+    if peer_lost:
+        left(group, 2, **PEER_LOST)
+    group.poll(0.0)
+    asked_after = []
+    for beats in range(1, 19):
+        # All but a hundredth of the beat has gone by, then all of it.
+        for share in (0.99, 1.0):
+            now[0] = 100.25 + beats - 1 + share
+            before = len(nodes.asked)
+            group.poll(0.0)
+            if len(nodes.asked) > before:
+                assert share == 1.0 and sorted(nodes.asked[before:]) == ["n0", "n1"], "both at once"
+                asked_after.append(beats)
+        if group.evidence().losses:
+            assert beats == lost_after
+            break
+    assert asked_after == beats_asked_after
+    assert set(group.evidence().losses) == {int(name[1:]) for name in dead}
+
+
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
@@ -326,6 +375,24 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         raylet.close()
         assert nodes.loss_of(node, None) == "its node does not answer"
         assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
+
+
+def test_a_few_spare_nodes_have_a_warm_agent(two, monkeypatch) -> None:
+    nodes: Any = nodes_of(two["ray"])
+    started: list[str] = []
+
+    def start(node_id: str) -> None:
+        started.append(node_id)
+        nodes.actors[node_id] = None
+
+    monkeypatch.setattr(nodes, "start_agent", start)
+    monkeypatch.setattr(nodes, "actors", {"a": None})
+    monkeypatch.setattr(nodes, "used", {"a"})
+    # A node with a worker and room for another one is no spare one that lacks an agent.
+    for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
+        nodes.warm_up_spares(set(spare))
+        assert started == list(expected), spare
+        started.clear()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -45,7 +45,7 @@ def test_a_trial_takes_real_steps_and_leaves_nothing_but_what_it_measured(backen
     parts = trial.compute_s + trial.storage_s + trial.decode_s + trial.transfer_s
     assert trial.step_s == pytest.approx(parts) and trial.images_per_s == pytest.approx(16 / trial.step_s)
     # 25 steps, a save and a start are a part of the command.
-    assert 0 < 25 * trial.step_s + trial.start_s < took_s
+    assert 0 < 25 * trial.step_s + trial.until_steady_s < took_s
     assert 0 < trial.save_stall_s <= trial.save_s < took_s
     assert 0.05 < trial.memory_gib < 8, "Python and torch"
     assert trial.hardware != "cpu" and trial.date.startswith("20")
@@ -98,7 +98,7 @@ def tried(recipe, tmp_path) -> Trial:
         memory_gib=1.5,
         save_stall_s=0.02,
         save_s=0.5,
-        start_s=10.0,
+        until_steady_s=10.0,
         **values,
     )
     write_trial(tmp_path / "run", trial)

@@ -1,6 +1,8 @@
 """A sweep does not choose by what it learns from or is judged on; what a plan can look up, it looks up."""
 
 import io
+import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -100,6 +102,62 @@ def test_a_table_says_that_it_was_chosen_on_test(sets: Path, tmp_path: Path, cap
     assert main(["run", str(recipe)]) == 65
     assert main(["run", str(recipe), "finetune.sweep.chosen_on_test=true", "finetune.sweep.seeds=[0]"]) == 0
     assert "finetune.grid, in %, chosen on test" in capsys.readouterr().out
+
+
+def test_a_grid_without_a_held_out_part_says_that_its_best_row_was_chosen_on_test(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    recipe = tmp_path / "grid.yaml"
+    text = RECIPE.format(run=tmp_path / "run", sets=sets, train="", judged="")
+    recipe.write_text("".join(line for line in text.splitlines(True) if "held_out:" not in line))
+    assert main(["run", str(recipe), "finetune.sweep.seeds=[0]"]) == 0
+    out = capsys.readouterr().out
+    assert "finetune, in %, chosen on test" in out and ", the best of 2, chosen on test" in out
+    (record,) = (tmp_path / "run").glob("finetune-*/sweep.json")
+    assert json.loads(record.read_text())["chosen_on_test"] is True
+    # Seeds and names alone choose nothing.
+    recipe.write_text(
+        "".join(line for line in text.splitlines(True) if "held_out:" not in line and "grid:" not in line)
+    )
+    capsys.readouterr()
+    assert main(["run", str(recipe), "finetune.sweep.seeds=[0]", f"run={tmp_path / 'seeds'}"]) == 0
+    assert "chosen on test" not in capsys.readouterr().out
+
+
+PROBED = """
+run: {run}
+cluster: {{workers: 1, backend: processes}}
+pretrain:
+  data: {{train: {sets}/train}}
+  model: {{name: mu/8, image_size: 16, classes: 10}}
+  optim: {{schedule: {{warmup_steps: 1}}}}
+  steps: 2
+  batch_size: 8
+  micro_batch: 8
+  precision: fp32
+  probe: {{train: {sets}/most, test: {sets}/test, shots: [1]}}
+fewshot: {{init: "@pretrain", probe: {{train: {sets}/most, test: {sets}/test, shots: [1]}}}}
+evaluate:
+  init: "@pretrain"
+  sets: {{small: {{train: {sets}/most, test: {sets}/test}}}}
+  protocols: [knn]
+"""
+
+
+@pytest.mark.parametrize("key", ["pretrain.probe", "fewshot.probe", "evaluate.sets.small"])
+def test_a_probe_is_not_judged_on_the_set_that_it_learns_from(
+    sets: Path, tmp_path: Path, capsys: pytest.CaptureFixture, key: str
+) -> None:
+    """By the digest: a copy at another path is the same set."""
+    recipe = tmp_path / "probed.yaml"
+    recipe.write_text(PROBED.format(run=tmp_path / "run", sets=sets))
+    copied = shutil.copytree(sets / "test", tmp_path / "copied")
+    assert main(["plan", str(recipe)]) == 0
+    capsys.readouterr()
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), f"{key}.train={copied}"]) == 65
+        assert f"{key}: test {sets}/test and train {copied} are the same set" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("pretrain-*"))
 
 
 FOLDERS = """

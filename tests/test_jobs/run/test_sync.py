@@ -22,24 +22,11 @@ import pytest
 from data.remote import urls
 from tests import hosts
 from tests.ray_hosts import Driver, RayHosts
+from tests.recipes import SMALL
 from tests.stores import Proxy, store
 
 ROOT = Path(__file__).parents[3]
-RECIPE = """
-cluster: {{workers: 2, backend: processes, backoff_s: 0.1}}
-pretrain:
-  data: {{train: {shards}/train}}
-  model: {{name: mu/8, width: 16, depth: 2, mlp: 32, heads: 2, image_size: 16, classes: 10}}
-  optim: {{lr: 1.0e-3, schedule: {{warmup_steps: 5}}}}
-  loss: softmax
-  steps: 40
-  passes: null
-  batch_size: 16
-  micro_batch: 4
-  precision: fp32
-  zero: 2
-  log_every: 4
-  save_every: 5
+AFTER = """
 resize: {{init: "@pretrain", image_size: 24}}
 finetune:
   init: "@resize"
@@ -56,10 +43,16 @@ finetune:
 RUN = "s3://images/runs/{name}"
 
 
+def recipe_on(shards: Path) -> str:
+    """SMALL on shards that are there, of a run in a store no stage may pack; with two more stages."""
+    pretrain = "".join(line for line in SMALL.splitlines(True) if not line.startswith("shards:"))
+    return pretrain.replace("@shards", str(shards)) + AFTER.lstrip().format(shards=shards)
+
+
 @pytest.fixture
 def small(tmp_path: Path, shards: Path) -> Path:
     path = tmp_path / "small.yaml"
-    path.write_text(RECIPE.format(shards=shards))
+    path.write_text(recipe_on(shards))
     return path
 
 
@@ -225,7 +218,7 @@ def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(
     """Three hosts under Ray, with nothing in common but the sets and the store, which is a fourth host."""
     # Every host has a /tmp of its own, and sees this test's folder alone.
     shutil.copytree(shards, tmp_path / "sets")
-    small.write_text(RECIPE.format(shards=tmp_path / "sets"))
+    small.write_text(recipe_on(tmp_path / "sets"))
     run = RUN.format(name="hosts")
     slower = ("pretrain.micro_batch=1", "pretrain.log_every=1")
     reference = drive("local", f"run={tmp_path / 'run'}", *slower)

@@ -16,6 +16,8 @@ import pytest
 
 from data.bucket import Bucket
 from data.index.document import load_index
+from data.shards.packing import pack
+from data.sources.samples import digits
 from data.storage import Folder
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
@@ -52,10 +54,13 @@ def where(run: Path) -> dict[int, str]:
 
 
 @pytest.fixture(scope="module")
-def sets(shards) -> tuple[str, ...]:
+def sets(shards, tmp_path_factory) -> tuple[str, ...]:
     """Judge accuracy and few-shot features on the test set: 2 workers have 45 batches of 4 each."""
     path = shards / "test"
-    return (f"pretrain.data.evaluate={path}", f"pretrain.probe={{train: {path}, test: {path}, shots: [1, 5]}}")
+    # As many images to learn from; the very same set is refused.
+    learned = tmp_path_factory.mktemp("learned")
+    pack(digits(train=False, image_size=16), learned, name="learned", shard_samples=90)
+    return (f"pretrain.data.evaluate={path}", f"pretrain.probe={{train: {learned}, test: {path}, shots: [1, 5]}}")
 
 
 @pytest.fixture(scope="module")

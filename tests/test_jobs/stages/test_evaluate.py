@@ -1,5 +1,6 @@
 """The stage and the command `evaluate`: any weights on any sets, the same document on any number of workers."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from data.index.document import load_index
 from data.seal import seal
 from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
+from data.shards.subset import Rule, make_subset
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from jobs.cluster.worker import Task
@@ -30,7 +32,7 @@ from jobs.stages import any_weights, evaluation_worker
 from pipeline import artifacts
 from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
-from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of
 from tests import ranks
 from tests.golden import GOLDEN
 from tests.recipes import TINY
@@ -276,7 +278,16 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
 def trained(folder: Path, world: Path, inputs: dict[str, str]) -> Path:
     """The weights of the world as a stage leaves them that was trained on these inputs."""
     shutil.copytree(world / "weights", folder)
-    artifacts.write_record(folder / "provenance.json", {"stage": folder.name, "inputs": inputs})
+    recorded: dict[str, dict[str, str | None]] = {}
+    for field, path in inputs.items():
+        if field == "init":
+            sha256 = hashlib.sha256((Path(path) / "weights.safetensors").read_bytes()).hexdigest()
+            recorded[field] = {"path": path, "digest": sha256}
+        else:
+            index = load_index(path)
+            part_of = index.origin.digest if index.origin else None
+            recorded[field] = {"path": path, "digest": index.digest, "part_of": part_of}
+    artifacts.write_record(folder / "provenance.json", {"stage": folder.name, "inputs": recorded})
     artifacts.write_record(folder / "done.json", {"key": "k", "seconds": 1, "files": artifacts.digests(folder)})
     return folder
 
@@ -324,6 +335,73 @@ def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
         assert digest[name][:8] in said
     # What was compared with none of the sets that anything was learned from has no value "without leaks".
     assert ("50.00% without 3 shared with" in said) == (compared != ["other"])
+
+
+def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set and weights that were replaced at their paths are not the old ones; a subset is known by its set."""
+    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    images = list(digits(True, image_size=16))
+    for name, first in (("old", 0), ("new", 40)):
+        pack(images[first : first + 20], tmp_path / name, name="train", names=DIGITS)
+    part = make_subset(load_index(world / "train"), tmp_path / "part", Rule(part=":50"), name="part")
+    digest = {name: load_index(tmp_path / name).digest for name in ("old", "new", "part")}
+    shutil.copytree(tmp_path / "old", tmp_path / "set")
+    first = trained(tmp_path / "first", world, {"data.train": str(tmp_path / "part")})
+    second = trained(tmp_path / "second", world, {"init": str(first), "data.train": str(tmp_path / "set")})
+    compared = [load_index(world / "train").digest, digest["new"]]
+    leaks = {
+        "schema": SCHEMA,
+        "train": [{"path": "t", "digest": one} for one in compared],
+        "test": [{"path": "t", "digest": load_index(world / "test").digest}],
+        "pairs": [],
+    }
+    (tmp_path / "leaks.json").write_text(seal(leaks))
+    # Another set at the same path, which is the one that was compared.
+    shutil.rmtree(tmp_path / "set")
+    shutil.copytree(tmp_path / "new", tmp_path / "set")
+    shutil.rmtree(tmp_path / "part")
+    document = judged(world, tmp_path / "out", f"leaks={tmp_path / 'leaks.json'}", weights=str(second))
+    verdict = document["results"][0]["leaks"]
+    assert [one["digest"] for one in verdict["not_checked"]] == [digest["old"]]
+    assert [one["digest"] for one in verdict["checked"]] == [digest["part"]] == [part.digest]
+
+    # Other weights in the place of those that the second stage has started from: their sets are not its sets.
+    with open(first / "weights.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    artifacts.write_record(first / "done.json", {"key": "k", "seconds": 1, "files": artifacts.digests(first)})
+    document = judged(world, tmp_path / "again", weights=str(second))
+    sets, unknown = document["weights"]["trained_on"].values()
+    assert ([one["digest"] for one in sets], unknown) == ([digest["old"]], str(first))
+
+
+def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    ops = "resize_small(20)|central_crop(16)"
+    model = models.load(world / "weights")
+    models.save(model, tmp_path / "weights", class_names=DIGITS, preprocessing=preprocessing_of(ops, model.config))
+    artifacts.record_weights(tmp_path / "weights", {})
+    squash = "resize((16, 16))"
+    other = "resize(16, antialias=True)"
+    cases = [
+        (world, [], squash, f"images by {squash}, the squash: nothing is recorded with the weights"),
+        (tmp_path, [], ops, f"images by {ops}, as recorded with the weights"),
+        (
+            tmp_path,
+            [f"preprocess={other}"],
+            other,
+            f"images by {other}, as preprocess says; otherwise {ops}, as recorded with the weights",
+        ),
+    ]
+    # One folder: without the record among what its key is of, the second would be taken for finished.
+    for home, words, expected, line in cases:
+        document = judged(world, tmp_path / "out", *words, weights=str(home / "weights"))
+        assert document["results"][0]["protocol"]["fields"]["preprocess"] == expected
+        assert f"evaluate: {line}\n" in capsys.readouterr().out
 
 
 def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(

@@ -11,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -406,6 +407,17 @@ def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> N
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
             ask()
+
+
+def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
+    """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
+    disconnect()
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
+        with pytest.raises(ClusterError, match="is no Ray head: another server answers there"):
+            connect(ClusterConfig())
+        server.shutdown()
 
 
 def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:

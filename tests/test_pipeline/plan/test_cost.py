@@ -36,7 +36,7 @@ TRIAL = Trial(
     memory_gib=1.0,
     save_stall_s=4.0,
     save_s=20.0,
-    start_s=30.0,
+    until_steady_s=30.0,
 )
 
 
@@ -83,7 +83,7 @@ def test_without_failures_only_saves_are_added():
 def test_saves_that_are_kept_at_once_give_dalys_equation_20():
     """mtbf · exp(R / mtbf) · (exp((τ + δ) / mtbf) − 1) · work / τ, with δ = 4, R = 60, τ = 600 and mtbf = 3,600."""
     at_once = dataclasses.replace(TRIAL, save_s=4.0)
-    restart_s = NOTICE_S + TRIAL.start_s
+    restart_s = NOTICE_S + TRIAL.until_steady_s
     daly = 3600 * math.exp(restart_s / 3600) * (math.exp(604 / 3600) - 1) * 36_000 / 600
     seconds, failures = seconds_with_failures(36_000.0, 600.0, at_once, 3600.0)
     assert seconds == pytest.approx(daly) and failures == pytest.approx(daly / 3600)
@@ -125,8 +125,8 @@ def simulated(work_s: float, between_s: float, mtbf_s: float, draws: random.Rand
         # A restart may fail too, and is then begun again.
         while True:
             failure_at = clock + draws.expovariate(1 / mtbf_s)
-            if failure_at > clock + NOTICE_S + TRIAL.start_s:
-                clock += NOTICE_S + TRIAL.start_s
+            if failure_at > clock + NOTICE_S + TRIAL.until_steady_s:
+                clock += NOTICE_S + TRIAL.until_steady_s
                 break
             clock = failure_at
 

@@ -37,7 +37,7 @@ def test_what_a_step_takes_is_the_mean_behind_the_first_five_without_saves():
     assert result["storage_s"] == pytest.approx(0.24) and result["decode_s"] == pytest.approx(0.48)
     assert result["compute_s"] == pytest.approx(2.0 - 0.24 - 0.48)
     assert (result["save_stall_s"], result["save_s"]) == (3.0, 7.0), "the last save is waited for, and does not count"
-    assert result["start_s"] == pytest.approx(16.0), "from 980 to 1006, less five steps"
+    assert result["until_steady_s"] == pytest.approx(16.0), "from 980 to 1006, less five steps"
     assert result["memory_gib"] == 3.0
 
 
