@@ -404,7 +404,7 @@ fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
 
 @pytest.fixture
 def three_sets(tmp_path: Path) -> Path:
-    """Sets of the same samples: `a` and `b` call them alike, `c` otherwise, `d` not at all; `e` has others, named as `a`."""
+    """Sets of the same samples: `a` and `b` are named alike, `c` otherwise, `d` not at all; `e` holds others."""
     samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
     named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
     for name, names in named.items():
