@@ -61,7 +61,7 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
             start_step=first_step,
             seed=cfg.seed,
             augment=cfg.data.augment,
-            max_labels=cfg.data.max_labels,
+            max_labels=cfg.labels_read,
             processes=cfg.data.processes,
             timeout_s=cfg.data.timeout_s,
             cache=cfg.data.cache,

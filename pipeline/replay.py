@@ -99,7 +99,7 @@ def rebuild(
         start_step=step,
         seed=cfg.seed,
         augment=cfg.data.augment,
-        max_labels=cfg.data.max_labels,
+        max_labels=cfg.labels_read,
         cache=cfg.data.cache,
         decode=cfg.data.decode,
     )

@@ -105,7 +105,7 @@ class TrainConfig:
     `optim.clip`.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
-    `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
+    `swapped` stand in `model`; labels are not read, and need not be there. A later stage fine-tunes the ViT inside.
     """
 
     data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
@@ -157,6 +157,11 @@ class TrainConfig:
         free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
     LATER: ClassVar[tuple[str, ...]] = ("thinning",)
+
+    @property
+    def labels_read(self) -> int:
+        """Return how many labels of a sample are read at most; 0: none are looked at, and none need be there."""
+        return 0 if self.objective == "masked" else self.data.max_labels
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")

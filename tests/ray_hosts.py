@@ -9,10 +9,11 @@ Only one line of the README belongs to the other machines: the one that joins th
 """
 
 import json
+import os
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -130,6 +131,51 @@ class RayHosts:
     def campaign(self, recipe: Path, run: Path, *overrides: str) -> "Driver":
         """Start `python -m jobs run` on the head."""
         return Driver(self, [str(recipe), f"run={run}", "cluster.backend=ray", *overrides], run)
+
+
+class SupervisedHosts(RayHosts):
+    """Hosts that keep a Ray cluster and a campaign alive by themselves, with the units of deploy/systemd.
+
+    Each host, when it is booted, starts its units (tests/supervisor.py): the first the head and the driver, the others
+    a node each. From then on nobody types anything: tests cut, mend, kill and boot.
+    """
+
+    def __init__(self, shared: Path, names: list[str], recipe: Path) -> None:
+        self.recipe = recipe  # <shared>/NAME.yaml, whole: the driver's unit adds nothing to it
+        self.token = shared / "auth_token"
+        self.token.write_text(os.urandom(32).hex())
+        self.token.chmod(0o600)
+        self.driver: subprocess.Popen[bytes] | None = None  # the supervisor of the driver, on the head
+        super().__init__(shared, names)
+
+    def start(self) -> None:
+        """Boot all hosts."""
+        for name in self.names:
+            self.network.boot(name)
+            self._start_nodes([name])
+
+    def _start_nodes(self, names: list[str], **environment: str) -> None:
+        for name in names:
+            if name == self.names[0]:
+                self._start_unit(name, "patchline-head.service", environment)
+                driver = f"patchline-driver@{self.recipe.stem}.service"
+                self.driver = self._start_unit(name, driver, environment)
+            else:
+                self._start_unit(name, "patchline-node.service", environment)
+
+    def stop_driver(self) -> None:
+        """Tell the driver's unit to stop, as `systemctl stop` does; the process here has only entered the host."""
+        assert self.driver is not None
+        for process in psutil.Process(self.driver.pid).children():
+            process.terminate()
+
+    def _start_unit(self, host: str, unit: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        head = self.names[0]
+        words = [f"HEAD={head}", f"RAY_ADDRESS={head}:6379", f"RECIPES={self.recipe.parent}", "RAY_AUTH_MODE=token"]
+        words += [f"RAY_AUTH_TOKEN_PATH={self.token}", "RAY_health_check_failure_threshold=2"]
+        command = ["python", "-m", "tests.supervisor", unit, *words]
+        with (self.network.shared / f"{host}-{unit.partition('@')[0].removesuffix('.service')}.log").open("a") as log:
+            return self.network[host].start(command, log, OMP_NUM_THREADS="1", **PATIENCE, **environment)
 
 
 class Driver:

@@ -23,7 +23,16 @@ from pipeline.monitoring.telemetry import Record, read_metrics
 from tests import hosts
 from tests.drives import assert_same, assert_same_stage, said, stage, start
 from tests.hosts import ROOT, Network
-from tests.ray_hosts import Driver, RayHosts, a_worker_host, has_reported, is_saving, newest_nodes
+from tests.ray_hosts import (
+    PATIENCE,
+    START_TIMEOUT_S,
+    Driver,
+    RayHosts,
+    a_worker_host,
+    has_reported,
+    is_saving,
+    newest_nodes,
+)
 from tests.recipes import SMALL
 
 pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
@@ -380,6 +389,65 @@ def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one
         print(f"FAULT_SEED={SEED} round {number}: head lost; a new cluster took {started_s:.1f} s, ", end="")
         print(f"the same command trained {again_s:.1f} s later")
         assert_same(run, twin)
+
+
+HEAD = "ray start --head --port=6379 --dashboard-host=0.0.0.0"
+LOG_IN = "export RAY_AUTH_MODE=token; mkdir -p ~/.ray; cp {token} ~/.ray/auth_token; chmod 600 ~/.ray/auth_token; "
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_on_when_there_is_one(shared) -> None:
+    """The head is cut off first, which closes no connection, then loses its power, and comes back with nothing."""
+    token = shared / "token"
+    token.write_text(os.urandom(32).hex())
+    login = LOG_IN.format(token=token)
+    recipe = shared / "followed.yaml"
+    recipe.write_text(SMALL)
+    run = shared / "followed"
+    address = {"RAY_ADDRESS": "http://h0:8265", "OMP_NUM_THREADS": "1"}
+    words = f"{recipe} run={run} cluster.backend=ray cluster.workers=1 pretrain.steps=100000 pretrain.log_every=1"
+
+    with Network(shared) as network:
+
+        def start_head() -> None:
+            network.boot("h0").run(login + HEAD, timeout_s=START_TIMEOUT_S, **PATIENCE)
+
+        def follow(log: Path) -> subprocess.Popen[bytes]:
+            with log.open("w") as output:
+                return network["h1"].start(f"{login} exec python -m jobs submit --wait {words}", output, **address)
+
+        def wait_for(log: Path, text: str) -> None:
+            deadline = time.monotonic() + AGAIN_S
+            while text not in log.read_text():
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+
+        start_head()
+        network.boot("h1")
+        before, after = shared / "follow-1.log", shared / "follow-2.log"
+        follower = follow(before)
+        wait_for(before, "checkpoint step 5 committed")
+        assert "(process " in (told := network["h1"].run(f"{login} python -m jobs status {run}")), told
+        assert ", Ray job followed-001-" in told and "end  running, started" in told
+        network["h0"].black_hole()
+        began = time.monotonic()
+        assert follower.wait(AGAIN_S) == 69, before.read_text()
+        print(f"head cut off: followed no more after {time.monotonic() - began:.0f} s")
+        assert "the cluster's head at http://h0:8265 has not answered for " in before.read_text()
+
+        network["h0"].kill()
+        told = network["h1"].run(f"{login} python -m jobs status {run}")
+        assert "end  stopped without a word: process " in told and " on h0, Ray job followed-001-" in told
+        assert f"to go on type: python -m jobs submit RECIPE run={run}" in told
+        start_head()
+        began = time.monotonic()
+        follower = follow(after)
+        wait_for(after, "resumed from step ")
+        print(f"a new head: trained again {time.monotonic() - began:.0f} s after the submission")
+        assert "no sign of life: taking the run over" in after.read_text()
+        network["h1"].run(f"{login} python -m jobs stop {run}", timeout_s=AGAIN_S, **address)
+        assert follower.wait(AGAIN_S) == 75, after.read_text()
 
 
 FILL = """

@@ -224,6 +224,19 @@ def private_names(source: str, library: str) -> list[tuple[int, str]]:
     return hidden
 
 
+def test_a_config_cannot_be_changed() -> None:
+    """A key, a digest or a line of the log that was made of it would not be true any more."""
+    found = 0
+    for package in PACKAGES:
+        for name, path in modules_of(package).items():
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+                    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                    assert not decorators or "dataclass(frozen=True)" in decorators, f"{name}.{node.name}"
+                    found += decorators != []
+    assert found > 20
+
+
 def test_no_package_is_reached_by_a_path_trick() -> None:
     """Only the entry point may touch sys.path; anything else would import a file twice on a worker."""
     for package in PACKAGES:

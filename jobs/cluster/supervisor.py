@@ -120,6 +120,8 @@ def supervise(
                 value = group.run(function, task, attempt.look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
+            # Where this process was frozen, and the run is another command's by now, it ends here.
+            context.poll(folder, number)
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
@@ -174,6 +176,8 @@ class Attempt:
         """
         context = self.context
         group = self.group
+        # First: a driver that was frozen may have lost the run meanwhile, and would write into another's.
+        context.poll(group.folder, self.number)
         # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker that
         # has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
         if not group.have_all_ended():
@@ -199,7 +203,6 @@ class Attempt:
                 end_if_asked(context)
             if not self.can_commit:
                 raise Preempted(f"stopped in {context.stage.name}; run the same command again to do it from its start")
-        context.poll(group.folder, self.number)
 
 
 def end_if_asked(context: Context) -> None:
@@ -306,6 +309,11 @@ def recover(
     message = failure.cause.partition(": ")[2]
     if failure.exit_code == ExitCode.PREEMPTED:
         raise Preempted(message)
+    # A driver that has lost the run may have claimed a number as its last act: this one goes on, or has lost it itself.
+    if failure.exit_code == ExitCode.OWNED:
+        context.check_owned()
+        context.log(f"{failure}; restarting from {restart_point(context)}")
+        return
     # c, of which b knows less: nodes that are named are left out.
     if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
         leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))

@@ -15,13 +15,12 @@ from data.errors import UsageError
 from data.files import MANIFEST, write_whole
 from data.storage import Folder, Storage
 from jobs.commands import status as status_command
-from jobs.ownership import OWNER_FILE
 from jobs.run.sync import fetch_small_files
 from pipeline.artifacts import EXAMPLES, EXCLUDED_STEPS
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
-OF_RUN = ("status.json", OWNER_FILE)
+OF_RUN = ("status.json",)
 OF_STAGE = ("stage.json", "task.json", "done.json", "metrics.jsonl", "provenance.json", "incidents.txt")
 SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
 
@@ -112,7 +111,7 @@ def status(url: str) -> None:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_whole(checkpoints.local / name / MANIFEST, content or b"")
-        status_command.status(store.local / stage, store.url)
+        status_command.status(store.local / stage, store)
 
 
 def refuse_as_weights(path: str, command: str) -> None:

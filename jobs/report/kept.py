@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from data.checks import one_line
+from data.errors import RunOwned
 from jobs.monitor.status_poller import View
 
 NAME = "report.html"
@@ -84,9 +85,14 @@ def kept_page(run: Path, log: Callable[[str], None]) -> Iterator[KeptPage | None
         yield None
         return
     page = KeptPage(run, log)
+    is_ours = True
     try:
         yield page
+    except RunOwned:
+        is_ours = False  # any more: the page is that of the command that has taken the run over
+        raise
     finally:
         last = threading.Thread(target=page.end, name="page", daemon=True)
-        last.start()
-        last.join(END_S)
+        if is_ours:
+            last.start()
+            last.join(END_S)

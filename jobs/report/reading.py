@@ -25,12 +25,14 @@ from data.checks import one_line
 from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
-from jobs.ownership import owner_is_gone
+from data.storage import Folder
+from jobs.ownership import judge
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Record, duration, read_metrics
 
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
+LEASE_PERIODS = 1.2  # for which a lease of another machine is watched: 6 s, for `report` is not to wait for longer
 LOG_TAIL = 1 << 20  # bytes at the end of a log.txt that are looked through
 
 
@@ -234,7 +236,9 @@ def read_run(path: Path) -> Run:
             state = "done"
         elif last["exit_code"] is None:
             # A command that was killed could not write its end: status.json says "running" for ever.
-            has_owner = not owner_is_gone(run)
+            # A copy of a run has no lease, which says nothing. A lease of another machine is watched for a moment.
+            lease_state, lease = judge(Folder(run), lambda text: None, LEASE_PERIODS)
+            has_owner = lease_state == "held" or lease is None
             state = "running" if has_owner else "stopped"
             end = f"since {last['time']}" if has_owner else f"killed, or lost with its machine; begun {last['time']}"
     except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered

@@ -18,6 +18,7 @@ from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
 from jobs.monitor.status_poller import size_of
+from jobs.ownership import Lease
 from jobs.stages.sweep import DIVERGED
 from jobs.terminal import CLOSE_S, Terminal, write_last
 from pipeline.evaluation.async_evaluation import without_single_seeds
@@ -130,22 +131,27 @@ class RunLog:
 
 
 @contextmanager
-def status_file(run: Path, command: str, keep: Callable[[str], None]) -> Iterator[None]:
+def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
     """Keep status.json true: running while the block works, then done, or the code and message of what it raised.
 
-    `keep` is given the command and its end, for the run's log.
+    `keep` is given the command and its end, for the run's log. Raises RunOwned in the place of any other end where
+    another command has taken the run over: then the file is that command's.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
     try:
         yield
     except BaseException as error:
+        # A worker may have failed at its commit, or have stopped as it was asked to. Neither exit code would say that
+        # another command goes on with the run, and a batch system would start one that asks to be run again.
+        lease.check_at_end()
         text = explain(error) if isinstance(error, OSError) else str(error)
         message = text.strip() or type(error).__name__
         keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(error)}: {message}")
         with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
             write_status(run, exit_code(error), message.splitlines()[0], command)
         raise
+    lease.check_at_end()
     keep(f"{time.strftime(CLOCK)} done")
     write_status(run, ExitCode.DONE, "done", command)
 

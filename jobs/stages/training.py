@@ -280,7 +280,8 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         return
     # Which shard `data.drop` means is known when all of them are there.
     if has_all:
-        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
+        needs_labels = cfg.objective != "masked"
+        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
     evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
     check_evaluated(evaluated, there)
     if stage.model is not None:
@@ -305,16 +306,19 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     )
 
 
-def check_usable(sets: Sequence[Index], dropped: Collection[str] = (), option: str = "") -> None:
-    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says.
+def check_usable(
+    sets: Sequence[Index], dropped: Collection[str] = (), option: str = "", *, needs_labels: bool = True
+) -> None:
+    """Raise DataError where a set is empty, lacks labels, or has shards of another size than its index says.
 
-    `dropped` and `option` are those of `check_sizes`.
+    Whether it `needs_labels` is the stage's. `dropped` and `option` are those of `check_sizes`.
     """
     for index in sets:
-        if not (index.samples and index.classes):
+        if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
                 f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
-                "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
+                "  `python -m jobs data check` says why; labels may be missing, or data.drop may name all shards\n"
+                "  images without labels train with objective: masked; `python -m jobs new FOLDER` writes such a recipe"
             )
     # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
     check_sizes(sets, tuple(dropped), option)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +14,9 @@ from scipy.stats import binomtest
 
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
+from data.storage import Folder
 from jobs.__main__ import main
+from jobs.ownership import Lease
 from jobs.report import kept, page
 from jobs.report.charts import thin
 from jobs.report.kept import kept_page
@@ -215,7 +216,9 @@ def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, sha
     (folder / "attempts" / "attempt-000002").mkdir()
     (folder / "log.txt").write_text("step 25\n[driver] waiting for 2 GPUs\n")
     assert verdict().endswith("it waits for its workers to start: waiting for 2 GPUs.")
-    (tmp_path / "run" / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}))
+    lease = Lease(Folder(tmp_path / "run"), print)
+    lease.record["pid"] = 2**22 + 1  # above any real one: its process was killed
+    lease.take()
     assert "Stopped: killed, or lost with its machine" in verdict()
     artifacts.write_record(folder / "done.json", {"seconds": 3.0, "metrics": {"accuracy": 0.5}})
     assert verdict() == "Done. pretrain accuracy 50.00%"
