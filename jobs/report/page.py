@@ -18,6 +18,7 @@ import numpy as np
 from markupsafe import Markup
 
 from data import page
+from data.checks import one_line
 from data.errors import PatchlineError
 from data.index.index import Index
 from jobs.report import charts
@@ -165,10 +166,10 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     # 3. Samples and incidents.
     values["judged"] = album.judged(stage)
     values["incidents"] = stage.incidents
-    values["failures"] = [
-        f"step {record['step']:,}: {record['kind'].replace('_', ' ')}: {record.get('error') or record.get('reason')}"
-        for record in stage.of_kind(*FAILURES)
-    ]
+    values["failures"] = []
+    for record in stage.of_kind(*FAILURES):
+        why = one_line(str(record.get("error") or record.get("reason")))
+        values["failures"].append(f"step {record['step']:,}: {record['kind'].replace('_', ' ')}: {why}")
     # 4. Data and provenance.
     values["bad"] = stage.reports[-1][2]["bad_samples"] if stage.reports else 0
     values["named_bad"] = stage.named_bad_samples

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.checks import one_line
 from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
@@ -259,7 +260,7 @@ def read_stage(folder: Path) -> Stage:
         stage.records = read_metrics(folder, None)
         _ = stage.steps, stage.incidents  # an altered record is met here, and not amid the page
     except (DataError, OSError, ValueError, KeyError, TypeError) as error:
-        stage.problem = str(error) or type(error).__name__
+        stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
         stage.records = []
     return stage
