@@ -27,10 +27,12 @@ from jobs.cluster_config import ClusterConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.resolved_recipe import StageKind
 from jobs.stages.kinds import ALL
+from jobs.stages.training import PRETRAIN
 from jobs.trackers_config import TrackersConfig
-from models import resnet, vit
-from models.catalog import FAMILIES
+from models import configs
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
+from pipeline.training_config import TrainConfig
+from pipeline.values import BYTES, PLURALS, flow_yaml, unit_of
 
 Kind: TypeAlias = type[ConfigDataclass]
 
@@ -42,8 +44,11 @@ TYPES: dict[object, str] = {
     dict: "section",
     Any: "any value",
 }
-PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts", int | str: "whole numbers or texts"}
-UNITS = {"_s": "seconds", "_gb": "GiB", "_bytes": "bytes"}  # by the end of a key's name
+# A recipe names these of every model that starts from nothing, although the classes have defaults for a notebook.
+REQUIRED: dict[Kind, tuple[str, ...]] = {
+    config: ("image_size", "classes") for config in configs.CONFIGS.values() if config is not configs.MaskedConfig
+}
+REQUIRED[configs.MaskedConfig] = ("image_size",)
 TOOL_COMMENTS = re.compile(r"#\s*(type: ignore|noqa)\S*")  # which are not for people
 HEADER = ["| key | default | values | on resume | meaning |", "|---|---|---|---|---|"]
 
@@ -145,13 +150,15 @@ def sections_of(
             default = getattr(defaults, field.name)
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        written = "required" if default == "???" else f"`{flow_yaml(default)}`"
+        written = "required" if default == "???" or field.name in REQUIRED.get(kind, ()) else f"`{flow_yaml(default)}`"
         inner = section_kind(hint)
         if inner is None:
-            values = type_text(hint, vit.CHOICES.get(field.name))
-            for end, unit in UNITS.items():
-                if field.name.endswith(end):
-                    values = f"{values}, {unit}"
+            values = type_text(hint, configs.CHOICES.get(field.name))
+            unit = unit_of(field.name)
+            if unit is not None:
+                values = f"{values}, {unit.name}"
+            if isinstance(default, int) and unit is not None and unit.factors is BYTES:
+                written = f"`{default >> 30}GiB`"
         elif is_number_or_section(hint):
             values = "whole number, or section"
             inside.append(sections_of(inner, None, f"{name}.", resume))
@@ -173,21 +180,6 @@ def sections_of(
     yield Section(prefix.rstrip("."), " ".join(meaning.split()), keys)
     for sections in inside:
         yield from sections
-
-
-def flow_yaml(value: object) -> str:
-    """Return a default as it would stand in a recipe, on one line."""
-    if value is None:
-        return "null"
-    # Before numbers: a bool is an int to Python, and YAML writes it in small letters.
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        entries = [f"{name}: {flow_yaml(entry)}" for name, entry in value.items()]
-        return "{" + ", ".join(entries) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(flow_yaml, value)) + "]"
-    return '""' if value == "" else str(value)
 
 
 def type_text(hint: object, choices: tuple[str, ...] | None = None) -> str:
@@ -219,7 +211,45 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m benchmarks.configuration_page > docs/configuration.md`; change the fields' comments. -->
 
-A recipe is a YAML file. Its top level holds these keys:
+A recipe is a YAML file; a key can be typed behind a command too, as `pretrain.optim.lr=1e-3`. These are the keys that
+people change, those of a stage without the stage's name; all others follow below.
+"""
+
+# Rows of the first table; what stands behind `|` is said instead of the field's own comment.
+MOST_CHANGED = """\
+run | where everything is written: a folder that all nodes share, or s3://bucket/name
+cluster.workers | processes that train together, a GPU each or some cores each
+cluster.gpus_per_worker | 1 on a machine with GPUs; 0: workers compute on the CPU
+cluster.backend | processes: this machine alone; ray: also a cluster
+data.train | the images: the folder of a set that `pack` or `index` has made, or "@stage/set"
+data.evaluate | the images that accuracy is measured on, likewise
+data.processes | decoding processes for each worker; 0: the training process decodes
+data.augment.crop | how a training image is cut out
+data.augment.min_area | the least share of an image that a crop covers: 0.05 for millions of images, 0.3 or more for few
+data.augment.flip | false where left and right differ, as for digits
+data.cache.limit_bytes | what a node keeps of shards from an object store
+model.name | size and patch: `mu/8`, `Ti/16`, `S/16`, `B/16`, `L/16`, `H/14`
+model.image_size | of the images that the model sees, a multiple of the patch
+model.classes | as many as the data has
+init | weights to start from: a folder, or "@stage"; `null`: random
+steps | optimizer steps
+passes | in the place of steps: how often each image is seen
+batch_size | images of a step, of all workers together
+micro_batch | images that a worker has in memory at once; make it smaller where memory does not suffice
+optim.lr | the largest learning rate; 8e-4 is for a batch_size of 4096: take less for less
+optim.weight_decay | how strongly weights are drawn to 0
+optim.schedule.warmup_steps | steps over which the rate rises; at most as many as the stage has, a tenth is usual
+loss | `softmax`: one label for each image; `sigmoid`: several
+precision | `fp32` on a CPU, `bf16` on a GPU
+save_every | between checkpoints; what was trained since the last one is lost when the machine dies
+"""
+
+STRUCTURE = """\
+Units may be written out: `80GB` or `80GiB` where a key is in bytes or GiB, `90s`, `30min` or `2h` where it is in
+seconds, `10k` or `1e4` for a whole number. `model: S/16` is short for `model: {name: S/16}`; typed behind a command,
+`pretrain.model=S/16` keeps image_size and classes of the recipe's model, and nothing else of it.
+
+A recipe's top level holds these keys:
 
 | key | default | values | meaning |
 |---|---|---|---|
@@ -246,9 +276,10 @@ Any stage's section may hold a `sweep`, which makes many stages of it ([sweeps.m
 """
 
 MODEL_TEXT = """\
-A model's section has a `name`, an `image_size` in pixels and the number of `classes`. The name sets the fields that
-make the architecture (width, depth, patch and so on); the section may set any field of the model's family besides. A
-stage that starts from other weights (`init`) may leave `name` out and write only what it changes of their model.
+A model's section has a `name`, an `image_size` in pixels and the number of `classes`: all three are required. The name
+sets the fields that make the architecture (width, depth, patch and so on); the section may set any field of the model's
+family besides. A stage that starts from other weights (`init`) may leave out all of them, and writes only what it
+changes of their model.
 
     model: {name: B/16, image_size: 224, classes: 1000, pool: gap}
 
@@ -272,9 +303,28 @@ def table(keys: list[Key]) -> list[str]:
     return [*lines, ""]
 
 
+def most_changed() -> list[str]:
+    """Return the table of the keys that people change, with the defaults of a pretraining."""
+    keys = {key.name: key for key in all_keys(TrainConfig, PRETRAIN.defaults)}
+    for key in all_keys(ClusterConfig):
+        keys[f"cluster.{key.name}"] = key
+    keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")
+    keys["model.name"] = Key("model.name", "required", "text", "", "")
+    keys["model.image_size"] = Key("model.image_size", "required", "whole number", "", "")
+    keys["model.classes"] = Key("model.classes", "required", "whole number", "", "")
+    keys["data.train"] = dataclasses.replace(keys["data.train"], default="required", values="text")
+    units = {"model.image_size": "pixels", "save_every": "steps", "data.augment.min_area": "0 to 1"}
+    lines = ["| key | default | values, unit | meaning |", "|---|---|---|---|"]
+    for row in MOST_CHANGED.splitlines():
+        name, _, meaning = row.partition(" | ")
+        values = ", ".join(filter(None, [keys[name].values, units.get(name)]))
+        lines.append(f"| `{name}` | {keys[name].default} | {values} | {meaning} |")
+    return [*lines, ""]
+
+
 def configuration_page() -> str:
     """Return docs/configuration.md as it should be: the campaign's own sections, every kind of stage, `model`."""
-    lines = [INTRODUCTION.rstrip(), ""]
+    lines = [INTRODUCTION.rstrip(), "", *most_changed(), STRUCTURE.rstrip(), ""]
     shared = {"`cluster`": ClusterConfig, "`trackers`": TrackersConfig, "`sweep`": SweepConfig}
     headed: list[tuple[str, Kind, ConfigDataclass | None]] = []
     for name, shared_kind in shared.items():
@@ -304,8 +354,8 @@ def configuration_page() -> str:
             lines += table(section.keys)
 
     # Models: their names, their sizes, and the fields of each family.
-    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in resnet.STEMS)
-    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in resnet.UNITS)
+    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in configs.STEMS)
+    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in configs.UNITS)
     lines += [
         "## The section `model`",
         "",
@@ -322,15 +372,15 @@ def configuration_page() -> str:
         "| size | width | depth | mlp | heads |",
         "|---|---|---|---|---|",
     ]
-    for size, (width, depth, mlp, heads) in vit.SIZES.items():
+    for size, (width, depth, mlp, heads) in configs.SIZES.items():
         lines.append(f"| `{size}` | {width} | {depth} | {mlp} | {heads} |")
     lines.append("")
-    vit_keys = all_keys(vit.ViTConfig)
-    for family, (model_kind, _) in FAMILIES.items():
+    vit_keys = all_keys(configs.ViTConfig)
+    for family, model_kind in configs.CONFIGS.items():
         assert dataclasses.is_dataclass(model_kind)
         keys = all_keys(model_kind)
         lines += [f"### Family `{family}`", ""]
-        if model_kind is not vit.ViTConfig and issubclass(model_kind, vit.ViTConfig):
+        if model_kind is not configs.ViTConfig and issubclass(model_kind, configs.ViTConfig):
             keys = [key for key in keys if key not in vit_keys]
             lines += ["It has the fields of `vit`, but for these:", ""]
         lines += table(keys)

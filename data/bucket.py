@@ -38,6 +38,7 @@ Value = TypeVar("Value")
 
 ATTEMPTS = 10  # to have one request answered: about a minute of a store that refuses at once
 DISCARD_ATTEMPTS = 3  # of a request: the save has failed already, perhaps because the store is gone
+LAST_ATTEMPTS = 3  # of a request when the command ends: a store that is gone must not hold it up for minutes
 BACKOFF_S = 0.5  # before the second attempt, at most; doubled each time
 TIMEOUT_S = 30.0  # of silence, after which a request is given up
 PIECE = 16 << 20  # bytes of one request of `fetch`: what a broken answer costs at most
@@ -101,7 +102,6 @@ class Bucket:
         return self.read(name) == content
 
     def check_creates_once(self, name: str) -> None:
-        """Raise StorageError where a second creation of a name takes the place of the first; an object stays there."""
         self.create_once(name, b'{"for": "a test whether this store creates a name once"}')
         is_created_twice = self.create_once(name, b'{"for": "a second object of this name, which must be refused"}')
         if is_created_twice:
@@ -111,8 +111,14 @@ class Bucket:
                 "  give the run another store, or a folder: run=/elsewhere"
             )
 
+    def be_brief(self) -> None:
+        self.retry.attempts = LAST_ATTEMPTS
+
     def put(self, name: str, content: bytes) -> None:
         self.request(name, lambda client, path: client.pipe_file(path, content))
+
+    def renew(self, name: str, content: bytes) -> None:
+        self.put(name, content)
 
     def read(self, name: str) -> bytes | None:
         try:

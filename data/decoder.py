@@ -217,7 +217,9 @@ class Decoder:
 
         image = arrays.images[row]
         try:
-            labels = read_labels(raw_labels, self.index, self.layout.max_labels)
+            labels: tuple[int, ...] = ()
+            if self.layout.max_labels > 0:
+                labels = read_labels(raw_labels, self.index, self.layout.max_labels)
             is_left_encoded = False
             if self.leave_encoded:
                 # The row of shared memory bounds what may be left encoded; grey and CMYK are decoded here, as are

@@ -58,6 +58,10 @@ class ClusterError(PatchlineError):
     exit_code = ExitCode.UNAVAILABLE
 
 
+class UnlikeNodes(ClusterError):
+    """Workers have other code or other packages than the others: without their nodes the rest may go on."""
+
+
 class CheckpointError(PatchlineError):
     """A checkpoint cannot be written, cannot be read, or no longer belongs to this attempt."""
 

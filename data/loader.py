@@ -90,7 +90,7 @@ class TrainLoader:
         start_step: int = 0,
         seed: int = 0,
         augment: AugmentConfig | None = None,
-        max_labels: int = 1,
+        max_labels: int = 1,  # 0: labels are not read
         processes: int = 0,
         prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,

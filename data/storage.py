@@ -87,9 +87,27 @@ class Folder:
         make_folder(path.parent, self.local)
         return create_exclusively(path, content)
 
+    def check_creates_once(self, name: str) -> None:
+        """Raise StorageError where a second creation of a name takes the place of the first: here hard links see to it.
+
+        A file of this name may stay there.
+        """
+
+    def be_brief(self) -> None:
+        """Ask a storage that does not answer fewer times from now on: a command that ends must not wait for minutes."""
+
     def put(self, name: str, content: bytes) -> None:
         """Write a file whole, in the place of one that is there. Raises StorageError, OSError."""
         write_whole(self.local / name, content)
+
+    def renew(self, name: str, content: bytes) -> None:
+        """Write a small file that is there anew, with as many bytes; a full disk, too, has the room for them.
+
+        Raises StorageError, OSError.
+        """
+        # Neither flushed nor renamed: a busy disk would hold that up, and nothing is lost with it.
+        with open(self.local / name, "r+b", buffering=0) as file:
+            file.write(content)
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content; None where there is none. Raises StorageError, OSError."""

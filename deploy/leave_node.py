@@ -10,13 +10,14 @@
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import ray
 
 POLL_S = 1.0
-# Titles that Ray gives to the processes of Train's workers, and the command of a driver.
-WORKER = "TrainWorker"
+# A worker is a fork of its agent's fork server, and has the command of it; and how the command of a driver begins.
+FORK_SERVER = "jobs.cluster.fork_server"
 DRIVER = ["-m", "jobs", "run"]
 
 
@@ -37,10 +38,13 @@ def is_busy() -> bool:
     """Tell whether a worker of a run, or the driver of one, is on this machine."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        is_worker = bool(words) and words[0].startswith("ray::") and WORKER in words[0]
-        is_driver = words[1:4] == DRIVER
-        if is_worker or is_driver:
+        if words[1:4] == DRIVER:
             return True
+        # What ends meanwhile is no worker any more.
+        with suppress(psutil.NoSuchProcess):
+            parent = process.parent()
+            if FORK_SERVER in words and parent is not None and parent.cmdline() == words:
+                return True
     return False
 
 

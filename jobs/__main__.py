@@ -12,6 +12,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 # Before the imports below, which might find another package called `data` or `models` (step 1).
@@ -26,6 +27,7 @@ from data.errors import ExitCode, exit_code
 from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, leaks, shards, weights
 from jobs.command_line.words import make_group
+from jobs.progress import activity
 from jobs.terminal import write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,6 +37,16 @@ EXIT_CODES = (
     "73 run owned by another · 74 I/O, or a bad checkpoint · 75 stopped after committing, run me again · "
     "78 configuration · 130 interrupted (a run: twice)"
 )
+
+STREAMS = {"demo", "logs", "run"}  # commands that print what others write, and show that they live
+LONGEST_ACTIVITY = 60  # characters of the words that say what a command does
+# Our commands, and what people who come from other programs call them.
+OTHER_COMMANDS = {
+    "run": "train fit start launch resume pretrain finetune",
+    "evaluate": "eval test validate predict",
+    "import": "convert load",
+    "plan": "dry-run validate-recipe config",
+}
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
 app.add_typer(campaigns.commands)
@@ -62,11 +74,13 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         parser.main(prog_name=program)
     try:
         with parser.make_context(program, list(words), obj=kind) as context:
+            if not STREAMS.intersection(words[:1]) and kind is None:
+                activity.now(f"{' '.join(words)[:LONGEST_ACTIVITY]} …")
             return parser.invoke(context) or ExitCode.DONE
     except typer.Exit as end:  # after --help
         return end.exit_code
     except TyperException as error:
-        return report_usage(error)
+        return report_usage(error, words)
     except KeyboardInterrupt as interrupt:
         # The first Ctrl-C asks a campaign to commit and end; a second one arrives here with words
         # (jobs/run/session.py).
@@ -76,18 +90,30 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         # The reader of our output is gone, as with `patchline plan … | head`: a message would not be seen.
         return ExitCode.IO
     except Exception as error:
+        activity.end()
         return report(error, with_traceback="--debug" in words)
+    finally:
+        activity.end()
 
 
-def report_usage(error: TyperException) -> int:
+def report_usage(error: TyperException, words: Sequence[str]) -> int:
     """Print what is wrong with the words, below the usage of the command that they name; returns the exit code."""
     context = getattr(error, "ctx", None)
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
-    print(f"error: {error.format_message()}", file=sys.stderr)
+    # pydantic, which typer reads values with, says whose error it was; choices come on a line each.
+    print(f"error: {' '.join(error.format_message().replace('Value error, ', '').split())}", file=sys.stderr)
+    for meant, others in OTHER_COMMANDS.items():
+        if words and words[0] in others.split():
+            print(f"  {words[0]} is called {meant} here: patchline {meant} --help", file=sys.stderr)
+    if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
+        print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)
+    if words and words[0] == "pack" and parameter is not None:
+        print("  expected SOURCE PATH FOLDER, for example: pack folder photos/train shards/train", file=sys.stderr)
     if parameter is not None and parameter.name == "recipe":
-        print(f"  expected a YAML file, or a recipe that ships: {', '.join(campaigns.shipped())}", file=sys.stderr)
+        names = ", ".join(name for name in campaigns.shipped() if "/" not in name)
+        print(f"  expected a YAML file, or a recipe that ships: {names}", file=sys.stderr)
     if context is not None:
         print(f"  {context.command_path} --help tells more", file=sys.stderr)
     return ExitCode.USAGE

@@ -15,6 +15,7 @@ import hashlib
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ PREPROCESSING = "preprocessing.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
+EXAMPLES = "examples.json"  # samples with their predictions, of the newest evaluation of a trained stage
+# Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
+EXCLUDED_STEPS = "excluded-steps.json"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)
@@ -68,6 +72,17 @@ def read_done(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     return read_record(path)
+
+
+def started_s(folder: Path) -> float:
+    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
+    record_path = folder / "stage.json"
+    # A record that has changed is named where the stage's line is made.
+    with suppress(DataError):
+        started = read_record(record_path).get("started")
+        if started is not None:
+            return started
+    return record_path.stat().st_mtime
 
 
 # ------------------------------------------------------------------------ files
@@ -187,7 +202,15 @@ def check_weights(folder: Path, say: Callable[[str], None]) -> CheckedWeights:
         weights = check_file(folder / WEIGHTS, covering.files[WEIGHTS], covering)
     else:
         if not (folder / WEIGHTS).is_file():
-            raise DataError(f"no {WEIGHTS} in {folder}\n  give a folder that holds one, or @stage")
+            way_out = "give a folder that holds one, or @stage"
+            finished = sorted(path.parent for path in folder.glob(f"*/{WEIGHTS}"))
+            if finished:
+                way_out = f"give the folder of a stage: {', '.join(map(str, finished[:5]))}"
+            elif folder.name == WEIGHTS:
+                way_out = f"give its folder: {folder.parent}"
+            elif folder.suffix in (".npz", ".safetensors") or (folder / "model.safetensors").is_file():
+                way_out = f"weights of another project become ours by: python -m jobs import {folder} FOLDER"
+            raise DataError(f"no {WEIGHTS} in {folder}\n  {way_out}")
         weights = digest_of(folder / WEIGHTS)
         say(f"unverified: {folder} has no digests, nobody would notice if its weights had changed")
     say_where_slow(began, weights["bytes"], folder, say)

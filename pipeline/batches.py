@@ -30,7 +30,7 @@ from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
 from pipeline import config
 from pipeline.evaluation.features import normalise
-from pipeline.optimization import LOSSES, dense_targets, mixup
+from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
 from pipeline.token_dropping import kept_patches, phase_at, phases
 
@@ -61,7 +61,7 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
             start_step=first_step,
             seed=cfg.seed,
             augment=cfg.data.augment,
-            max_labels=cfg.data.max_labels,
+            max_labels=cfg.labels_read,
             processes=cfg.data.processes,
             timeout_s=cfg.data.timeout_s,
             cache=cfg.data.cache,

@@ -18,13 +18,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from data.errors import ConfigError
+from pipeline.values import LONGEST, read_number, read_value, shown
 
 Tags: TypeAlias = Mapping[str, str]  # field → "free", "warn" or "forbid"
 
@@ -36,6 +39,44 @@ class ConfigDataclass(Protocol):
 
 
 IN_ENVIRONMENT = "env:"  # before the name of a variable that holds a recipe's text
+MODEL = "model"  # the section that may be written as the model's name alone
+MOST_NAMES = 12  # of keys that a message lists
+# What PyYAML finds wrong, and what would be right.
+YAML_REMEDIES = {
+    "tab character": "spaces before a key, no tab",
+    "duplicate key": "each key once in its section: take one of them out",
+    "mapping values": "the keys of a section in the same column; a text with a colon and a space in quotes",
+    "could not find expected ':'": "`key: value`, with a space behind the colon",
+    "cannot start any token": 'quotes around a text that begins with @ or another sign: "@shards/train"',
+    "escape character": "single quotes around a text with backslashes",
+    "end of stream": "a quote that closes what a quote has opened",
+    "expected ','": "a bracket or brace that closes what one has opened, commas between, and quotes around ${…}",
+    "unacceptable character": "text without control characters",
+}
+# Our keys, and what people who come from other libraries call them.
+OTHER_WORDS = {
+    "passes": "epochs epoch num_epochs max_epochs num_train_epochs",
+    "steps": "max_steps num_steps iterations total_steps",
+    "optim": "optimizer",
+    "optim.lr": "learning_rate base_lr peak_lr",
+    "optim.weight_decay": "wd decay",
+    "optim.clip": "grad_clip clip_grad max_grad_norm gradient_clip_val",
+    "optim.schedule.warmup_steps": "warmup num_warmup_steps warm_up",
+    "optim.schedule.decay": "lr_scheduler scheduler",
+    "model.classes": "num_classes nb_classes n_classes num_labels",
+    "model.image_size": "img_size input_size resolution",
+    "data.augment": "augmentation augmentations aug transforms",
+    "data.train": "dataset train_data data_path data_dir path",
+    "data.evaluate": "val val_data validation test eval",
+    "data.processes": "num_workers",
+    "micro_batch": "accumulation gradient_accumulation_steps accum_steps micro_batch_size",
+    "init": "pretrained weights checkpoint finetune_from",
+    "precision": "dtype amp fp16 bf16",
+    "save_every": "save_steps checkpoint_every",
+    "evaluate_every": "eval_every eval_steps",
+    "gpus_per_worker": "gpus num_gpus gpu devices",
+    "workers": "nodes num_nodes world_size",
+}
 
 Config = TypeVar("Config", bound=ConfigDataclass)
 Values = TypeVar("Values")  # nested and plain: a dict, a list or a single value
@@ -74,12 +115,6 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises ConfigError for a file that is missing or no mapping and for an override that is not key=value.
     """
-    # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
-    for override in overrides:
-        require(
-            "=" in override,
-            f"{override!r} is not an override\n  expected key=value, for example pretrain.optim.lr=1e-3",
-        )
     variable = str(path).removeprefix(IN_ENVIRONMENT)
     is_in_environment = variable != str(path)
     require(
@@ -87,40 +122,106 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         f"no recipe in the environment variable {variable}, which is not set",
     )
     try:
-        recipe = OmegaConf.create(os.environ[variable]) if is_in_environment else OmegaConf.load(path)
+        text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
+        recipe = OmegaConf.create(text)
     except FileNotFoundError:
         raise ConfigError(f"no recipe at {path}\n  recipes that ship: ls jobs/recipes") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder\n  expected a recipe, a YAML file: ls {path}/*.yaml") from None
-    except Exception as error:  # whatever the YAML parser raises: the file is not YAML
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    require(isinstance(recipe, DictConfig), f"{path} holds no mapping; a recipe is `key: value` lines")
-    assert isinstance(recipe, DictConfig)
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte {error.start}, in line {line}\n"
+            "  expected a recipe, a YAML file; an editor saves it as UTF-8"
+        ) from None
+    except YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {yaml_problem(error, text)}") from None
+    # An interpolation that is torn, a key that OmegaConf takes no value of, a text that is one number.
+    except (OmegaConfBaseException, ValueError, AssertionError) as error:
+        reason = str(error).partition("\n")[0] or "no mapping; expected `key: value` lines"
+        raise ConfigError(f"{path}: {reason}") from None
+    # A text without any `key:` becomes keys without values.
+    is_mapping = isinstance(recipe, DictConfig) and (":" in text or not recipe)
+    if not isinstance(recipe, DictConfig) or not is_mapping:
+        raise ConfigError(f"{path} holds no mapping\n  expected `key: value` lines: sections, and keys below them")
     return Recipe(with_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
+
+
+def yaml_problem(error: YAMLError, text: str) -> str:
+    """Return which line of a text is not YAML, the line itself, and what would be."""
+    mark = getattr(error, "problem_mark", None)
+    problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
+    expected = "the keys of a section in the same column, as `key: value`"
+    for sign, remedy in YAML_REMEDIES.items():
+        if sign in problem:
+            expected = remedy
+    # What has no colon, or no end, is noticed on a later line than the one it begins on.
+    if "could not find" in problem or "end of stream" in problem or "expected ','" in problem:
+        mark = getattr(error, "context_mark", None) or mark
+    if mark is None:
+        return f"{problem}\n  expected {expected}"
+    line = text.splitlines()[mark.line].strip() if mark.line < len(text.splitlines()) else ""
+    return f"line {mark.line + 1}: {problem}\n    {line[:LONGEST]}\n  expected {expected}"
 
 
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return nested plain values with `key=value` overrides on top, and interpolations resolved.
 
+    `STAGE.model=S/16` is another model for the same data: of the recipe's model it keeps image_size and classes.
     Environment values are in clear from here on. Raises ConfigError for an override that cannot be read, and for an
     interpolation of nothing.
     """
-    base = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values))
-    quoted = []
-    for override in overrides:
+    if not isinstance(values, DictConfig):
+        values = OmegaConf.create(dict(values))
+    base = OmegaConf.to_container(values)
+    assert isinstance(base, dict)
+    # `model: S/16` is a section's name alone, so that an override may add to it.
+    for section in base.values():
+        if isinstance(section, dict) and isinstance(section.get(MODEL), str):
+            section[MODEL] = {"name": section[MODEL]}
+    changes = []
+    for position, override in enumerate(overrides):
+        key, equals, value = override.partition("=")
+        # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
+        if not equals or not key:
+            likely = "pretrain.optim.lr=1e-3"
+            following = [word for word in overrides[position + 1 :] if word not in ("=", ":")]
+            if key and following and "=" not in following[0]:
+                likely = f"{key.rstrip(':')}={following[0]}"
+            raise ConfigError(
+                f"{override} is not an override\n  expected key=value without spaces, for example {likely}"
+            )
+        stage, _, last = key.rpartition(".")
+        if last == MODEL and not value.startswith(("{", "null")):
+            key = f"{key}.name"
+            section = base.get(stage)
+            if isinstance(section, dict) and isinstance(section.get(MODEL), dict):
+                section[MODEL] = {
+                    name: section[MODEL][name] for name in ("image_size", "classes") if name in section[MODEL]
+                }
         # key='@stage/part': bare, a value that begins with @ is not YAML.
-        key, reference_follows, rest = override.partition("=@")
-        if reference_follows:
-            override = f"{key}='@{rest}'"
-        quoted.append(override)
+        if value.startswith("@"):
+            value = f"'{value}'"
+        try:
+            changes.append(OmegaConf.from_dotlist([f"{key}={value}"]))
+        except YAMLError:
+            raise ConfigError(
+                f"cannot read the override {override}\n"
+                "  expected a value, a [list,of,them] or a {key: value}\n"
+                f"  one with spaces, brackets or commas needs quotes of the shell around all of it: '{key}=…'"
+            ) from None
     try:
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(quoted))
-    except Exception as error:  # whatever the YAML parser or the merge raises: the user's text is wrong
-        raise ConfigError(f"cannot read the overrides {' '.join(overrides)}: {str(error).splitlines()[0]}") from None
+        merged = OmegaConf.merge(base, *changes)
+    except Exception as error:  # whatever the merge raises: the user's text is wrong
+        raise ConfigError(f"cannot put {' '.join(overrides)} over the recipe: {str(error).splitlines()[0]}") from None
     try:
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from None
+        reason = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2].strip('"')
+        way_out = f"\n  in {error.full_key}" if error.full_key else ""
+        if "Environment variable" in reason:
+            way_out += "\n  set it, or give the recipe a value for where it is not set: ${oc.env:NAME,VALUE}"
+        raise ConfigError(f"{reason}{way_out}") from None
 
 
 def with_home(values: Values) -> Values:
@@ -150,24 +251,16 @@ def to_yaml(values: Mapping[str, object]) -> str:
 # ------------------------------------------------------------------------------------------------ typed sections
 
 
-def build(kind: type[Config], values: object, where: str, defaults: Config | None = None) -> Config:
-    """Build a frozen `kind` from its defaults and plain `values`; `where` is the dotted path used in messages.
+def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
+    """Build a frozen `kind` from its defaults and a plain section; `where` is the dotted path used in messages.
 
     Raises ConfigError naming the key, what was found and what was expected.
     """
-    require(isinstance(values, Mapping), f"{where} is {values!r}, expected a mapping of {kind.__name__} fields")
-    assert isinstance(values, Mapping)
-    # OmegaConf's own message for an unknown key suggests no other name, so names are checked first.
-    _check_names(kind, values, where)
-    # OmegaConf makes a number of a text of digits only where nothing else than a number is expected.
-    hints = get_type_hints(kind)
-    converted = dict(values)
-    for name, value in values.items():
-        if is_number_or_section(hints[name]) and isinstance(value, str):
-            converted[name] = int(value)
+    # OmegaConf's own messages speak of Python's types and suggest no other name, so names and values are read first.
+    read_values = _read_section(kind, section, where, (kind, where))
     try:
         base = OmegaConf.structured(defaults or kind)
-        merged = OmegaConf.merge(base, converted)
+        merged = OmegaConf.merge(base, read_values)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = where
@@ -175,59 +268,113 @@ def build(kind: type[Config], values: object, where: str, defaults: Config | Non
             key = f"{where}.{error.full_key}"
         reason = str(error).splitlines()[0]
         if "missing mandatory value" in reason:
-            raise ConfigError(f"{key} is missing and has no default") from None
-        hint: Any = kind
-        for part in (error.full_key or "").split("."):
-            if dataclasses.is_dataclass(hint):
-                hint = get_type_hints(hint).get(part)
-        # Of a Literal OmegaConf's message already says what is allowed.
-        expected = ""
-        if hint is not None and get_origin(hint) is not Literal and not dataclasses.is_dataclass(hint):
-            expected = f"; expected {getattr(hint, '__name__', hint)}"
-        raise ConfigError(f"{key}: {reason}{expected}") from None
+            raise ConfigError(f"{key} is missing and has no default\n  type {key}=…") from None
+        raise ConfigError(f"{key}: {reason}") from None
     except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_names(kind: type[ConfigDataclass], values: Mapping[Any, Any], where: str) -> None:
-    """Raise ConfigError for a key that `kind` has no field for, at any depth, or a value where a section belongs."""
+def _read_section(
+    kind: type[ConfigDataclass], section: object, where: str, stage: tuple[type[ConfigDataclass], str]
+) -> dict[str, object]:
+    """Return the values of a section as the fields of `kind` hold them; sections inside it too.
+
+    `stage` is the config of the whole stage, and where it stands: a wrong key may be one of another of its sections.
+    Raises ConfigError for a key without a field, a value of another type, and a value where a section belongs.
+    """
+    if not isinstance(section, Mapping):
+        names = [field.name for field in dataclasses.fields(kind)]
+        listed = ", ".join(names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
+        example = ""
+        for name, hint in get_type_hints(kind).items():
+            # The key that was meant is likely the first that takes the value: data=shards is data.train=shards.
+            with suppress(ConfigError):
+                if name in names and section_kind(hint) is None and section not in (None, ""):
+                    read_value(section, hint, name)
+                    example = f"\n  type for example {where}.{name}={shown(section)}"
+                    break
+        raise ConfigError(f"{where} is {shown(section)}, expected a section with the keys {listed}{example}")
     hints = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
-    for name, value in values.items():
+    read_values: dict[str, object] = {}
+    for name, value in section.items():
+        path = f"{where}.{name}"
         if name not in known:
+            stage_kind, stage_path = stage
+            other = find_key(str(name), stage_kind)
+            if other is not None:
+                raise ConfigError(f"unknown key {path}; did you mean {stage_path}.{other}?")
             from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
 
-            raise ConfigError(f"unknown key {where}.{name}{did_you_mean(str(name), known)}")
-        path = f"{where}.{name}"
+            hint = did_you_mean(str(name), known)
+            if "known:" in hint and len(known) > MOST_NAMES:
+                hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"
+            raise ConfigError(f"unknown key {path}{hint}")
         hint = hints[name]
-        # `tuple[int, ...]`, `list[int] | None`: of an entry that is no whole number, OmegaConf names no key.
-        for candidate in (hint, *get_args(hint)):
-            if value is None or get_origin(candidate) not in (list, tuple) or get_args(candidate)[0] is not int:
-                continue
-            is_right = isinstance(value, list | tuple) and all(map(_is_whole_number, value))
-            require(is_right, f"{path} is {value}, expected whole numbers\n  type for example {path}=[1,5]")
         inner = section_kind(hint)
         if inner is not None and is_number_or_section(hint) and not isinstance(value, Mapping):
-            names = ", ".join(field.name for field in dataclasses.fields(inner))
-            expected = f"expected a whole number, or a section with the keys {names}"
-            require(_is_whole_number(value), f"{path} is {value!r}, {expected}")
-            continue
-        if inner is None or value is None:
-            continue
-        require(isinstance(value, Mapping), f"{path} is {value!r}, expected a section of {inner.__name__} fields")
-        # Under `mixture` the keys are names that the user chose, and only what stands below them can be wrong.
-        if not is_named(hint):
-            _check_names(inner, value, path)
-            continue
-        for key, section in value.items():
-            if isinstance(section, Mapping):
-                _check_names(inner, section, f"{path}.{key}")
+            inner_names = ", ".join(field.name for field in dataclasses.fields(inner))
+            number = None
+            if isinstance(value, int | float | str) and not isinstance(value, bool):
+                number = read_number(value, path, whole=True)
+            require(
+                number is not None,
+                f"{path} is {shown(value)}, expected a whole number, or a section with the keys {inner_names}",
+            )
+            read_values[name] = number
+        elif name == MODEL and isinstance(value, str):
+            read_values[name] = {"name": value}
+        elif inner is None:
+            read_values[name] = read_value(value, hint, path)
+        elif value is None:
+            read_values[name] = value
+        elif not is_named(hint):
+            read_values[name] = _read_section(inner, value, path, stage)
+        else:
+            # Under `mixture` the keys are names that the user chose, and only what stands below them can be wrong.
+            sections: dict[str, object] = {}
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path} is {shown(value)}, expected sections by name\n  type {path}.NAME.…")
+            for key, entry in value.items():
+                sections[key] = entry
+                if entry is not None:
+                    sections[key] = _read_section(inner, entry, f"{path}.{key}", stage)
+            read_values[name] = sections
+    return read_values
 
 
-def _is_whole_number(value: object) -> bool:
-    """Return whether a value is a whole number; a text of digits is taken for one, as everywhere in a recipe."""
-    is_number = isinstance(value, int | str) and not isinstance(value, bool)
-    return is_number and str(value).strip().lstrip("+-").isdecimal()
+def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
+    """Return the dotted key of a config that a word means, at any depth: "optim.lr" of lr; None where there is none.
+
+    The word may be the one that other libraries have for it: epochs, num_classes.
+    """
+    meant = word
+    for key, others in OTHER_WORDS.items():
+        if word.lower() in others.split():
+            meant = key
+    plain_word = meant.lower().replace("_", "").replace("-", "")
+    for key in keys_of(kind):
+        plain_key = key.replace("_", "")
+        if plain_key == plain_word or plain_key.endswith(f".{plain_word}"):
+            return key
+    return None
+
+
+def keys_of(kind: type[ConfigDataclass]) -> list[str]:
+    """Return the dotted keys of a config, its own before those of its sections."""
+    own = []
+    inside = []
+    for name, hint in get_type_hints(kind).items():
+        inner = section_kind(hint)
+        if name not in kind.__dataclass_fields__:
+            continue
+        own.append(name)
+        if inner is not None and not is_named(hint):
+            inside += [f"{name}.{key}" for key in keys_of(inner)]
+        # What fields a model has is known where its name has been read; these every model has.
+        elif name == MODEL:
+            inside += [f"{name}.name", f"{name}.image_size", f"{name}.classes"]
+    return own + inside
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:

@@ -10,6 +10,7 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 Whether the stage ends early for lack of a better evaluation (`patience`) is decided here too: `has_lost_patience`.
 """
 
+import json
 import os
 import socket
 import time
@@ -23,9 +24,10 @@ import torch.distributed as dist
 
 import models
 from data.checks import one_line
+from data.files import write_whole
 from data.index.index import Index
 from models import ModelConfig
-from pipeline import config
+from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation import async_evaluation, document
@@ -37,6 +39,7 @@ from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
 
+EXAMPLES = 32  # samples of an evaluation that are kept with their predictions
 TRIES = 3  # of one evaluation whose workers die or hang
 
 # ------------------------------------------------------------------------------------------------ one evaluation
@@ -61,7 +64,7 @@ def evaluate_weights(
     """
     requests = []
     if job.evaluate:
-        requests.append(Request(job.evaluate, None, Protocol("top-1", {})))
+        requests.append(Request(job.evaluate, None, Protocol("top-1", {}), examples=EXAMPLES))
     if job.probe_train and job.probe_test:
         requests.append(Request(job.probe_test, job.probe_train, cfg.probe.protocol(), first_label=True))
     evaluator = Evaluator(
@@ -87,6 +90,10 @@ def evaluate_weights(
         if request.protocol.name != "top-1":
             values |= document.metrics_with_seeds(result)
             continue
+        # For the run's page; a disk that refuses them costs the page a few pictures.
+        with suppress(OSError):
+            examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
+            write_whole(Path(job.directory) / artifacts.EXAMPLES, json.dumps(examples))
         judged = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
         unreadable = result["set"]["samples"] - judged

@@ -22,13 +22,11 @@ import torch.distributed as dist
 from data.checks import printable
 from data.errors import Diverged, WentBack
 from data.loader import Batch
-from pipeline.artifacts import read_record, write_record
+from pipeline.artifacts import EXCLUDED_STEPS, read_record, write_record
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
-# Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
-EXCLUDED_STEPS = "excluded-steps.json"
 RECENT = 64  # steps kept in mind, for the record of a spike
 SPIKE = 10.0  # a spike is so many times the median norm of the recent steps
 SPIKE_AFTER = 16  # finite norms that the median needs to mean something

@@ -9,7 +9,7 @@ same storage for all of them:
 2. All workers exchange their identities, and the time on their clocks.
 3. Rank 0 looks for a file of every other worker: the log of its phases.
 4. A difference that makes other bits or loses a checkpoint is refused, by all workers alike; rank 0 logs the others:
-       worker 1 on n2 has torch 2.12.0, worker 0 on n1 has 2.13.0
+       worker 1 on n2 has torch 2.12.0, 2 of 3 nodes 2.13.0
 It takes less than 0.1 s. `jobs preflight` measures what takes longer: links, disks, storage (docs/preflight.md).
 """
 
@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import platform
-import re
 import socket
 import time
 from collections import Counter
@@ -28,25 +27,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from data.errors import ClusterError
+from data.errors import ClusterError, UnlikeNodes
 from data.files import SAME_STORAGE, look_for
 from pipeline.engine.deepspeed import import_deepspeed
-from pipeline.versions import MUST_BE_EQUAL, ROOT, SHOULD_BE_EQUAL, code_version, package_versions
+from pipeline.identity import DEVICE, Identity, differences, identity, named, other_code
+from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONGEST_LIST = 8  # nodes that a line names
 LARGE_PIECE = 80 << 20  # bytes; larger than the heap that glibc gives a thread of its own, which holds 64 MB
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
-DEVICE = ("device", "GPU driver")  # what workers should have alike beside packages
-DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
-NO_RANK = -1  # of a node that has no worker
 SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in records, incidents and the accounting
 
 
@@ -184,100 +180,11 @@ def network_line() -> str:
     return "; ".join(parts)
 
 
-# ------------------------------------------------------------------------ who the workers are
-
-
-class Identity(TypedDict):
-    """Code, packages and device of one worker, or of a node without a worker; JSON."""
-
-    rank: int
-    node: str
-    root: str  # where its checkout lies
-    code: str  # the digest of that
-    packages: dict[str, str]
-    device: str  # "cpu", or the name of the GPU
-    driver: str  # version of the GPU's driver, "550.54.15"; "" without one
-
-
-def identity(device: torch.device) -> Identity:
-    """Return the identity of this worker."""
-    driver = ""
-    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
-    with suppress(OSError):
-        match = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", NVIDIA_DRIVER.read_text())
-        driver = match[1] if match else ""
-    return {
-        "rank": int(os.environ.get("RANK", NO_RANK)),
-        "node": socket.gethostname(),
-        "root": str(ROOT),
-        "code": code_version(),
-        "packages": package_versions(),
-        "device": device_name(device),
-        "driver": driver,
-    }
-
-
 def device_name(device: torch.device) -> str:
     """Return "cpu", or the name of the GPU, such as "NVIDIA H100 80GB HBM3"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A property that not all workers have alike: the first worker that differs from rank 0."""
-
-    name: str  # of the property: a package, "device", "GPU driver"
-    worker: Identity
-    value: str  # "" where it has none
-    more: int  # workers after it that differ from rank 0 as well
-    first: Identity  # rank 0
-    expected: str
-
-    def __str__(self) -> str:
-        """Return "worker 1 on n2 (and 3 more) has torch 2.12.0, worker 0 on n1 has 2.13.0"."""
-        return (
-            f"{named(self.worker, self.more)} has {self.name} {self.value or 'none'}, "
-            f"{named(self.first)} has {self.expected or 'none'}"
-        )
-
-
-def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Difference]:
-    """Return a difference for each property that not all workers have alike: of packages, or of DEVICE."""
-    result = []
-    for name in names:
-        values = []
-        for worker in workers:
-            of_worker = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
-            values.append(of_worker[name])
-        others = [number for number, value in enumerate(values) if value != values[0]]
-        if others:
-            first = others[0]
-            result.append(Difference(name, workers[first], values[first], len(others) - 1, workers[0], values[0]))
-    return result
-
-
-def other_code(workers: Sequence[Identity], code: str) -> str:
-    """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
-    others = [worker for worker in workers if worker["code"] != code]
-    if not others:
-        return ""
-    first = others[0]
-    return (
-        f"{named(first, len(others) - 1)} runs other code than this command: "
-        f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
-    )
-
-
-def named(worker: Identity, more: int = 0) -> str:
-    """Return how a worker is called in messages: "worker 1 on n2", and " (and 3 more)" where it stands for others."""
-    name = f"worker {worker['rank']} on {worker['node']}"
-    if worker["rank"] == NO_RANK:
-        name = f"the spare node {worker['node']}"
-    if more:
-        name += f" (and {more} more)"
-    return name
 
 
 def processor() -> str:
@@ -339,7 +246,7 @@ def check_start(
         sees_claim = not unseen
 
     # 2. The clocks are read when all have come, so that they are read together.
-    myself = identity(device)
+    myself = identity(device_name(device))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_free()
     dist.barrier()
     arrival = Arrival(myself, time.time(), sees_claim, free)
@@ -347,24 +254,24 @@ def check_start(
     dist.all_gather_object(arrivals, arrival)
 
     # 3 and 4. Rank 0 alone sees the others' files; so it decides, and sends the others the reason of a refusal.
-    refusal = [""]
+    refusal: list[ClusterError | None] = [None]
     if dist.get_rank() == 0:
         try:
             refuse_unlike(arrivals, code, claim, attempt_folder, is_shared)
         except ClusterError as error:
-            refusal = [str(error)]
+            refusal[0] = error
         try:
             check_device_memory(arrivals, device_bytes or 0)
         except ClusterError as error:
             # A CPU may swap, and its free memory changes by the minute; a GPU would end the run at its first step.
             if device.type == "cuda":
-                refusal[0] = refusal[0] or str(error)
+                refusal[0] = refusal[0] or error
             else:
                 log(str(error))
         log_differences(arrivals, claimed, log)
     dist.broadcast_object_list(refusal, src=0)
-    if refusal[0]:
-        raise ClusterError(refusal[0])
+    if refusal[0] is not None:
+        raise refusal[0]
 
 
 def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
@@ -395,19 +302,17 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
 
 
 def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
-    """Raise ClusterError where these workers may not train together."""
+    """Raise ClusterError where these workers may not train together; UnlikeNodes where others may."""
     # Other code or other versions would make other bits.
     workers = [arrival.identity for arrival in arrivals]
     text = other_code(workers, code)
     if text:
-        raise ClusterError(
+        raise UnlikeNodes(
             f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
             "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
         )
     for difference in differences(workers, MUST_BE_EQUAL):
-        raise ClusterError(
-            f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
-        )
+        raise UnlikeNodes(f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins")
     if not is_shared:
         return
 

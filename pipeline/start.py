@@ -33,12 +33,12 @@ from data.storage import Storage, open_storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.checkpoints import restore
-from pipeline.checkpoints.manifest import Manifest, attempt_folder, attempt_of_stage
+from pipeline.checkpoints.manifest import Manifest, attempt_folder
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.settings import Settings, deepspeed_config
+from pipeline.engine.settings import engine_settings
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.best import steps_of_best
 from pipeline.health import Health
@@ -56,6 +56,7 @@ from pipeline.training_config import (
     steps_of,
     training_order,
 )
+from pipeline.versions import package_versions
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
 
@@ -332,21 +333,6 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
     return model
 
 
-def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
-    """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
-
-    Raises ConfigError where the user's DeepSpeed file holds more than tuning.
-    """
-    return deepspeed_config(
-        zero=cfg.zero,
-        precision=cfg.precision,
-        micro_batch=cfg.micro_batch,
-        accumulation=accumulation,
-        clip=cfg.optim.clip,
-        user_file=cfg.deepspeed,
-    )
-
-
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
     """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
     settings = engine_settings(cfg, accumulation)
@@ -378,9 +364,8 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
-        attempt = attempt_of_stage(Path(job.directory), manifest.attempt)
         text = (
-            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
+            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
     elif job.init:
@@ -394,7 +379,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
     worker.telemetry.log(
-        f"attempt {attempt_of_stage(Path(job.directory), job.attempt)}: {text}; "
+        f"attempt {job.attempt}: {text}; "
         f"{worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
         f"batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} {precision}"
@@ -405,6 +390,10 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "world": worker.world,
         # For `trial`, whose driver may run on another machine.
         "hardware": device_name(worker.device) if worker.device.type == "cuda" else processor(),
+        # For `report`, which names what two runs, or two attempts, do not have in common.
+        "code": job.code,
+        "versions": package_versions(),
+        "threads": torch.get_num_threads(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.

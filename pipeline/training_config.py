@@ -21,11 +21,12 @@ from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
 from data.remote.cache import CacheConfig, remote_ahead
 from models import ModelConfig
-from models.masked import MaskedConfig
+from models.configs import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import Loss, OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
+from pipeline.values import shown
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -104,7 +105,7 @@ class TrainConfig:
     `optim.clip`.
 
     The objective "masked" (paper, B.1.2) trains a "Masked-…" model, whose `target`, `corrupted`, `masked` and
-    `swapped` stand in `model`; labels are read and not used. A later stage fine-tunes the ViT inside.
+    `swapped` stand in `model`; labels are not read, and need not be there. A later stage fine-tunes the ViT inside.
     """
 
     data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
@@ -160,6 +161,11 @@ class TrainConfig:
         free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
     LATER: ClassVar[tuple[str, ...]] = ("thinning", "keep_best", "patience")
+
+    @property
+    def labels_read(self) -> int:
+        """Return how many labels of a sample are read at most; 0: none are looked at, and none need be there."""
+        return 0 if self.objective == "masked" else self.data.max_labels
 
     def __post_init__(self) -> None:
         require(self.zero in (0, 1, 2, 3), f"zero is {self.zero}, expected a ZeRO stage 0, 1, 2 or 3")
@@ -247,13 +253,16 @@ def model_config(values: Mapping[str, Any], source: ModelConfig | None = None) -
             if str(options.get("name")).startswith("Masked-"):
                 options["classes"] = 0
             name = options.pop("name")
-            require(isinstance(name, str), f"model.name is {name!r}, expected one such as B/16, R50+B/16 or BiT-R50x1")
+            require(isinstance(name, str), f"model.name is {shown(name)}, expected one such as S/16, B/16 or R50+B/16")
             image_size = options.pop("image_size")
             classes = options.pop("classes")
             model = models.config_of(name, image_size, classes, **options)
     except KeyError as error:
-        raise ConfigError(f"model.{error.args[0]} is missing; a model needs name, image_size and classes") from None
-    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"model.{error.args[0]} is missing: a model without init needs name, image_size and classes\n"
+            "  for example model={name: S/16, image_size: 224, classes: 10}"
+        ) from None
+    except ValueError as error:
         raise ConfigError(f"model: {error}") from None
     # A `model:` section is not typed, and YAML reads `nan` as a text, so that nothing before this would notice.
     for part in fields(model):
@@ -281,6 +290,13 @@ def trained_model(cfg: TrainConfig, source: ModelConfig | None = None) -> ModelC
         f"objective {cfg.objective} cannot train a model of family {model.family}\n"
         "  write objective: masked with model.name: Masked-B/16, or neither",
     )
+    if source is not None:
+        try:
+            models.check_architecture(source, model)
+        except ValueError as error:
+            raise ConfigError(
+                f"model: {error}\n  leave these keys, and the name, out of `model`: the weights of init have their own"
+            ) from None
     return model
 
 

@@ -2,11 +2,12 @@
 
     .venv/bin/python -m tests.cluster_soak --minutes 60 --seed 7
 
-1. Three hosts with Ray on each (tests/ray_hosts.py), one processor each; a campaign of two workers, on the first host.
+1. Three hosts of one processor each, which keep a Ray cluster and a campaign of two workers alive by themselves, with
+   the units of deploy/systemd (`SupervisedHosts` in tests/ray_hosts.py): the first is the head, and has the driver.
 2. Every minute one of `FAULTS`, drawn from the seed: a host killed in a step or in a save, drained, cut off, behind a
-   link that swallows everything or is slow, or the head lost with all nodes. What a batch system or a technician
-   restarts is restarted: a host that died comes back, a lost head becomes a new cluster with the same command.
-3. When the time is over, SIGTERM: the run commits its step and ends with 75.
+   link that swallows everything or is slow, or the head lost with all nodes. A host that lost its power has it again
+   after a while, and a link is mended; nothing else is done to any host, and no command is typed.
+3. When the time is over, SIGTERM to the driver's unit: the run commits its step and ends with 75.
 4. The ledger must be the one that the order of the samples gives, and every step recorded. An undisturbed run of as
    many steps, without Ray and hosts, must have the same ledger, weights, moments and losses. It takes about as long as
    the steps took; `--without-twin` leaves it out.
@@ -25,15 +26,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from data.errors import ExitCode
 from data.index.document import load_index
 from data.order import Ledger, Order
 from jobs.commands.demo import step_losses
 from pipeline.checkpoints.manifest import committed, read_manifest
+from pipeline.config import read_recipe
 from pipeline.monitoring.telemetry import Record, account, read_metrics
 from tests import hosts, recipes
 from tests.hosts import ROOT, login_environment
-from tests.ray_hosts import Driver, RayHosts, a_worker_host, has_reported, is_saving, newest_nodes
+from tests.ray_hosts import POLL_S, SupervisedHosts, has_reported, is_saving, newest_nodes
 
 NAMES = ["h0", "h1", "h2"]
 EVERY_S = 60.0
@@ -53,20 +57,27 @@ BATCH = 16  # as in recipes.SMALL
 class Soak:
     """The cluster, its campaign, and what has happened so far."""
 
-    cluster: RayHosts
-    recipe: Path
+    cluster: SupervisedHosts
     run: Path
     rng: random.Random
-    driver: Driver
 
     def worker_host(self) -> str:
         """Return a host that trains and is not the head."""
-        return a_worker_host(self.driver, self.rng)
+        nodes = newest_nodes(self.run).values()
+        return self.rng.choice(sorted(node for node in nodes if node != self.cluster.names[0]))
 
-    def restart_host(self, name: str) -> None:
-        """Do what whoever runs the hosts does: a host that is gone, or whose Ray has given up, is started again."""
-        self.cluster.network[name].kill()
-        self.cluster.join(name)
+    def until(self, claim: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until a claim about the run is true. Raises TimeoutError, or where the driver's unit has ended."""
+        deadline = time.monotonic() + timeout_s
+        while not claim():
+            code = self.cluster.driver.poll() if self.cluster.driver is not None else None
+            if code is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"waited in vain; the driver's unit: {code}\n{self.said()[-4000:]}")
+            time.sleep(POLL_S)
+
+    def said(self) -> str:
+        """Return what the driver and its supervisor have printed."""
+        return (self.cluster.network.shared / f"{self.cluster.names[0]}-patchline-driver.log").read_text()
 
 
 # ------------------------------------------------------------------------ what befalls them
@@ -83,7 +94,7 @@ def kill_in_step(soak: Soak) -> str:
 
 def kill_in_save(soak: Soak) -> str:
     name = soak.worker_host()
-    soak.driver.until(is_saving(soak.run), STEP_TIMEOUT_S)
+    soak.until(is_saving(soak.run), STEP_TIMEOUT_S)
     soak.cluster.network[name].kill()
     time.sleep(AWAY_S)
     soak.cluster.join(name)
@@ -94,7 +105,9 @@ def drain(soak: Soak) -> str:
     name = soak.worker_host()
     soak.cluster.drain(name, soak.run, STAYS_S)
     time.sleep(STAYS_S)
-    soak.restart_host(name)
+    # It is taken back, and another one comes in its place.
+    soak.cluster.network[name].kill()
+    soak.cluster.join(name)
     return name
 
 
@@ -113,7 +126,6 @@ def black_hole(soak: Soak) -> str:
 def back_after_a_dead_link(soak: Soak, name: str) -> str:
     time.sleep(AWAY_S + 20)
     soak.cluster.network[name].mend()
-    soak.restart_host(name)
     return name
 
 
@@ -128,9 +140,7 @@ def slow(soak: Soak) -> str:
 def lose_head(soak: Soak) -> str:
     for name in NAMES:
         soak.cluster.network[name].kill()
-    soak.driver.wait(STEP_TIMEOUT_S)
     soak.cluster.start()
-    soak.driver = start(soak.cluster, soak.recipe, soak.run)
     return NAMES[0]
 
 
@@ -138,11 +148,6 @@ FAULTS: list[Callable[[Soak], str]] = [kill_in_step, kill_in_save, drain, cut, b
 
 
 # ------------------------------------------------------------------------ the soak
-
-
-def start(cluster: RayHosts, recipe: Path, run: Path) -> Driver:
-    """Type the campaign's command on the head."""
-    return cluster.campaign(recipe, run, *OVERRIDES, f"pretrain.steps={ENDLESS}")
 
 
 def main() -> int:
@@ -157,13 +162,18 @@ def main() -> int:
     recipe = shared / "small.yaml"
     recipe.write_text(recipes.SMALL)
     run = shared / "run"
+    # The recipe of the driver's unit says all.
+    whole = read_recipe(recipe, [f"run={run}", "cluster.backend=ray", *OVERRIDES, f"pretrain.steps={ENDLESS}"])
+    unit_recipe = shared / "soak.yaml"
+    unit_recipe.write_text(OmegaConf.to_yaml(whole.values))
     print(f"cluster-soak: {words.minutes:g} minutes, seed {words.seed}, in {shared}", flush=True)
-    with RayHosts(shared, NAMES) as cluster:
-        driver = start(cluster, recipe, run)
-        soak = Soak(cluster, recipe, run, random.Random(words.seed), driver)
+    with SupervisedHosts(shared, NAMES, unit_recipe) as cluster:
+        soak = Soak(cluster, run, random.Random(words.seed))
         code = suffer(soak, words.minutes * 60)
+    restarts = soak.said().count("started again")
+    print(f"cluster-soak: the driver's unit was started again {restarts} times; no command was typed")
     if code != ExitCode.PREEMPTED:
-        print(f"cluster-soak: the run ended with {code}\n{soak.driver.said[-4000:]}")
+        print(f"cluster-soak: the run ended with {code}\n{soak.said()[-4000:]}")
         return ExitCode.INTERNAL
     is_good = adds_up(run) and (words.without_twin or is_same(shared, recipe, run))
     return ExitCode.DONE if is_good else ExitCode.INTERNAL
@@ -183,7 +193,7 @@ def suffer(soak: Soak, seconds: float) -> int:
 
     Raises TimeoutError where the run has ended by itself, or trains nothing for minutes.
     """
-    soak.driver.until(has_reported(soak.run, 1), STEP_TIMEOUT_S)
+    soak.until(has_reported(soak.run, 1), STEP_TIMEOUT_S)
     began = time.monotonic()
     count = 0
     to_come: list[Callable[[Soak], str]] = []
@@ -199,14 +209,15 @@ def suffer(soak: Soak, seconds: float) -> int:
         step = last_step(soak.run)
         name = fault(soak)
         # The next fault finds a run that trains: what befalls one that does not, befalls nothing.
-        soak.driver.until(has_reported_since(soak.run, time.time()), STEP_TIMEOUT_S)
+        soak.until(has_reported_since(soak.run, time.time()), STEP_TIMEOUT_S)
         count += 1
         print(f"{minutes:5.1f} min: {fault.__name__} of {name}, workers on {', '.join(nodes.values())}, ", end="")
         print(f"step {step}; {longest_pause(soak.run, befell_at):.0f} s without a step", flush=True)
         time.sleep(max(0.0, next_at - time.monotonic()))
     time.sleep(max(0.0, began + seconds - time.monotonic()))
-    soak.driver.ask_to_stop()
-    code = soak.driver.wait(STEP_TIMEOUT_S)
+    soak.cluster.stop_driver()
+    assert soak.cluster.driver is not None
+    code = soak.cluster.driver.wait(STEP_TIMEOUT_S)
     print(f"cluster-soak: {count} faults in {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
     return code
 
@@ -247,7 +258,7 @@ def adds_up(run: Path) -> bool:
     print(f"cluster-soak: {last.step} steps; {account(read_metrics(folder, None)).line()}")
     incidents = []
     if (folder / "incidents.txt").exists():
-        incidents = [line for line in (folder / "incidents.txt").read_text().splitlines() if " worker " in line[:32]]
+        incidents = [line for line in (folder / "incidents.txt").read_text().splitlines() if " worker " in line[:44]]
     print("cluster-soak: incidents:", *incidents, sep="\n  ")
 
     index = load_index(next(run.glob("shards-*")) / "train")

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from data.errors import RunOwned
+from data.storage import Folder
 from jobs.cluster import fork_server
 from jobs.commands.demo import step_losses
-from jobs.ownership import owned
+from jobs.ownership import Lease
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
@@ -98,7 +99,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 def own(run: str, directory: str, number: int) -> None:
     """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
     try:
-        with owned(Path(run)):
+        with Lease(Folder(Path(run)), print):
             (Path(directory) / f"won-{os.getpid()}").touch()
             while not (Path(directory) / "go").exists():
                 time.sleep(0.02)
@@ -226,6 +227,6 @@ def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
 
 
 def incidents(folder: Path) -> list[str]:
-    """The first lines of a stage's incidents, without their dates."""
-    lines = (folder / "incidents.txt").read_text().splitlines()
-    return [line[20:] for line in lines if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d worker ", line)]
+    """The first lines of a stage's incidents, without their dates and attempts."""
+    text = (folder / "incidents.txt").read_text()
+    return re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt \d+: (worker .*)", text, re.MULTILINE)

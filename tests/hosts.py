@@ -128,8 +128,14 @@ class Host:
     # -------------------------------------------------------------------- what befalls it
 
     def kill(self) -> int:
-        """Kill every process of the host at once, as a loss of power does; return how many there were."""
+        """Take the power away: nothing leaves the host any more, and its processes are killed; return how many.
+
+        The frames are dropped first. The kernel closes the connections of a namespace that ends, and a machine without
+        power does not.
+        """
         count = len(self.processes())
+        self._end_relay()
+        self.black_hole()
         # Process 1 takes all processes of its namespace along: none has the time to do anything about it.
         os.kill(self.init, signal.SIGKILL)
         self.end()

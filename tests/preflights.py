@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from data import files
-from pipeline import process_group, versions
+from pipeline import identity, process_group, versions
 from pipeline.monitoring.watchdog import Phases
 from pipeline.process_group import join_group
 from tests.savers import with_a_disk_of_its_own
@@ -41,7 +41,7 @@ def be_otherwise(task: dict[str, Any]) -> None:
         with open(Path(task["copy"]) / "data" / "order.py", "a") as file:
             file.write("\n")
         versions.ROOT = Path(task["copy"])
-        process_group.ROOT = versions.ROOT
+        identity.ROOT = versions.ROOT
     elif act == "other torch":
         versions.version = lambda package: "1.0"
     elif act == "own disk":

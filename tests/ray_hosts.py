@@ -9,10 +9,11 @@ Only one line of the README belongs to the other machines: the one that joins th
 """
 
 import json
+import os
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -93,11 +94,11 @@ class RayHosts:
             self.head.run(in_session(line), timeout_s=START_TIMEOUT_S, **PATIENCE)
         self._start_nodes(self.names[1:])
 
-    def join(self, *names: str) -> None:
+    def join(self, *names: str, **environment: str) -> None:
         """Boot hosts, new ones or such as were killed, and join them to the cluster."""
         for name in names:
             self.network.boot(name)
-        self._start_nodes(list(names))
+        self._start_nodes(list(names), **environment)
 
     def drain(self, name: str, run: Path, stays_s: int) -> None:
         """Give notice, as a pool of nodes that may be taken back does, to a host on which a worker of the run is."""
@@ -108,7 +109,7 @@ class RayHosts:
             RAY_AUTH_MODE="token",
         )
 
-    def _start_nodes(self, names: list[str]) -> None:
+    def _start_nodes(self, names: list[str], **environment: str) -> None:
         token = self.head.run(f"cat {HOME}/.ray/auth_token").strip()
         command = in_session(readme_line(NODE_LINE)).replace("HEAD", self.head.name)
         log_file = self.network.shared / "nodes.log"
@@ -118,7 +119,7 @@ class RayHosts:
             started = []
             for name in names:
                 self._say_session(name, command)
-                started.append(self.network[name].start(copy + command, log, **PATIENCE))
+                started.append(self.network[name].start(copy + command, log, **PATIENCE, **environment))
             codes = [process.wait(START_TIMEOUT_S) for process in started]
         if any(codes):
             raise RuntimeError(f"{command}: exit codes {codes}\n{log_file.read_text()}")
@@ -130,6 +131,51 @@ class RayHosts:
     def campaign(self, recipe: Path, run: Path, *overrides: str) -> "Driver":
         """Start `python -m jobs run` on the head."""
         return Driver(self, [str(recipe), f"run={run}", "cluster.backend=ray", *overrides], run)
+
+
+class SupervisedHosts(RayHosts):
+    """Hosts that keep a Ray cluster and a campaign alive by themselves, with the units of deploy/systemd.
+
+    Each host, when it is booted, starts its units (tests/supervisor.py): the first the head and the driver, the others
+    a node each. From then on nobody types anything: tests cut, mend, kill and boot.
+    """
+
+    def __init__(self, shared: Path, names: list[str], recipe: Path) -> None:
+        self.recipe = recipe  # <shared>/NAME.yaml, whole: the driver's unit adds nothing to it
+        self.token = shared / "auth_token"
+        self.token.write_text(os.urandom(32).hex())
+        self.token.chmod(0o600)
+        self.driver: subprocess.Popen[bytes] | None = None  # the supervisor of the driver, on the head
+        super().__init__(shared, names)
+
+    def start(self) -> None:
+        """Boot all hosts."""
+        for name in self.names:
+            self.network.boot(name)
+            self._start_nodes([name])
+
+    def _start_nodes(self, names: list[str], **environment: str) -> None:
+        for name in names:
+            if name == self.names[0]:
+                self._start_unit(name, "patchline-head.service", environment)
+                driver = f"patchline-driver@{self.recipe.stem}.service"
+                self.driver = self._start_unit(name, driver, environment)
+            else:
+                self._start_unit(name, "patchline-node.service", environment)
+
+    def stop_driver(self) -> None:
+        """Tell the driver's unit to stop, as `systemctl stop` does; the process here has only entered the host."""
+        assert self.driver is not None
+        for process in psutil.Process(self.driver.pid).children():
+            process.terminate()
+
+    def _start_unit(self, host: str, unit: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        head = self.names[0]
+        words = [f"HEAD={head}", f"RAY_ADDRESS={head}:6379", f"RECIPES={self.recipe.parent}", "RAY_AUTH_MODE=token"]
+        words += [f"RAY_AUTH_TOKEN_PATH={self.token}", "RAY_health_check_failure_threshold=2"]
+        command = ["python", "-m", "tests.supervisor", unit, *words]
+        with (self.network.shared / f"{host}-{unit.partition('@')[0].removesuffix('.service')}.log").open("a") as log:
+            return self.network[host].start(command, log, OMP_NUM_THREADS="1", **PATIENCE, **environment)
 
 
 class Driver:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -703,3 +704,53 @@ def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_ki
 def found_folder(run: Path, step: int) -> Path:
     """The folder of a committed step."""
     return next(folder for folder in committed(stage(run) / "checkpoints") if read_manifest(folder).step == step)
+
+
+@pytest.mark.parametrize("frozen", ["driver and workers", "driver"])
+def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_changes_nothing(
+    frozen, twin, run
+) -> None:
+    first = start(run, patch="hasty_lease")
+    family = []
+
+    def freeze() -> None:
+        family.append(psutil.Process(first.pid))
+        if frozen != "driver":
+            family.extend(family[0].children(recursive=True))
+        for process in family:
+            process.suspend()
+
+    at_step(run, first, 12, freeze)
+    try:
+        time.sleep(1.5)  # five periods: until then it may only be late
+        assert finish(run, patch="hasty_lease") == 0, said(run)
+        assert "no sign of life: taking the run over" in said(run)
+        # What workers of the first attempt leave in its own folder is theirs.
+        kept = {}
+        for path in run.rglob("*"):
+            if path.is_file() and "attempt-000001" not in path.parts:
+                kept[path] = path.read_bytes()
+    finally:
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+    first.join(60)
+    assert first.exitcode == 73 and f"{run} was taken over by process" in said(run), said(run)
+    changed = [path.name for path, content in kept.items() if path.read_bytes() != content]
+    # A worker that wakes up a moment before it is killed may still report a step of its attempt.
+    assert set(changed) <= {"metrics.jsonl"}, changed
+    assert "ended with exit code" not in (run / "log.txt").read_text()
+    assert_same(run, twin)
+
+
+def test_a_run_is_stopped_by_its_lease_from_anywhere(run, capsys) -> None:
+    first = start(run, patch="hasty_lease")
+    at_step(run, first, 8, lambda: None)
+    assert main(["stop", str(run)]) == 0
+    first.join(60)
+    assert first.exitcode == 75, said(run)
+    out = capsys.readouterr().out
+    assert f"asked process {first.pid} on " in out and "it has ended; see how: python -m jobs status " in out
+    assert main(["stop", str(run)]) == 0 and main(["status", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert f"nothing to stop: process {first.pid} on " in out and "(exit 75, " in out

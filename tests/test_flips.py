@@ -15,7 +15,6 @@ import os
 import random
 import re
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,10 @@ from data.index.index import Index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.sources.samples import Sample, digits
+from data.storage import Folder
+from jobs import ownership
 from jobs.__main__ import main
+from jobs.ownership import Lease
 from jobs.recipe import campaign
 from jobs.run.log import write_status
 from pipeline import artifacts, health
@@ -82,7 +84,7 @@ fewshot: {{init: "@resize", probe: {{train: "@shards/train", test: "@shards/test
 HARMLESS = {
     "log": "a log: shown to people, no result is made of it",
     "attempt": "what a worker of an attempt that has ended left behind: read while the attempt runs",
-    "owner and status": "how the last command ended, in words: shown to people, a start writes it anew",
+    "lease and status": "how the last command ended, in words: shown to people, a start writes it anew",
     "shard": "a header or padding of a tar: the index knows where the samples lie",
     "journal of a packing": "a torn or altered line is left out, and its shard is written again",
 }
@@ -195,8 +197,8 @@ def class_of(file: Path, made: Made) -> str:
         return "checkpoint"
     if "attempts" in place:
         return "attempt"
-    if file.name in ("owner.json", "status.json"):
-        return "owner and status"
+    if file.name == "status.json" or "leases" in place:
+        return "lease and status"
     if file.name in ("log.txt", "metrics.jsonl", "incidents.txt") or "tensorboard" in place:
         return "log"
     return "record or weights of a stage"
@@ -225,7 +227,7 @@ def ask(file: Path, made: Made, run: Callable[[list[str]], Answer], draw: random
             return run(["run", recipe])
         return run(["run", recipe, draw.choice(next_stages)])
     # Nothing is made of the others: looks, a rebuilt batch and a start must come to the same. The start comes last,
-    # because it writes status.json and owner.json anew.
+    # because it writes status.json and the lease anew.
     target = made.folder / "batch.npz"
     answers = []
     for look in (["status", str(made.run)], ["checkpoints", "list", str(made.run)]):
@@ -363,7 +365,7 @@ def test_a_bit_of_the_journal_of_a_stopped_packing_makes_no_other_set(tmp_path):
         assert written == json.loads((tmp_path / "whole" / "train.index.json").read_text())
 
 
-def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp_path, capsys):
+def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp_path, capsys, monkeypatch):
     stage = tmp_path / "run" / "pretrain-1a2b3c4d"
     telemetry = Telemetry(stage, rank=0, attempt=1)
     telemetry.report("start", {"step": 0, "world": 2, "claimed": 1.0, "drop": [], "text": "random weights"})
@@ -371,13 +373,18 @@ def test_a_log_or_status_that_has_changed_is_named_and_never_taken_for_a_bug(tmp
     telemetry.close()
     (stage / "stage.json").write_text("{}")
     write_status(tmp_path / "run", None, "running", "python -m jobs run digits")
-    (tmp_path / "run" / "owner.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 3_999_999}))
+    monkeypatch.setattr(ownership, "PERIOD_S", 0.01)  # a lease that cannot be read is watched
+    monkeypatch.setattr(ownership, "READ_AGAIN_S", 0.0)
+    lease = Lease(Folder(tmp_path / "run"), print)
+    lease.record["pid"] = 4_999_999
+    lease.take()
     look = ["status", str(tmp_path / "run")]
     assert main(look) == 0
-    assert "killed, or lost with its machine" in capsys.readouterr().out
+    assert "stopped without a word: process 4999999 on" in capsys.readouterr().out
     draw = random.Random(SEED)
     codes: Counter[int] = Counter()
-    for file in (stage / "metrics.jsonl", tmp_path / "run" / "status.json", tmp_path / "run" / "owner.json"):
+    run = tmp_path / "run"
+    for file in (stage / "metrics.jsonl", run / "status.json", run / "leases" / "000001.json"):
         for _ in range(60):
             with flipped(file, draw.randrange(8 * len(file.read_bytes().rstrip()))):
                 code = main(look)

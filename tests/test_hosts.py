@@ -21,9 +21,18 @@ import pytest
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests import hosts
-from tests.drives import assert_same, said, stage, start
+from tests.drives import assert_same, assert_same_stage, said, stage, start
 from tests.hosts import ROOT, Network
-from tests.ray_hosts import Driver, RayHosts, a_worker_host, has_reported, is_saving, newest_nodes
+from tests.ray_hosts import (
+    PATIENCE,
+    START_TIMEOUT_S,
+    Driver,
+    RayHosts,
+    a_worker_host,
+    has_reported,
+    is_saving,
+    newest_nodes,
+)
 from tests.recipes import SMALL
 
 pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
@@ -31,9 +40,11 @@ pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 SEED = int(os.environ.get("FAULT_SEED", "20261122"))
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "20"))
 OVERRIDES = ["pretrain.log_every=1", "pretrain.micro_batch=1"]  # a step's report at once, and steps long enough to hit
+ONCE = pytest.param(1, marks=pytest.mark.timeout(900))
 LONG = pytest.param(ROUNDS, marks=pytest.mark.timeout(7200))
 HALF = pytest.param(ROUNDS // 2, marks=pytest.mark.timeout(7200))  # what the table asks ten of, where the rest has 20
 QUARTER = pytest.param(ROUNDS // 4, marks=pytest.mark.timeout(7200))
+NOTICED_S = 20.0  # 10 s are promised, on a machine that is not busy with other things
 AGAIN_S = 150.0  # for a new attempt: placing and importing, on two cores that carry three hosts
 
 
@@ -192,9 +203,8 @@ def test_hosts_end_with_the_process_that_booted_them_even_if_it_is_killed(tmp_pa
 # ------------------------------------------------------------------------ hosts die
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, LONG])
+@pytest.mark.parametrize("rounds", [ONCE, LONG])
 def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, shared) -> None:
     """The run goes on on the host that was spare; the dead one comes back under its old name."""
     rng = random.Random(SEED)
@@ -215,14 +225,14 @@ def test_a_host_that_dies_in_mid_step_changes_nothing(rounds, cluster, twin, sha
         assert victim not in newest_nodes(driver.run).values()
         assert f"on {victim}, " in verdict(driver), "the host that died is named"
         assert_same(run, twin)
+        assert noticed_s <= NOTICED_S
         times_s.append(again_s)
     # At the end, so that a machine that is busy with other things hides no round.
     assert max(times_s) <= 30, times_s
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, LONG])
+@pytest.mark.parametrize("rounds", [ONCE, LONG])
 def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 1)
     times_s: list[float] = []
@@ -244,6 +254,7 @@ def test_a_host_that_dies_in_mid_save_changes_nothing(rounds, cluster, twin, sha
         print(f"FAULT_SEED={SEED} round {number}: {victim} killed in the save of step {step}, {where}; ", end="")
         print(f"noticed after {noticed_s:.1f} s, trained again {again_s:.1f} s later; {verdict(driver)}")
         assert_same(run, twin)
+        assert noticed_s <= NOTICED_S
         times_s.append(again_s)
     # At the end, so that a machine that is busy with other things hides no round.
     assert max(times_s) <= 30, times_s
@@ -283,14 +294,19 @@ def test_a_host_that_comes_back_under_its_old_name_at_once_is_another_one(cluste
     assert_same(run, twin)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, LONG])
-def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, cluster, twin, shared) -> None:
+@pytest.mark.parametrize("rounds", [ONCE, LONG])
+def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, cluster, shared) -> None:
+    """Runs of five times as many steps, because `ray drain-node` takes seconds."""
     rng = random.Random(SEED + 5)
+    steps = "pretrain.steps=200"
+    twin = shared / f"drain-{rounds}-twin"
+    process = start(twin, *OVERRIDES, steps)
+    process.join()
+    assert process.exitcode == 0, said(twin)
     for number in range(rounds):
         run = shared / f"drain-{rounds}-{number}"
-        driver = begin(cluster, run)
+        driver = begin(cluster, run, steps)
         driver.until(has_reported(run, rng.randrange(5, 25)), AGAIN_S)
         victim = a_worker_host(driver, rng)
         cluster.drain(victim, run, stays_s=60)
@@ -303,9 +319,9 @@ def test_a_host_that_gives_notice_costs_no_step_and_is_no_incident(rounds, clust
         print(f"FAULT_SEED={SEED} round {number}: {victim} gave notice; trained again {again_s:.1f} s later")
         assert f"about to leave: {victim} (its node is drained)" in driver.said
         assert not (stage(run) / "incidents.txt").exists() and "is slow" not in driver.said
-        steps = [step for record in read_metrics(stage(run)) for step in steps_of(record)]
-        assert steps == list(range(1, 41)), "every step once"
-        assert_same(run, twin)
+        taken = [step for record in read_metrics(stage(run)) for step in steps_of(record)]
+        assert taken == list(range(1, 201)), "every step once"
+        assert_same_stage(stage(run), stage(twin))
 
 
 def steps_of(record: Record) -> range:
@@ -354,8 +370,7 @@ def test_a_run_goes_on_with_fewer_workers_and_with_more_as_hosts_are_lost_for_go
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("rounds", [1, QUARTER])
+@pytest.mark.parametrize("rounds", [ONCE, QUARTER])
 def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 6)
     for number in range(rounds):
@@ -374,6 +389,65 @@ def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one
         print(f"FAULT_SEED={SEED} round {number}: head lost; a new cluster took {started_s:.1f} s, ", end="")
         print(f"the same command trained {again_s:.1f} s later")
         assert_same(run, twin)
+
+
+HEAD = "ray start --head --port=6379 --dashboard-host=0.0.0.0"
+LOG_IN = "export RAY_AUTH_MODE=token; mkdir -p ~/.ray; cp {token} ~/.ray/auth_token; chmod 600 ~/.ray/auth_token; "
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_on_when_there_is_one(shared) -> None:
+    """The head is cut off first, which closes no connection, then loses its power, and comes back with nothing."""
+    token = shared / "token"
+    token.write_text(os.urandom(32).hex())
+    login = LOG_IN.format(token=token)
+    recipe = shared / "followed.yaml"
+    recipe.write_text(SMALL)
+    run = shared / "followed"
+    address = {"RAY_ADDRESS": "http://h0:8265", "OMP_NUM_THREADS": "1"}
+    words = f"{recipe} run={run} cluster.backend=ray cluster.workers=1 pretrain.steps=100000 pretrain.log_every=1"
+
+    with Network(shared) as network:
+
+        def start_head() -> None:
+            network.boot("h0").run(login + HEAD, timeout_s=START_TIMEOUT_S, **PATIENCE)
+
+        def follow(log: Path) -> subprocess.Popen[bytes]:
+            with log.open("w") as output:
+                return network["h1"].start(f"{login} exec python -m jobs submit --wait {words}", output, **address)
+
+        def wait_for(log: Path, text: str) -> None:
+            deadline = time.monotonic() + AGAIN_S
+            while text not in log.read_text():
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+
+        start_head()
+        network.boot("h1")
+        before, after = shared / "follow-1.log", shared / "follow-2.log"
+        follower = follow(before)
+        wait_for(before, "checkpoint step 5 committed")
+        assert "(process " in (told := network["h1"].run(f"{login} python -m jobs status {run}")), told
+        assert ", Ray job followed-001-" in told and "end  running, started" in told
+        network["h0"].black_hole()
+        began = time.monotonic()
+        assert follower.wait(AGAIN_S) == 69, before.read_text()
+        print(f"head cut off: followed no more after {time.monotonic() - began:.0f} s")
+        assert "the cluster's head at http://h0:8265 has not answered for " in before.read_text()
+
+        network["h0"].kill()
+        told = network["h1"].run(f"{login} python -m jobs status {run}")
+        assert "end  stopped without a word: process " in told and " on h0, Ray job followed-001-" in told
+        assert f"to go on type: python -m jobs submit RECIPE run={run}" in told
+        start_head()
+        began = time.monotonic()
+        follower = follow(after)
+        wait_for(after, "resumed from step ")
+        print(f"a new head: trained again {time.monotonic() - began:.0f} s after the submission")
+        assert "no sign of life: taking the run over" in after.read_text()
+        network["h1"].run(f"{login} python -m jobs stop {run}", timeout_s=AGAIN_S, **address)
+        assert follower.wait(AGAIN_S) == 75, after.read_text()
 
 
 FILL = """
@@ -414,10 +488,9 @@ def black_hole(cluster: RayHosts, host: str) -> None:
     cluster.network[host].black_hole()
 
 
-@pytest.mark.parametrize("rounds", [1, HALF])
+@pytest.mark.parametrize("rounds", [ONCE, HALF])
 @pytest.mark.parametrize("fault", [cut, black_hole])
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 2)
     times_s: list[float] = []
@@ -443,12 +516,33 @@ def test_a_host_behind_a_dead_link_is_noticed_and_cannot_commit(fault, rounds, c
             assert folder.name in before or read_manifest(folder).attempt == 2
         assert_same(run, twin)
         times_s.append(noticed_s + 1.0)
-    assert max(times_s) <= 30, times_s
+    assert max(times_s) <= NOTICED_S, times_s
+
+
+@pytest.mark.parametrize("fault", [cut, black_hole])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_link_that_is_dead_for_5_s_restarts_nothing(fault, cluster, twin, shared) -> None:
+    run = shared / f"blip-{fault.__name__}"
+    driver = begin(cluster, run)
+    driver.until(has_reported(run, 12), AGAIN_S)
+    victim = a_worker_host(driver, random.Random(SEED + 7))
+    fault(cluster, victim)
+    began = time.monotonic()
+    time.sleep(5.0)
+    cluster.network[victim].mend()
+    steps = read_metrics(stage(run))[-1]["step"]
+    dead_s = time.monotonic() - began
+    again_s = driver.until(has_reported(run, steps + 1), AGAIN_S)
+    assert driver.wait(AGAIN_S) == 0, driver.said
+    print(f"{fault.__name__} of {victim} for {dead_s:.1f} s at step {steps}; the next step {again_s:.1f} s later")
+    assert steps < 40, "the run had ended before the link was whole"
+    assert "restarting" not in driver.said and not (stage(run) / "incidents.txt").exists()
+    assert_same(run, twin)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("rounds", [1, QUARTER])
+@pytest.mark.parametrize("rounds", [ONCE, QUARTER])
 def test_a_minute_of_delay_and_loss_restarts_nothing(rounds, cluster, twin, shared) -> None:
     rng = random.Random(SEED + 3)
     for number in range(rounds):
@@ -524,6 +618,43 @@ def test_a_run_directory_of_each_host_alone_is_refused_by_preflight_and_by_run(c
     print(driver.said)
     assert "expected: a run directory on storage that every node mounts at the same path" in driver.said
     assert "checkpoint step" not in driver.said
+
+
+# ------------------------------------------------------------------------ a node that is unlike the others
+
+
+def restart_with_other_torch(cluster: RayHosts, name: str) -> None:
+    """Boot a host anew, on which everything finds that torch has another version."""
+    packages = cluster.network.shared / "other-packages" / "torch-2.12.0.dist-info"
+    packages.mkdir(parents=True, exist_ok=True)
+    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n")
+    cluster.network[name].kill()
+    cluster.join(name, PYTHONPATH=str(packages.parent))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_node_with_another_torch_is_left_out_and_too_few_are_refused(cluster, twin, shared) -> None:
+    restart_with_other_torch(cluster, "h1")
+    try:
+        # Whether it has a worker or is the spare one: it is named, and not rank 0 or whoever differs from it.
+        code, of_two = preflight(cluster, shared / "preflight", "cluster.workers=2")
+        assert code == 69 and re.search(
+            r"^FAIL versions    (worker \d on|node) h1 has torch 2.12.0, 2 of 3 nodes ", of_two, re.M
+        )
+        # A worker on every host fails with it; with two it depends on where Ray places them.
+        run = shared / "unlike"
+        driver = begin(cluster, run, "cluster.workers.least=2", "cluster.workers.most=3", "pretrain.batch_size=12")
+        assert driver.wait(2 * AGAIN_S) == 0, driver.said
+        print(driver.said)
+        (line,) = (line for line in driver.said.splitlines() if "left out" in line)
+        assert "h1: left out for this campaign, because node h1 has torch 2.12.0, 2 of 3 nodes " in line
+        assert sorted(newest_nodes(run).values()) == ["h0", "h2"]
+        driver = begin(cluster, shared / "too-few", "cluster.workers=3", "pretrain.batch_size=12")
+        assert driver.wait(2 * AGAIN_S) == 69, driver.said
+        assert "without h1 there is room for 2 of 3 workers" in driver.said
+    finally:
+        cluster.network["h1"].kill()
 
 
 # ------------------------------------------------------------------------ a stranger on the network

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from data.storage import Folder
 from jobs.__main__ import main
-from jobs.cluster.ray_nodes import WORKER_GAUGE
+from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.cluster.worker import records
 from jobs.commands.demo import step_losses
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT
-from jobs.ownership import owned
+from jobs.ownership import Lease
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import committed, read_manifest
@@ -52,7 +53,7 @@ def uninterrupted(tmp_path_factory, shards) -> Path:
 
 
 def test_a_second_start_of_an_owned_run_exits_73_and_names_the_owner(recipe, capsys):
-    with owned(recipe.parent / "run"):
+    with Lease(Folder(recipe.parent / "run"), print):
         assert main(["run", str(recipe)]) == 73
     assert f"owned by process {os.getpid()}" in capsys.readouterr().err
 

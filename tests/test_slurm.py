@@ -15,6 +15,7 @@ import pytest
 from tests import hosts
 from tests.hosts import ROOT, Network
 from tests.ray_hosts import PATIENCE
+from tests.test_jobs.run.test_sync import BUCKET, CREDENTIALS, recipe_on
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 LACK = ", ".join(program for program in PROGRAMS if shutil.which(program) is None)
@@ -104,40 +105,66 @@ def log_of(shared: Path, job: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def submit(network: Network, run: str, options: str) -> str:
+def submit(network: Network, options: str, words: str) -> str:
     """Submit the script as its header says, with other limits; return the job's number."""
     shared = network.shared
     slurm(network, "test -e ~/.ray/auth_token || RAY_AUTH_MODE=token ray get-auth-token --generate")
-    words = f"jobs/recipes/digits.yaml run={shared}/{run} cluster.workers=2 pretrain.passes=60"
     script = ROOT / "deploy" / "slurm" / "train.sbatch"
     said = slurm(network, f"cd {ROOT} && sbatch {options} --output={shared}/patchline-%j.log {script} {words}")
     (number,) = re.findall(r"Submitted batch job (\d+)", said)
     return number
 
 
+def wait_for_log(shared: Path, job: str, text: str, timeout_s: float) -> None:
+    """Return when the job's log has the text; nothing but stops may end the campaign before."""
+    deadline = time.monotonic() + timeout_s
+    while text not in (log := log_of(shared, job)):
+        assert time.monotonic() < deadline, log
+        assert "exit code" not in log.replace("exit code 75", ""), log
+        time.sleep(1)
+
+
 @pytest.mark.timeout(3000)
 def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(network) -> None:
-    job = submit(network, "limit", "--time=5 --signal=B:USR1@150")
-    deadline = time.monotonic() + 2400
+    words = f"jobs/recipes/digits.yaml run={network.shared}/limit cluster.workers=2 pretrain.passes=60"
+    job = submit(network, "--time=5 --signal=B:USR1@150", words)
+    wait_for_log(network.shared, job, "the campaign ended with exit code 75, start 1 of job", 600)
+    deadline = time.monotonic() + 2000
     while "the campaign ended with exit code 0, start " not in (log := log_of(network.shared, job)):
         assert time.monotonic() < deadline, log
-        assert "exit code 7" not in log.replace("exit code 75", ""), log
         time.sleep(2)
     assert "the time limit is near; the campaign is asked to commit" in log
-    assert f"the campaign ended with exit code 75, start 1 of job {job}" in log
     assert re.search(r"attempt \d: resumed from step \d+ ", log)
     wait_for(network, f"scontrol show job {job}", "JobState=COMPLETED", 120)
 
 
 @pytest.mark.timeout(1500)
-def test_a_job_that_is_told_to_end_commits_and_stays_out_of_the_queue(network) -> None:
-    job = submit(network, "told", "--time=60")
-    deadline = time.monotonic() + 600
-    while "checkpoint step 50 committed" not in log_of(network.shared, job):
-        assert time.monotonic() < deadline, log_of(network.shared, job)
-        time.sleep(1)
+def test_a_run_in_a_bucket_commits_ahead_of_the_limit_goes_on_and_stays_out_of_the_queue_when_told(network) -> None:
+    """Nothing of the run lies in a folder that both hosts share; the store is a third host."""
+    shared = network.shared
+    with (shared / "store.log").open("w") as log:
+        network.boot("store").start("python -m moto.server -H 0.0.0.0 -p 5000", log)
+    recipe = shared / "bucket.yaml"
+    recipe.write_text(recipe_on(shared / "sets"))
+    slurm(network, f"python -m jobs pack digits - {shared}/sets/train --shard-samples 100")
+    slurm(network, CREDENTIALS)
+    wait_for(network, f"cat {shared}/store.log", "Running on", 60)
+    slurm(network, f'python -c "{BUCKET}"')
+
+    words = f"{recipe} run=s3://images/runs/limit cluster.scratch=/tmp/scratch cluster.backend=ray"
+    words += " pretrain.steps=1000000 pretrain.log_every=50 pretrain.save_every=50"
+    job = submit(network, "--time=4 --signal=B:USR1@120", words)
+    wait_for_log(shared, job, "checkpoint step 50 committed", 300)
+    told = slurm(network, "python -m jobs status s3://images/runs/limit")
+    assert f", Slurm job {job}): " in told and "end  running, started" in told, told
+    wait_for_log(shared, job, f"the campaign ended with exit code 75, start 1 of job {job}", 300)
+    assert "slurm: the time limit is near; the campaign is asked to commit" in log_of(shared, job)
+    wait_for_log(shared, job, "attempt 2: resumed from step ", 500)
+
+    with pytest.raises(RuntimeError, match=f"exit code 64[^$]*type on n0: scancel --batch --signal=TERM {job}"):
+        slurm(network, "python -m jobs stop s3://images/runs/limit")
     slurm(network, f"scancel --batch --signal=TERM {job}")
     wait_for(network, f"scontrol show job {job}", "JobState=FAILED", 240)
     state = slurm(network, f"scontrol show job {job}")
-    assert "ExitCode=75:0" in state and "Restarts=0" in state, state
-    assert "told to end; the campaign is asked to commit" in log_of(network.shared, job)
+    assert "ExitCode=75:0" in state and "Restarts=1" in state, state
+    assert "slurm: told to end; the campaign is asked to commit" in log_of(shared, job)

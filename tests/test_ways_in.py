@@ -1,9 +1,13 @@
 """The files of deploy/ hold what docs/ways-in.md promises; that they run is tests/test_slurm.py's business."""
 
-import json
+import configparser
 import os
-import re
+import shlex
+import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,36 +93,110 @@ def test_a_campaign_under_kueue_names_the_queue_and_the_class_that_the_manifest_
     assert patch["spec"] == {"suspend": True} and job["spec"]["shutdownAfterJobFinishes"] is True
 
 
-def test_a_submitted_campaign_is_tried_again_after_a_commit_and_not_after_a_mistake(tmp_path) -> None:
+MISTAKES = {ExitCode.USAGE, ExitCode.DATA, ExitCode.CONFIG}  # which another start does not cure
+
+
+def test_a_submitted_campaign_is_tried_again_after_a_commit_and_a_lost_head_and_not_after_a_mistake() -> None:
     job = manifest("submit.yaml")["spec"]
-    (rule,) = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
-    again = {ExitCode.UNAVAILABLE, ExitCode.PREEMPTED}
-    assert rule["onExitCodes"] == {"containerName": "submit", "operator": "NotIn", "values": sorted(again)}
-    # The script itself, with a `python` that answers `submit` and `logs` with these codes.
+    actions: dict[str, set[int]] = {}
+    for rule in job["podFailurePolicy"]["rules"]:
+        if "onExitCodes" in rule:
+            assert (rule["onExitCodes"]["containerName"], rule["onExitCodes"]["operator"]) == ("submit", "In")
+            actions[rule["action"]] = set(rule["onExitCodes"]["values"])
+    assert actions == {"Ignore": {ExitCode.UNAVAILABLE, ExitCode.PREEMPTED}, "FailJob": MISTAKES}
+    assert 0 < job["backoffLimit"] < 100, "others, such as a run that diverges, are tried a few times"
     (container,) = job["template"]["spec"]["containers"]
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$3" = submit ] && exit $SUBMIT\n[ "$3" = logs ] && exit $LOGS\n')
-    python.chmod(0o755)
-    for submit, logs, expected in ((0, 0, 0), (0, 75, 75), (73, 75, 75), (73, 0, 0), (78, 0, 78), (69, 0, 69)):
-        codes = {"SUBMIT": str(submit), "LOGS": str(logs), "RUN": "/shared/runs/digits"}
-        environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | codes
-        assert subprocess.run(container["command"], env=environment).returncode == expected, (submit, logs)
+    shell, option, script = container["command"]
+    assert (shell, option) == ("sh", "-c") and subprocess.run(["sh", "-n", "-c", script]).returncode == 0
+    words = shlex.split(script)
+    assert words[:6] == ["exec", "python", "-m", "jobs", "submit", "--wait"] and "run=$RUN" in words
 
 
-def test_the_slurm_script_is_a_shells_and_finds_its_driver_by_the_owners_file(tmp_path) -> None:
-    path = DEPLOY / "slurm" / "train.sbatch"
-    assert subprocess.run(["bash", "-n", path]).returncode == 0
-    script = path.read_text()
-    assert f'"$code" -eq {ExitCode.PREEMPTED:d} ]' in script and "scontrol requeue" in script
-    # As jobs/ownership.py writes it.
-    (tmp_path / "owner.json").write_text(json.dumps({"host": "n1", "pid": 4711, "since": "now", "command": "a"}))
-    (command,) = re.findall(r"\$\((sed -n .* \"\$run/owner.json\")\)", script)
-    environment = os.environ | {"run": str(tmp_path)}
-    said = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
-    assert said.stdout == "4711"
+def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path) -> None:
+    """The script itself, with commands that say what they were told; the driver ends with a code, or waits for TERM."""
+    script = DEPLOY / "slurm" / "train.sbatch"
+    told = tmp_path / "told"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    driver = f'#!/bin/sh\ntrap "echo term >>{told}; exit 75" TERM\nsleep 0.3\necho "driver $*" >>{told}\n'
+    driver += '[ "$CODE" = wait ] || exit "$CODE"\nwhile :; do sleep 0.05; done\n'
+    commands = {"python": driver, "ray": "#!/bin/sh\n", "srun": f'#!/bin/sh\necho "srun $*" >>{told}\nexec sleep 30\n'}
+    commands["scontrol"] = f'#!/bin/sh\n[ $1 = show ] && echo n0 && exit\necho "scontrol $*" >>{told}\n'
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    # What the driver does, the signal that Slurm sends to the script, its exit code, and whether it is put back.
+    table = (
+        ("0", None, 0, False),
+        ("75", None, 75, True),
+        ("69", None, 69, True),
+        ("65", None, 65, False),
+        ("wait", signal.SIGUSR1, 75, True),
+        ("wait", signal.SIGTERM, 75, False),
+    )
+    for code, sent, expected, is_put_back in table:
+        told.write_text("")
+        variables = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "CODE": code}
+        variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+        job = subprocess.Popen(
+            ["bash", script, "digits", "run=s3://bucket/x"], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL
+        )
+        if sent is not None:
+            deadline = time.monotonic() + 20
+            while "driver " not in told.read_text() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            job.send_signal(sent)
+        assert job.wait(20) == expected, code
+        lines = told.read_text()
+        assert "driver -m jobs run digits run=s3://bucket/x" in lines and ("term" in lines) == (sent is not None)
+        assert ("scontrol requeue 17" in lines) == is_put_back, (code, sent)
+        assert lines.count("srun ") == 2 and "--nodelist=n0 ray start --head" in lines and "--exclude=n0" in lines
+
+
+def units() -> dict[str, configparser.ConfigParser]:
+    """Return what the units of systemd say, by their names; of a key that comes twice the last."""
+    parsed = {}
+    for path in (DEPLOY / "systemd").glob("*.service"):
+        parsed[path.name] = configparser.ConfigParser(strict=False, interpolation=None)
+        parsed[path.name].optionxform = str  # type: ignore[assignment,method-assign]
+        parsed[path.name].read_string(path.read_text())
+    return parsed
+
+
+def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
+    found = units()
+    assert found.keys() == {"patchline-head.service", "patchline-node.service", "patchline-driver@.service"}
+    for name, unit in found.items():
+        service = unit["Service"]
+        assert service["User"] == "patchline" and service["NoNewPrivileges"] == "yes"
+        assert service["LoadCredential"].startswith("auth_token:") and unit["Unit"]["StartLimitIntervalSec"] == "0"
+        is_driver = "driver" in name
+        assert service["Restart"] == ("on-failure" if is_driver else "always")
+        # A stop leaves the time for a commit, in which nobody is killed.
+        if "head" not in name:
+            assert float(service["TimeoutStopSec"]) >= STOP_GRACE_S
+    driver = found["patchline-driver@.service"]["Service"]
+    assert {int(code) for code in driver["RestartPreventExitStatus"].split()} == MISTAKES
+    assert "SuccessExitStatus" not in driver, "75 would be taken for the end"
+    assert "leave_node.py 110" in found["patchline-node.service"]["Service"]["ExecStop"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_finds_nothing_wrong_with_the_units_and_little_exposed(tmp_path) -> None:
+    for path in (DEPLOY / "systemd").glob("*.service"):
+        file = tmp_path / path.name.replace("@.", "@digits.")
+        # systemd looks whether the programs are there.
+        file.write_text(path.read_text().replace("/opt/patchline/.venv/bin/", f"{Path(sys.executable).parent}/"))
+        told = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True)
+        assert (told.returncode, told.stderr) == (0, ""), path.name
+        told = subprocess.run(
+            ["systemd-analyze", "security", "--offline=true", "--threshold=40", file], capture_output=True, text=True
+        )
+        assert told.returncode == 0, told.stdout
 
 
 def test_the_container_has_the_versions_that_were_tested() -> None:
     text = (DEPLOY / "Containerfile").read_text()
-    assert f"ARG TORCH=torch==={PINNED['torch']}" in text
+    assert "torch===" in (ROOT / "constraints.txt").read_text()  # the build with CUDA, wherever it is installed
     assert "USER 1000:1000" in text and "--constraint constraints.txt" in text

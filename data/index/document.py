@@ -15,6 +15,7 @@ The JSON remains the set's document: the columns follow from it, and can be dele
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from data.files import locked, refusal, state_folder, write_whole
 from data.index.index import Index, Origin, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, open_columns, write_columns
+from data.index.tar import IMAGES
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -47,20 +49,22 @@ def load_index(path: str | os.PathLike[str]) -> Index:
     if path.is_dir():
         paths = sorted(path.glob(f"*{SUFFIX}"))
         if len(paths) != 1:
-            names = ", ".join(each.name for each in paths) or "none"
-            stopped = sorted(path.glob(f"*{SUFFIX}.partial"))
-            if stopped:
-                way_out = f"{stopped[0].name} is of a packing or indexing that was stopped: run it again to its end"
-            elif paths:
-                way_out = "name the file"
-            else:
-                way_out = "run `python -m jobs index` first"
-            raise DataError(f"{path}: expected one *{SUFFIX}, found {names}; {way_out}")
+            raise DataError(f"{path}: {way_to_an_index(path, [each.name for each in paths])}")
         path = paths[0]
     try:
         is_large = path.stat().st_size >= LARGE
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{path}: there is no such index; `python -m jobs index` makes one") from None
+        raise DataError(
+            f"{path}: there is no such index\n"
+            "  expected a folder that `python -m jobs index` or `python -m jobs pack` has written, or @stage/set"
+        ) from None
+    if not path.name.endswith(".json"):
+        kind = "an image" if path.suffix[1:].lower() in IMAGES else "a file"
+        way_out = "name the folder of a set"
+        if path.suffix == ".tar":
+            kind = "a tar, one shard of a set"
+            way_out = f"type python -m jobs index {path.parent}, then name that folder"
+        raise DataError(f"{path} is {kind}\n  expected a set's *{SUFFIX}, or its folder\n  {way_out}")
     content, shards = read_large(path) if is_large else read_json(path, path.read_bytes())
     directory = content["directory"]
     # A path is kept relative to the index, so that both can be moved together.
@@ -79,6 +83,48 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         name=path.name.removesuffix(SUFFIX),
         origin=None if content["origin"] is None else Origin(**content["origin"]),
     )
+
+
+def way_to_an_index(folder: Path, names: Sequence[str]) -> str:
+    """Return what a folder without just one index holds instead, and what makes an index of it."""
+    stopped = sorted(folder.glob(f"*{SUFFIX}.partial"))
+    if stopped:
+        return (
+            f"expected one *{SUFFIX}, found none\n"
+            f"  {stopped[0].name} is of a packing or indexing that was stopped: run it again to its end"
+        )
+    if names:
+        return f"expected one *{SUFFIX}, found {', '.join(names)}\n  name one of the files"
+    if any(folder.glob("*.tar")):
+        return f"tars without an index\n  type python -m jobs index {folder}"
+    below = sorted(path.parent for path in folder.glob(f"*/*{SUFFIX}"))
+    if below:
+        return f"expected one *{SUFFIX}, found none\n  name one of {', '.join(map(str, below[:9]))}"
+    if image_folders(folder):
+        return (
+            f"images in {image_folders(folder)} folders, which are to be packed first\n"
+            f"  type python -m jobs pack folder {folder} {folder}-shards, then name {folder}-shards"
+        )
+    if any(file.suffix[1:].lower() in IMAGES for file in itertools.islice(folder.iterdir(), 100)):
+        return (
+            "images without folders of classes\n"
+            f"  expected a folder for each class: name the folder above, or sort the images, as {folder}/cat/1.jpg\n"
+            "  then type python -m jobs pack folder FOLDER FOLDER-shards, and name FOLDER-shards"
+        )
+    return (
+        f"expected one *{SUFFIX}, found none, and neither tars nor images\n"
+        "  name the folder of a set that `python -m jobs index` or `python -m jobs pack` has written"
+    )
+
+
+def image_folders(folder: Path) -> int:
+    """Return how many folders inside a folder hold images; of each the first files tell."""
+    folders = 0
+    for child in folder.glob("[!.]*/"):
+        # A folder of a million images is not listed for a message.
+        files = itertools.islice(child.rglob("[!.]*.*"), 100)
+        folders += any(file.suffix[1:].lower() in IMAGES for file in files)
+    return folders
 
 
 def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]:
@@ -102,8 +148,8 @@ def read_json(path: Path, text: bytes) -> tuple[dict[str, Any], Sequence[Shard]]
         origin = None if content["origin"] is None else Origin(**content["origin"])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}: not a Patchline index ({repr(error)[:100]}); run `python -m jobs index` again, "
-            "or `python -m jobs subset` if it is a subset"
+            f"{path}: not a Patchline index ({type(error).__name__}: {str(error)[:80]})\n"
+            "  run `python -m jobs index` again, or `python -m jobs subset` if it is a subset"
         ) from None
 
     # A text that was edited by hand, or cut where it still parses, describes another set than its digest does.

@@ -99,7 +99,8 @@ class Index:
             tars = list(map(self.location, self.shards))
         # The names need not be given: they are taken over from the index that is made again.
         place = ["--output", str(self.tables), "--name", self.name]
-        return shlex.join(["python", "-m", "jobs", "index", *tars, *place, "--classes", str(self.classes)])
+        labels = ["--classes", str(self.classes)] if self.classes else ["--unlabelled"]
+        return shlex.join(["python", "-m", "jobs", "index", *tars, *place, *labels])
 
     @property
     def samples(self) -> int:

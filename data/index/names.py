@@ -29,6 +29,7 @@ LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names i
 NO_NAMES: Mapping[str, int] = {}
 MOST_SHOWN = 5  # names that an error shows of many
 MOST_DIGITS = 4300  # of a number that int() takes
+NO_NAME = "label is a text that no class list has"  # a reason to pass over a sample
 MAX_CLASSES = 1_000_000  # an id beyond it is taken for a mistake (JFT-300M has 18,291)
 
 
@@ -260,12 +261,16 @@ def some(names: Sequence[str]) -> str:
 
 
 class NoLabel(ValueError):
-    """A label holds no class ids. `texts` are the class names that it may be meant to hold; `reason` groups well."""
+    """A label holds no class ids. `texts` are the class names that it may be meant to hold; `reason` groups well.
 
-    def __init__(self, message: str, texts: list[str]):
+    `are_names` says that the label holds nothing else, so that with these names it would be a label.
+    """
+
+    def __init__(self, message: str, texts: list[str], are_names: bool = False):
         super().__init__(message)
         self.texts = texts
-        self.reason = "label is a text that no class list has" if texts else "no label"
+        self.are_names = are_names
+        self.reason = NO_NAME if texts else "no label"
 
 
 def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ...]:
@@ -302,8 +307,10 @@ def parse_labels(raw: bytes, ids: Mapping[str, int] = NO_NAMES) -> tuple[int, ..
             labels.append(ids[value])
     if not labels or len(labels) < len(values):
         texts = []
-        for value in values if is_json else [text]:
+        parts = values if is_json else [text]
+        for value in parts:
             if isinstance(value, str) and any(map(str.isalpha, value)):
                 texts.append(value)
-        raise NoLabel(f"{text[:40]!r} holds no class ids", texts)
+        are_names = 0 < len(texts) == len(parts)
+        raise NoLabel(f"{text[:40]!r} holds no class ids", texts, are_names)
     return tuple(labels)

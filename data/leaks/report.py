@@ -8,37 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment
 
+from data import page
 from data.checks import printable
-from data.files import write_whole
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Leaks, Pair, Side, in_pairs
-from data.shards.page import thumbnail
 from data.shards.reader import ShardReader
 
 MOST_EXAMPLES = 5  # pairs that the lines name
 MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
-
-# Keys come out of tars that others made: autoescape keeps them from being read as HTML.
-TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""<!doctype html>
-<meta charset="utf-8"><title>Leaks</title>
-<style>
-body { font: 15px system-ui; margin: 2rem auto; max-width: 60rem; color: #222 }
-pre { background: #f4f4f4; padding: 1rem; overflow: auto }
-figure { display: inline-block; margin: .5rem; padding: .3rem; border: 1px solid #ddd; text-align: center }
-figcaption { font-size: 11px; color: #777; max-width: 240px; overflow-wrap: anywhere }
-</style>
-<h1>Leaks</h1>
-<pre>{{ summary }}</pre>
-<h2>{{ shown }} of {{ pairs }} pairs, the least alike first: training image left, test image right</h2>
-{% for left, right, caption in figures %}
-<figure><img src="data:image/jpeg;base64,{{ left }}"> <img src="data:image/jpeg;base64,{{ right }}">
-<figcaption>{{ caption }}</figcaption></figure>
-{% endfor %}
-""")
 
 
 def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[str]:
@@ -103,7 +83,15 @@ def write_page(
                 number = [indexed.name for indexed in reader.index.shards].index(shard)
                 row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
                 _, encoded, _ = reader.read(number, row)
-                images.append(thumbnail(encoded))
+                images.append(page.thumbnail(encoded))
             figures.append((*images, caption(pair)))
     summary = "\n".join(lines(leaks, train, test))
-    write_whole(path, TEMPLATE.render(summary=summary, shown=len(figures), pairs=len(leaks.pairs), figures=figures))
+    page.write_page(
+        path,
+        "leaks.html",
+        title="Leaks",
+        summary=summary,
+        shown=len(figures),
+        pairs=len(leaks.pairs),
+        figures=figures,
+    )

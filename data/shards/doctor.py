@@ -132,7 +132,9 @@ def check_shard(job: CheckJob) -> ShardReport:
                 try:
                     header = read_header(sample.image)
                     # As many labels as there are classes are allowed: the report says which `max_labels` a run needs.
-                    labels = read_labels(sample.label, job.index, job.index.classes)
+                    labels: tuple[int, ...] = ()
+                    if job.index.classes > 0:
+                        labels = read_labels(sample.label, job.index, job.index.classes)
                     if job.decode:
                         decode_whole(sample.image)
                         # libjpeg decodes some damaged files with no more than a warning; training uses them, so they
@@ -251,7 +253,7 @@ def repair(
     if index.origin is not None:
         for number in range(len(index.shards)):
             index.table(number)
-    options.setdefault("classes", index.classes)
+    options.setdefault("classes", index.classes or None)
     options.setdefault("names", index.names)
     return pack(good_samples(index, unique, cache or CacheConfig()), directory, **options)
 
@@ -274,7 +276,9 @@ def good_samples(index: Index, unique: bool, cache: CacheConfig) -> Iterator[Sam
                 try:
                     read_header(image)
                     decode_whole(image)
-                    labels = read_labels(raw_labels, index, index.classes)
+                    labels = None
+                    if index.classes > 0:
+                        labels = read_labels(raw_labels, index, index.classes)
                 except BadImage:
                     continue
                 if unique:

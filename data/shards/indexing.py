@@ -36,7 +36,7 @@ from braceexpand import braceexpand
 from data.checks import check_name, printable
 from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
-from data.index.document import SUFFIX, load_index
+from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
 from data.index.shard import table_path, write_table
@@ -71,6 +71,7 @@ def build_index(
     at: str | None = None,
     report: Callable[[int, int], None] | None = None,
     cache: CacheConfig | None = None,
+    unlabelled: bool = False,
 ) -> Index:
     """Index existing tars: a folder of them, or a list of paths; or URLs. Safe to kill and run again.
 
@@ -78,10 +79,11 @@ def build_index(
     forgotten. The JSON and the tables go to `output` (default: beside the shards, where these are here) as
     `<name>.index.json` (default: the folder's name); `at` is the URL that the shards will be read from, where that
     is another one. `names` are those of the classes, in the order of their ids, by which labels that are names are
-    read; without them, those of the index of the same tars that this one replaces. `report` is told how many shards
-    are done, of how many. `cache` says where a tar is kept while it is looked at, and how patient fetching is. Raises
-    DataError naming every tar that cannot be used and every label ≥ `classes`, StorageError where the storage does not
-    answer.
+    read; without them, those of the index of the same tars that this one replaces, and else the texts themselves, in
+    the order of the alphabet, where no label is an id. Labels of an `unlabelled` set are not looked at. `report` is
+    told how many shards are done, of how many. `cache` says where a tar is kept while it is looked at, and how patient
+    fetching is. Raises DataError naming every tar that cannot be used and every label ≥ `classes`, StorageError where
+    the storage does not answer.
     """
     # The tars are all here, or all behind URLs.
     sources = list(map(str, source)) if isinstance(source, list) else [str(source)]
@@ -124,12 +126,15 @@ def build_index(
     setting = tars.directory
     if names:
         setting = f"{tars.directory} {sha256(json.dumps(names).encode()).hexdigest()}"
+    if unlabelled:
+        setting += " unlabelled"
     errors = []
     with IndexJournal(path, classes, setting) as journal:
         jobs = []
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
-                jobs.append(IndexJob(fetcher if urls else None, tars.directory, tar, folder, classes, names, size))
+                lender = fetcher if urls else None
+                jobs.append(IndexJob(lender, tars.directory, tar, folder, classes, names, size, unlabelled))
         # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
         with (
             in_parallel(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
@@ -137,7 +142,7 @@ def build_index(
         ):
             for result in results:
                 if isinstance(result, Record):
-                    journal.add(*result)
+                    journal.add(result)
                 else:
                     errors.append(result)
             # Raised when all shards have been looked at: otherwise each run of the command would find one more.
@@ -163,6 +168,7 @@ class IndexJob:
     classes: int | None
     names: Names
     bytes: int
+    unlabelled: bool
 
 
 def index_shard(job: IndexJob) -> Record | str:
@@ -172,7 +178,10 @@ def index_shard(job: IndexJob) -> Record | str:
         with job.cache.lent(place, job.bytes) if job.cache else open(place, "rb") as file, mapped(file) as tar:
             result = walk(tar, job.name)
             table = result.table(tar)
-            class_counts = count_classes(tar, table, job, result.refused)
+            texts = Refusals()
+            class_counts: Counter[int] = Counter()
+            if not job.unlabelled:
+                class_counts = count_classes(tar, table, job, result.refused, texts)
             count_unreadable(tar, table, result.refused)
             # A few samples, evenly spread, are decoded: whether there are images in the tar at all.
             decoded = min(len(table), DECODED)
@@ -187,14 +196,18 @@ def index_shard(job: IndexJob) -> Record | str:
             file.seek(0)  # a tar that was fetched has just been written
             digest = file_digest(file, "sha256").hexdigest()
             shard = write_table(job.output, table, job.name, len(tar), digest)
-            return Record(shard, class_counts, result.refused)
+            return Record(shard, class_counts, result.refused, texts)
     # Returned instead of raised, so that the other shards are indexed too.
     except (DataError, OSError) as error:
         return str(error)
 
 
-def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Refusals) -> Counter[int]:
+def count_classes(
+    tar: memoryview, table: np.ndarray, job: IndexJob, refused: Refusals, texts: Refusals
+) -> Counter[int]:
     """Return the samples a class; those without a usable label are counted in `refused`.
+
+    Where nobody knows the names of the classes, labels that are texts are counted in `texts`.
 
     Raises DataError on a label that is beyond the classes or, where the classes have names, is a name of none.
     """
@@ -207,14 +220,18 @@ def count_classes(tar: memoryview, table: np.ndarray, job: IndexJob, refused: Re
         try:
             labels = parse_labels(raw, ids)
         except NoLabel as error:
-            # Without a class list nobody can tell whether a text is a name.
             if job.names and error.texts:
                 raise DataError(
                     f"{job.name}: sample {printable(key)} is labelled {some(error.texts[:1])}, which is none of the "
                     f"{len(job.names)} class names: {some(job.names)}"
                 ) from None
+            # Without a class list the texts of all shards tell, in the end, whether they are names.
+            if error.are_names:
+                for text in set(error.texts):
+                    texts.add(text, key)
             # It stays a sample: training replaces it, and counts it as bad.
-            refused.add(error.reason, key)
+            else:
+                refused.add(error.reason, key)
             continue
         if max(labels) >= limit:
             raise DataError(
@@ -304,7 +321,10 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
             reason = "a file that is no *.tar"
         else:
             reason = "there is no such folder"
-        raise DataError(f"{source}: {reason}; name the folder that holds the shards")
+        way_out = "; name the folder that holds the shards"
+        if not isinstance(source, list) and image_folders(Path(source)):
+            way_out = f"\n  images are packed into some: python -m jobs pack folder {source} {source}-shards"
+        raise DataError(f"{source}: {reason}{way_out}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise DataError(f"missing, {len(missing)} of {len(paths)} shards: {', '.join(missing[:5])}")

@@ -36,7 +36,7 @@ from data.index.document import SUFFIX, load_index
 from data.index.index import Index, digest_of
 from data.index.names import MAX_CLASSES, Names
 from data.index.shard import Shard, table_path, write_table
-from data.index.tar import mapped, walk
+from data.index.tar import Refusals, mapped, walk
 from data.shards.indexing import count_unreadable
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import setting_at_error
@@ -99,12 +99,12 @@ def pack(
             finished_samples += len(group)
             # At most one group a thread is in memory, and the journal gets its lines in the order of the shards.
             while len(running) >= workers:
-                journal.add(*running.popleft().result())
+                journal.add(running.popleft().result())
             if report:
                 report(len(shard_names) - len(running), finished_samples)
         # The source has ended, but the last shards are still being written.
         while running:
-            journal.add(*running.popleft().result())
+            journal.add(running.popleft().result())
         if not shard_names:
             raise DataError(f"{directory}: nothing to pack: the source gave no samples")
 
@@ -178,7 +178,7 @@ def restore(
         )
     # As many classes as a packing of these samples would count.
     used = [label for label, count in enumerate(finished.class_counts) if count]
-    given = classes or used[-1] + 1
+    given = classes or max(used, default=-1) + 1
     counts = [*finished.class_counts, *[0] * given][:given]
     given_digest = digest_of(finished.shards, counts, names)
     if given_digest != finished.digest:
@@ -235,6 +235,9 @@ def write_shard(
             raise DataError(f"{path.name}: two samples have the key {sample.key!r}; give each image a name of its own")
         if not sample.key or "." in sample.key.rpartition("/")[2]:
             raise DataError(f"{path.name}: key {sample.key!r} is empty or has a dot, where the extension would begin")
+        keys.add(sample.key)
+        if sample.labels is None:
+            continue
         # The index counts the samples of every class from 0 on: one mistyped id would fill the memory.
         is_usable = bool(sample.labels) and min(sample.labels) >= 0 and max(sample.labels) < limit
         if not is_usable:
@@ -242,7 +245,6 @@ def write_shard(
                 f"{path.name}: sample {printable(sample.key)} has labels {list(sample.labels)}, "
                 f"expected one or more of 0 … {limit - 1}"
             )
-        keys.add(sample.key)
         class_counts.update(set(sample.labels))  # a label that is repeated counts once
 
     # mtime, user and group are fixed: the same samples must give the same bytes whoever packs them, and when. PAX,
@@ -254,7 +256,10 @@ def write_shard(
                 if stopped.is_set():
                     raise Preempted(f"{path}: stopped before it was whole")
                 image = packed_image(sample, restarts)
-                writer.write({"__key__": sample.key, sample.extension: image, "cls": label_of(sample)})
+                members: dict[str, str | bytes] = {"__key__": sample.key, sample.extension: image}
+                if sample.labels is not None:
+                    members["cls"] = label_of(sample)
+                writer.write(members)
         with open(temporary, "rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         if expected is not None and digest != expected.sha256:
@@ -270,7 +275,7 @@ def write_shard(
         table = result.table(tar)
         count_unreadable(tar, table, result.refused)
         shard = write_table(path.parent, table, path.name, len(tar), digest)
-    return Record(shard, class_counts, result.refused)
+    return Record(shard, class_counts, result.refused, Refusals())
 
 
 def packed_image(sample: Sample, restarts: bool) -> bytes:
@@ -282,5 +287,5 @@ def packed_image(sample: Sample, restarts: bool) -> bytes:
 
 
 def label_of(sample: Sample) -> bytes:
-    """Return the content of a sample's .cls."""
-    return " ".join(map(str, sample.labels)).encode()
+    """Return the content of a sample's .cls; nothing where it has none."""
+    return " ".join(map(str, sample.labels or ())).encode()

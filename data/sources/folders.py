@@ -32,7 +32,8 @@ from data.sources.samples import Sample, kind_of
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
 LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
-TABLE_LABEL_COLUMNS = ("label", "labels", "cls")  # of a table of paths
+TABLE_PATH_COLUMNS = ("path", "file_name", "filename", "image")  # of a table of paths; the second is Hugging Face's
+TABLE_LABEL_COLUMNS = ("label", "labels", "cls", "class", "category")
 MOST_KINDS = 10  # of files that were passed over, that a warning names
 
 
@@ -40,7 +41,7 @@ class ListedFile(NamedTuple):
     """An image in a list of files: its path below some root, and its class ids."""
 
     name: str
-    labels: tuple[int, ...]
+    labels: tuple[int, ...] | None  # None: there are none, on purpose
 
 
 # ----------------------------------------------------------------------------------------------- folders
@@ -52,27 +53,50 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
     Raises DataError where a class has no images; files that are no images are named in a warning.
     """
     entries: list[ListedFile] = []
-    passed_over: Counter[str] = Counter()  # extension, or name → files
+    passed_over: Counter[str] = Counter()
     for label, class_name in enumerate(folder_classes(root)):
         folder = Path(root, class_name)
-        is_empty = True
-        # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
-        for path in sorted(folder.rglob("[!.]*")):
-            if path.is_dir():
-                continue
-            if not path.is_file():
-                passed_over["link that leads nowhere, or device"] += 1
-            elif path.suffix[1:].lower() in IMAGES:
-                entries.append(ListedFile(str(path.relative_to(root)), (label,)))
-                is_empty = False
-            else:
-                passed_over[path.suffix or path.name] += 1
-        if is_empty:
+        paths = images_below(folder, passed_over)
+        if not paths:
             raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
+        for path in paths:
+            entries.append(ListedFile(str(path.relative_to(root)), (label,)))
     if passed_over:
-        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
-        logging.getLogger(__name__).warning("%s: not packed, being no %s: %s", root, ", ".join(IMAGES), kinds)
+        logging.getLogger(__name__).warning("%s: %s", root, in_words(passed_over))
     yield from read_files(root, entries)
+
+
+def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
+    """Give samples without labels of all images below a folder; raises DataError where there are none."""
+    passed_over: Counter[str] = Counter()
+    paths = images_below(Path(root), passed_over)
+    if not paths:
+        raise DataError(f"{root}: no images here or below; expected {', '.join(IMAGES)}")
+    if passed_over:
+        logging.getLogger(__name__).warning("%s: %s", root, in_words(passed_over))
+    yield from read_files(root, [ListedFile(str(path.relative_to(root)), None) for path in paths])
+
+
+def images_below(folder: Path, passed_over: Counter[str]) -> list[Path]:
+    """Return the images of a folder and of those below, sorted; count what is none, by extension or name."""
+    paths = []
+    # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
+    for path in sorted(folder.rglob("[!.]*")):
+        if path.is_dir():
+            continue
+        if not path.is_file():
+            passed_over["link that leads nowhere, or device"] += 1
+        elif path.suffix[1:].lower() in IMAGES:
+            paths.append(path)
+        else:
+            passed_over[path.suffix or path.name] += 1
+    return paths
+
+
+def in_words(passed_over: Counter[str]) -> str:
+    """Return what `images_below` has passed over."""
+    kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
+    return f"not packed, being no {', '.join(IMAGES)}: {kinds}"
 
 
 def folder_classes(root: str | os.PathLike[str]) -> Names:
@@ -81,7 +105,13 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
     if not names:
-        raise DataError(f"{root}: expected one sub-folder a class, found none")
+        images = sum(path.suffix[1:].lower() in IMAGES for path in Path(root).glob("[!.]*.*"))
+        tars = sum(path.suffix == ".tar" for path in Path(root).glob("[!.]*.*"))
+        what_is_there = f"; found {images} images, {tars} tars" if images or tars else ""
+        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg"
+        if tars:
+            way_out = f"tars are used as they are: python -m jobs index {root}"
+        raise DataError(f"{root}: expected one sub-folder a class, found none{what_is_there}\n  {way_out}")
     return tuple(names)
 
 
@@ -104,18 +134,23 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
 # ------------------------------------------------------------------------------------------- path tables
 
 
-def path_table(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> Iterator[Sample]:
+def path_table(
+    path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None, *, unlabelled: bool = False
+) -> Iterator[Sample]:
     """Give samples of a CSV or parquet file with columns `path` and `label` (or `labels`), relative to `root`.
 
     A label is a class id, or several of them with spaces or commas between, or a list; or a class name, or a list of
     them, whose ids are those of `table_classes`. Raises DataError where a column is missing, a label is none or a file
-    is no image; `root` is by default the table's own folder.
+    is no image; `root` is by default the table's own folder. Of an `unlabelled` table the paths alone are read.
     """
     path = Path(path)
-    names, labels = table_columns(path)
-    ids = ids_of(classes_in(path, labels))
+    names, labels = table_columns(path, unlabelled=unlabelled)
+    ids = NO_NAMES if unlabelled else ids_of(classes_in(path, labels))
     entries = []
     for name, label in zip(names, labels, strict=True):
+        if unlabelled:
+            entries.append(ListedFile(name, None))
+            continue
         try:
             entries.append(ListedFile(name, parse_labels(label_text(label), ids)))
         except ValueError as error:
@@ -129,8 +164,11 @@ def table_classes(path: str | os.PathLike[str]) -> Names:
     return classes_in(Path(path), labels)
 
 
-def table_columns(path: Path) -> tuple[list[str], list[object]]:
-    """Read the paths and the labels of a table of paths; raises DataError where it lacks a column."""
+def table_columns(path: Path, *, unlabelled: bool = False) -> tuple[list[str], list[object]]:
+    """Read the paths and the labels of a table of paths; raises DataError where it lacks a column.
+
+    Of an `unlabelled` table every label is None.
+    """
     rows: list[dict[str, object]]
     if path.suffix == ".parquet":
         from pyarrow import parquet
@@ -142,17 +180,25 @@ def table_columns(path: Path) -> tuple[list[str], list[object]]:
             # utf-8-sig, because Excel begins a file with a byte order mark, which would be read as part of a name.
             with open(path, newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file))
+        except IsADirectoryError:
+            raise DataError(f"{path} is a folder\n  expected a CSV or parquet file of paths and labels") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    columns = list(rows[0]) if rows else []
+    # A line of more cells than there are columns has its rest under None.
+    columns = [str(column) for column in rows[0] if column is not None] if rows else []
     label_column = first_of(TABLE_LABEL_COLUMNS, columns)
-    if label_column is None or "path" not in columns:
-        raise DataError(f"{path}: expected columns path and label, found {', '.join(columns) or 'none'}")
+    path_column = first_of(TABLE_PATH_COLUMNS, columns)
+    if path_column is None or (label_column is None and not unlabelled):
+        wanted = "a column path" if unlabelled else "columns path and label"
+        raise DataError(
+            f"{path}: expected {wanted}, found {', '.join(columns) or 'none'}\n"
+            "  a CSV begins with the line path,label; then comes a line for each image, as cat/1.jpg,cat"
+        )
     names = []
     labels = []
     for row in rows:
-        names.append(str(row["path"]))
-        labels.append(row[label_column])
+        names.append(str(row[path_column]))
+        labels.append(row[label_column] if label_column is not None and not unlabelled else None)
     return names, labels
 
 
@@ -197,17 +243,19 @@ class ImageParquet:
     Raises DataError where pyarrow cannot read it, or where a column is missing.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, unlabelled: bool = False):
         from pyarrow import parquet
 
         with naming_parquet(path):
             schema = parquet.read_schema(path)
         image_column = first_of(IMAGE_COLUMNS, schema.names)
-        label_column = first_of(LABEL_COLUMNS, schema.names)
-        if not image_column or not label_column:
-            raise DataError(f"{path}: expected columns image and label, found {', '.join(schema.names)}")
+        label_column = first_of(LABEL_COLUMNS, schema.names) or ""
+        is_unusable = not image_column or not (label_column or unlabelled)
+        if is_unusable:
+            wanted = "a column image" if unlabelled else "columns image and label"
+            raise DataError(f"{path}: expected {wanted}, found {', '.join(schema.names)}")
         self.path = path
-        self.image_column = image_column
+        self.image_column = image_column or ""
         self.label_column = label_column
         # Hugging Face's `datasets` describes its columns in the schema; a list of labels has its ClassLabel one level
         # below.
@@ -229,20 +277,21 @@ class ImageParquet:
                 yield from batch.to_pylist()
 
 
-def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
+def image_parquet(source: str | os.PathLike[str], *, unlabelled: bool = False) -> Iterator[Sample]:
     """Give samples of Hugging Face image parquet (img2dataset's too): a column of {bytes, path} and one of class ids.
 
     Labels that are texts have the ids of `parquet_classes`. Raises DataError where a column is missing, an image is not
-    embedded or a label is none.
+    embedded or a label is none. Of an `unlabelled` set the images alone are read.
     """
-    ids: Mapping[str, int] | None = None
+    ids: Mapping[str, int] | None = NO_NAMES if unlabelled else None
     for path in files_of(source, "*.parquet"):
-        file = ImageParquet(path)
+        file = ImageParquet(path, unlabelled=unlabelled)
+        columns = [file.image_column] if unlabelled else [file.image_column, file.label_column]
         if ids is None:
             # Names in the schema are those of ids; only where the labels are texts do the names give the ids.
             ids = NO_NAMES if file.names else ids_of(parquet_classes(source))
         stem = path.stem.replace(".", "_")
-        for row_number, row in enumerate(file.rows([file.image_column, file.label_column])):
+        for row_number, row in enumerate(file.rows(columns)):
             image = row[file.image_column]
             encoded = image.get("bytes") if isinstance(image, dict) else image
             if not isinstance(encoded, bytes):
@@ -255,8 +304,10 @@ def image_parquet(source: str | os.PathLike[str]) -> Iterator[Sample]:
                     f"{path}: row {row_number} holds {found}; embed the images first\n"
                     f"  expected encoded images in the column {file.image_column}: bytes, or bytes and path"
                 )
+            labels: tuple[int, ...] | None = None
             try:
-                labels = parse_labels(label_text(row[file.label_column]), ids)
+                if not unlabelled:
+                    labels = parse_labels(label_text(row[file.label_column]), ids)
             except ValueError as error:
                 raise DataError(f"{path}: row {row_number}: {error}") from None
             yield Sample(f"{stem}-{row_number:08d}", encoded, labels, kind_of(encoded))

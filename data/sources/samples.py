@@ -32,11 +32,14 @@ DIGITS: Names = tuple("0123456789")  # what the digits' classes are called
 
 @dataclass(frozen=True)
 class Sample:
-    """An encoded image, in memory or in a file, with its class ids; `key` names it, without a dot."""
+    """An encoded image, in memory or in a file, with its class ids; `key` names it, without a dot.
+
+    `labels` are None in a set that has none on purpose; packing refuses an image whose labels are ().
+    """
 
     key: str
     image: bytes | Path
-    labels: tuple[int, ...]
+    labels: tuple[int, ...] | None
     extension: str = "jpg"
 
     @property
@@ -59,6 +62,9 @@ class Sample:
 def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
     """Give the samples with their classes numbered so, without those of classes that the numbering excludes."""
     for sample in samples:
+        if sample.labels is None:
+            yield sample
+            continue
         labels = numbering.labels(sample.labels, sample.key)
         # A sample without labels stays as it is: packing refuses it by name.
         if labels or not sample.labels:
@@ -190,7 +196,7 @@ def samples_of_archive(
     seen: set[int] = set()
     for sample in samples:
         count += 1
-        seen.update(sample.labels)
+        seen.update(sample.labels or ())
         yield sample
     if count not in (published.samples, *published.also):
         difference = f"{name}: found {count:,} samples of {len(seen):,} classes, {expected}"

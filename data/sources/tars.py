@@ -49,11 +49,14 @@ class TarSample(NamedTuple):
     label: bytes
 
 
-def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES) -> Iterator[Sample]:
+def tars(
+    source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] = NO_NAMES, *, unlabelled: bool = False
+) -> Iterator[Sample]:
     """Give samples of WebDataset tars (img2dataset's too, where the json has `label`), to pack them anew.
 
     `ids` are those of names that a label may hold instead of class ids. Samples without an image or a label are
-    excluded and counted in a warning; raises DataError where no sample has both, and where a tar is damaged.
+    excluded and counted in a warning; raises DataError where no sample has both, and where a tar is damaged. Of
+    `unlabelled` tars no label is looked at.
     """
     # The tars of a folder, the tar itself, or those that are listed. Compressed tars are taken where a folder has no
     # others: beside others they may be the same ones again.
@@ -77,8 +80,10 @@ def tars(source: str | os.PathLike[str] | Sequence[str], ids: Mapping[str, int] 
                 break
         refused = Refusals()  # of this tar, by the reasons of an index
         for key, encoded, raw in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
+            labels: tuple[int, ...] | None = None
             try:
-                labels = parse_labels(raw, ids)
+                if not unlabelled:
+                    labels = parse_labels(raw, ids)
             except NoLabel as error:
                 excluded.add(error.reason, f"{key} of {path.name}")
                 continue

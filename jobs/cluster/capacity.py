@@ -12,7 +12,7 @@ prints, of which every call is one question to the head.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import ray
@@ -37,15 +37,15 @@ class ClusterState:
     draining: set[str]  # nodes that were told to go
 
     @classmethod
-    def now(cls) -> "ClusterState":
-        """Ask the head once. Any thread may."""
+    def now(cls, without: Set[str] = frozenset()) -> "ClusterState":
+        """Ask the head once, and leave out these nodes. Any thread may."""
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         total: dict[str, dict[str, float]] = {}
         free: dict[str, dict[str, float]] = {}
         left: dict[str, dict[str, float]] = {}
         draining: set[str] = set()
         for node in [*status.active_nodes, *status.idle_nodes]:
-            if node.node_id is None:
+            if node.node_id is None or node.node_id in without:
                 continue
             total[node.node_id] = node.total_resources()
             free[node.node_id] = node.available_resources()

@@ -10,7 +10,7 @@ agents[0].call("poll", 0, 1.0, {})                      # a Future
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig, cores
+from pipeline.identity import Identity
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -34,6 +35,14 @@ class NodeAgent:
     slots: int  # workers that have a place there
     call: Callable[..., "Future[Any]"]  # (method of Agent, its arguments)
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
+
+
+@dataclass(frozen=True)
+class NodesStatus:
+    """Which of the nodes are to be watched; their ids."""
+
+    draining: Set[str]  # that were told to go
+    spare: Set[str]  # that stay, and have room for another worker
 
 
 class ThisMachine:
@@ -90,15 +99,29 @@ class ThisMachine:
         """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""
         return 0  # there are as many places from the start as there will ever be
 
-    def draining(self) -> Set[str]:
-        """Return the ids of nodes that were told to go. Any thread may ask."""
-        return frozenset()
+    def status(self) -> "NodesStatus":
+        """Return which nodes were told to go, and which have room for a worker. Any thread may ask."""
+        return NodesStatus(frozenset(), frozenset())
+
+    def warm_up_spares(self, spare: Set[str]) -> None:
+        """Start agents on a few of these nodes, to which a next attempt may move."""
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         """Have the next attempt placed without these nodes, where the others have the room."""
 
     def stay_on(self, node_ids: Set[str]) -> None:
         """Have the next attempts placed on these nodes alone, where they have the room."""
+
+    def identities(self) -> Mapping[str, Identity]:
+        """Return code and packages of every node that may be left out, by its id."""
+        return {}
+
+    def leave_out(self, node_ids: Set[str], least: int) -> int:
+        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
+
+        Where that is less than `least`, nothing is left out.
+        """
+        return 0
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs there are, and whether this "machine" or a "cluster" has them."""

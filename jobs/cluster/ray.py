@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped
 NAMESPACE = "patchline"
 WAITING = "waiting for the cluster: "  # how the driver's line begins that says what it waits for; `list` looks for it
 CONNECT_TIMEOUT_S = 5.0
+HTTP2_SETTINGS = 4  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
+HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0])
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
         # "auto" is the cluster of this machine, whose address Ray finds itself.
         if address != "auto":
             require_reachable(address)
+            if "://" not in address:
+                require_ray(address)
         # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
         embedded.use_token_if_any()
         os.environ.update(embedded.ENVIRONMENT | dict(os.environ))
@@ -189,6 +194,27 @@ def require_reachable(address: str) -> None:
             f"expected the host:port that `ray start --head` printed, or http://host:8265 of its dashboard\n"
             f"type `ray status --address host:port` to check, or `unset RAY_ADDRESS` to use this machine"
         ) from None
+
+
+def require_ray(address: str) -> None:
+    """Raise ClusterError where what listens at host:port is no Ray head: `ray.init` would wait for it for ever.
+
+    A head speaks gRPC, so that its first frame, to whoever begins HTTP/2, is a SETTINGS frame.
+    """
+    if os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    host, _, port = address.rpartition(":")
+    answer = b""
+    # A head that is too busy to answer in time is not taken for another server: Ray will wait for it.
+    with suppress(TimeoutError), socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
+        connection.sendall(HTTP2_BEGIN)
+        answer = connection.recv(9)  # a frame's header: length, type, flags, stream
+        if len(answer) < 4 or answer[3] != HTTP2_SETTINGS:
+            raise ClusterError(
+                f"RAY_ADDRESS={address} is no Ray head: another server answers there, perhaps the dashboard\n"
+                "expected the host:port that `ray start --head` printed, most often HOST:6379\n"
+                "type `ray status --address host:port` to check, or `unset RAY_ADDRESS` to use this machine"
+            )
 
 
 def explain(error: Exception, address: str) -> ClusterError:

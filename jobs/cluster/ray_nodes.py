@@ -16,13 +16,11 @@ there is room for more, between two attempts.
 
 import math
 import secrets
-import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,17 +29,17 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
-from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from data.errors import ClusterError
-from jobs.cluster.agent import Agent
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
-from jobs.cluster.nodes import Log, NodeAgent, Tick
+from jobs.cluster.every_node import run_on_nodes
+from jobs.cluster.nodes import Log, NodeAgent, NodesStatus, Tick
 from jobs.cluster.ray import WAITING
-from jobs.cluster.worker import outlive
+from jobs.cluster.ray_agent import RayAgent, call_actor
 from jobs.cluster_config import ClusterConfig
+from pipeline.identity import Identity, identity
 
 POLL_S = 0.1
 FIRST_LINE_S = 3.0  # the places of the last worker group take a moment to come free: no line about that
@@ -52,45 +50,11 @@ AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
 MISSED_S = 70.0  # Ray has missed a node that is dead after so long; a node that is there is better than none
 TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
 
+WARM_SPARES = 2  # nodes without a worker that have an agent: importing torch takes 4 s of two cores, 0.4 GB
 AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
-ANSWER_S = 3.0  # for a node that is alive to take a connection
-GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
-WORKER_GAUGE = "patchline_worker"
-
-
-class RayAgent(Agent):
-    """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
-
-    def __init__(self, has_gpus: bool) -> None:
-        super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
-        # Who stops a node signals all its processes, and this one still has to report what the workers do.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, outlive)
-        threading.Thread(target=self.show_workers, daemon=True).start()
-
-    def show_workers(self) -> None:
-        """Set the gauge again and again; Prometheus joins it with what Ray says of each node, by `instance`."""
-        gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
-        while True:
-            with self.changed:
-                news = self.news
-                ranks = list(self.workers)
-                # An attempt's folder is <run>/<stage>-<key>/attempts/attempt-000001.
-                *_, run, stage_and_key, _, _ = ("", "", "", "", *self.folder.parts)
-            stage, _, _ = stage_and_key.rpartition("-")
-            for rank in ranks:
-                gauge.set(1.0, tags={"run": run, "stage": stage, "rank": str(rank)})
-            # At once where something has happened, because an attempt may be shorter than the interval.
-            deadline = time.monotonic() + GAUGE_EVERY_S
-            with self.changed:
-                while self.news == news and time.monotonic() < deadline:
-                    self.changed.wait(max(0.0, deadline - time.monotonic()))
-
-
-def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent; what it returns comes in the future."""
-    future: Future[Any] = getattr(actor, method).remote(*arguments).future()
-    return future
+IDENTITY_S = 60.0  # for all nodes to say who they are: Ray starts a process on each
+ANSWER_S = 2.0  # for a node that is alive to take a connection: TCP asks at 0 and 1 s, and then not before 3 s
+ASKED_AT_ONCE = 64  # nodes
 
 
 @dataclass(frozen=True)
@@ -100,6 +64,26 @@ class Reservation:
     group: PlacementGroup
     workers: int
     share: Mapping[str, int]  # of one worker, by Ray's name of the resource
+
+
+def takes_connections(node: Mapping[str, Any]) -> bool:
+    """Ask a node of `ray.nodes()` whether it is there; its kernel answers, however busy its processes are.
+
+    Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
+    """
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
+    """Return the label selectors of so many bundles that must not lie on these nodes."""
+    if not node_ids:
+        return None
+    # Without a space: Ray takes it for a part of the next id, which then names no node.
+    return [{"ray.io/node-id": f"!in({','.join(sorted(node_ids))})"}] * bundles
 
 
 def largest_within(worlds: Sequence[int], room: int) -> int:
@@ -117,19 +101,30 @@ class RayNodes:
         self.reservation: Reservation | None = None
         self.lent: list[Reservation] = []  # free places that are given back when anybody wants them
         self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
+        self.left_out: set[str] = set()  # ids of nodes that are not used any more
         self.run = ""
         self.actors: dict[str, Any] = {}  # the agents, by their node's id
+        self.used: Set[str] = frozenset()  # ids of the nodes on which workers were placed last
         self.actors_started = 0
         self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
 
     def warm_up(self) -> None:
-        """Start the agent of an embedded cluster, which is for this command alone.
+        """Start the agents of the nodes on which workers will probably lie, because their imports take seconds.
 
         Raises ClusterError where an embedded cluster has too few places: now, and not when the workers are needed.
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
             self.start_agent(self.own_node)
+            return
+        # Ray packs the workers on few nodes; an agent that is not needed ends when they are placed.
+        share = share_of_worker(self.cluster)
+        rooms = {node_id: room_for(share, {node_id: free}) for node_id, free in self.state().staying.items()}
+        room = 0
+        for node_id in sorted(rooms, key=lambda node_id: -rooms[node_id]):
+            if rooms[node_id] and room < self.cluster.most:
+                self.start_agent(node_id)
+                room += rooms[node_id]
 
     # -------------------------------------------------------------------- places
 
@@ -152,13 +147,20 @@ class RayNodes:
         held = self.reservation
         if held is not None and held.share == share and held.workers in worlds:
             row = placement_group_table(held.group)
-            state = ClusterState.now()
+            state = self.state()
             leaving = self._avoided_for(worlds[-1], state) | state.draining
             if row["state"] == "REMOVED" or leaving & set(row["bundles_to_node_id"].values()):
                 held = None
         else:
             held = None
         if held is None:
+            # Ray would place bundles on a node that has just lost its power, and then wait until it misses that.
+            avoided = self.nodes_to_avoid()
+            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
+            with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
+                for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
+                    if not is_there:
+                        self.avoid([node["NodeID"]])
             self._ask(worlds[0], worlds[-1])
         elif len(worlds) > 1:
             # Give it up for the places of more workers, where there is room for them.
@@ -174,13 +176,17 @@ class RayNodes:
             raise
         return self.workers_held
 
+    def state(self) -> ClusterState:
+        """Return what the nodes have that this process may use. Any thread may ask."""
+        return ClusterState.now(without=self.left_out)
+
     def refuse_too_few(self, least: int) -> int:
         """Return for how many workers the cluster has room when it is empty.
 
         Raises ClusterError where that is too few and will be for ever: an embedded cluster does not grow.
         """
         share = share_of_worker(self.cluster)
-        room = room_for(share, ClusterState.now().total)
+        room = room_for(share, self.state().total)
         if self.is_embedded and room < least:
             raise ClusterError(
                 f"room for {room} of {least} workers of {in_words(share)}\nthis machine has no more\n{TOO_FEW}"
@@ -192,23 +198,31 @@ class RayNodes:
         """Return for how many workers this process holds places."""
         return self.reservation.workers if self.reservation else 0
 
+    def nodes_held(self, world: int) -> set[str]:
+        """Return the ids of the nodes on which the first `world` places lie."""
+        if self.reservation is None:
+            return set()
+        bundles = placement_group_table(self.reservation.group)["bundles_to_node_id"]
+        return {node_id for bundle, node_id in bundles.items() if bundle < world}
+
     def release(self) -> None:
         """Give back the workers' places, where there are any."""
-        if self.reservation is not None:
-            remove_placement_group(self.reservation.group)
-            self.reservation = None
+        reservation = self.reservation
+        self.reservation = None
+        if reservation is not None:
+            remove_placement_group(reservation.group)
 
     def room(self) -> int:
         """Return for how many workers there would be room, those counted that have their places. Any thread may ask."""
         # Another campaign that waits comes before one that wants more.
         if self.is_anything_asked_for():
             return self.workers_held
-        state = ClusterState.now()
+        state = self.state()
         return room_for(share_of_worker(self.cluster), self._open_to_us(state, self.nodes_to_avoid()))
 
     def is_anything_asked_for(self) -> bool:
         """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
-        total = ClusterState.now().total
+        total = self.state().total
         ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
         for group, row in placement_group_table().items():
             if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
@@ -228,18 +242,13 @@ class RayNodes:
         """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
         self.release()
         self.gpu_ids = {}
-        selector = None
-        avoided = self._avoided_for(least, ClusterState.now())
-        if avoided:
-            # Without a space: Ray takes it for a part of the next id, which then names no node.
-            selector = [{"ray.io/node-id": f"!in({','.join(sorted(avoided))})"}] * workers
         share = share_of_worker(self.cluster)
         group = placement_group(
             [dict(share)] * workers,
             strategy="PACK",
             # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
             name=f"{OWNER}{self.run} {secrets.token_hex(4)}",
-            bundle_label_selector=selector,
+            bundle_label_selector=without_nodes(self._avoided_for(least, self.state()), workers),
         )
         self.reservation = Reservation(group, workers, share)
 
@@ -261,12 +270,12 @@ class RayNodes:
                 if self._choose(worlds, log):
                     deadline = max(deadline, next_choice)
             if now > deadline:
-                state = ClusterState.now()
+                state = self.state()
                 text = missing(worlds[-1], share, self._open_to_us(state, set()), state)
                 raise ClusterError(f"{text}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
             # Not at once, when it has changed, and now and then. Or a queue looks like a hang.
             if now > next_line:
-                state = ClusterState.now()
+                state = self.state()
                 line = missing(worlds[0], share, self._open_to_us(state, set()), state)
                 if len(worlds) > 1:
                     line += f"; fewer will do after {patience_s:g} s (cluster.patience_s)"
@@ -281,11 +290,11 @@ class RayNodes:
         """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most."""
         now = time.monotonic()
         share = share_of_worker(self.cluster)
-        state = ClusterState.now()
+        state = self.state()
         # Nodes that were to be avoided are taken where only with them there is room.
         avoided = self._avoided_for(worlds[-1], state)
         room = room_for(share, self._open_to_us(state, avoided))
-        back = {node for node in avoided if now > self.avoided[node] + MISSED_S}
+        back = {node for node in avoided - self.left_out if now > self.avoided[node] + MISSED_S}
         room_with_them = room_for(share, self._open_to_us(state, avoided - back))
         has_other_nodes = room < worlds[-1] <= room_with_them
         if has_other_nodes:
@@ -321,9 +330,19 @@ class RayNodes:
 
     # -------------------------------------------------------------------- nodes that go
 
-    def draining(self) -> Set[str]:
-        """Return the nodes that Ray was told will go: by hand, by its autoscaler, by SIGTERM to `ray start --block`."""
-        return ClusterState.now().draining
+    def status(self) -> NodesStatus:
+        """Return the nodes that Ray was told will go, and those with room for a worker. Any thread may ask.
+
+        Ray is told by hand, by its autoscaler, by SIGTERM to `ray start --block`.
+        """
+        state = ClusterState.now()
+        share = share_of_worker(self.cluster)
+        avoided = self.nodes_to_avoid()
+        spare = set()
+        for node_id, resources in state.staying.items():
+            if node_id not in avoided and room_for(share, {node_id: resources}):
+                spare.add(node_id)
+        return NodesStatus(state.draining, spare)
 
     def avoid(self, node_ids: Sequence[str]) -> None:
         """Have worker groups placed without these nodes, as long as the others have the room."""
@@ -334,10 +353,28 @@ class RayNodes:
         """Have the next attempts placed without any other node."""
         self.avoid([node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids])
 
+    def leave_out(self, node_ids: Set[str], least: int) -> int:
+        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
+
+        Where that is less than `least`, nothing is left out.
+        """
+        others = ClusterState.now(without=self.left_out | node_ids)
+        room = room_for(share_of_worker(self.cluster), others.total)
+        if room >= least:
+            self.left_out |= node_ids
+            for node_id in node_ids:
+                self.end_agent(node_id)
+        return room
+
+    def identities(self) -> dict[str, Identity]:
+        """Return code and packages of every node that answers, by its id."""
+        values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
+        return dict(values)
+
     def nodes_to_avoid(self) -> set[str]:
-        """Return the nodes that `avoid` was told of not long ago."""
+        """Return the nodes that are left out, and those that `avoid` was told of not long ago."""
         now = time.monotonic()
-        return {node for node, since in self.avoided.items() if now < since + AVOID_S}
+        return self.left_out | {node for node, since in self.avoided.items() if now < since + AVOID_S}
 
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
         """Return the nodes that places must not lie on, where the others have room for `least` workers."""
@@ -347,8 +384,8 @@ class RayNodes:
             del others[node]
         # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
         if room_for(share_of_worker(self.cluster), others) < least:
-            return set()
-        return avoided
+            avoided = set()
+        return avoided | self.left_out
 
     # -------------------------------------------------------------------- agents
 
@@ -359,10 +396,15 @@ class RayNodes:
         slots: dict[str, list[int]] = {}  # bundles by node, in the order of the first bundle
         for bundle, node_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())[:world]:
             slots.setdefault(node_id, []).append(bundle)
-        # Agents of nodes that are not used any more would only take up their memory.
-        for node_id in self.actors.keys() - slots.keys():
-            self.end_agent(node_id)
         rows = {node["NodeID"]: node for node in ray.nodes()}
+        # Agents of nodes that are not used any more only take up their memory, but for a few.
+        self.used = slots.keys()
+        kept = 0
+        for node_id in self.actors.keys() - self.used:
+            if kept < WARM_SPARES and rows[node_id]["Alive"] and node_id not in self.nodes_to_avoid():
+                kept += 1
+            else:
+                self.end_agent(node_id)
         gpus = self.cluster.gpus_per_worker
         agents = []
         for node_id, bundles in slots.items():
@@ -390,6 +432,12 @@ class RayNodes:
             )
         return agents
 
+    def warm_up_spares(self, spare: Set[str]) -> None:
+        """Start agents on a few of these nodes, to which a next attempt may move."""
+        idle = (self.actors.keys() - self.used) & spare
+        for node_id in sorted(spare - self.actors.keys())[: max(0, WARM_SPARES - len(idle))]:
+            self.start_agent(node_id)
+
     def start_agent(self, node_id: str) -> Any:
         """Return the actor that is the agent of a node; where none runs there, one is started and imports."""
         if node_id not in self.actors:
@@ -414,16 +462,14 @@ class RayNodes:
         self.actors.pop(node_id, None)
 
     def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
-        """Say how the node of an agent was lost, or the agent alone, and go on without it; "" where both are there."""
+        """Say how the node of an agent was lost, or the agent alone, and go on without it; "" where both are there.
+
+        Several threads may ask, each of another node.
+        """
         loss = "its node left the cluster"
         for node in ray.nodes():
             if node["NodeID"] == agent.node_id and node["Alive"]:
-                # Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
-                try:
-                    socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-                    loss = ""
-                except OSError:
-                    loss = "its node does not answer"
+                loss = "" if takes_connections(node) else "its node does not answer"
         if loss:
             # The places are asked for anew, elsewhere.
             self.avoid([agent.node_id])
@@ -456,6 +502,7 @@ def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():
             nodes.avoided |= before.avoided
+            nodes.left_out |= before.left_out
         _joined.clear()
         _joined[connection] = nodes
     _joined[connection].cluster = cluster

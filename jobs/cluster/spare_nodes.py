@@ -1,21 +1,12 @@
-"""What a Ray cluster has beside the places of a worker group: a bundle to borrow, and nodes without a worker.
-
-An evaluation beside training borrows a bundle (SpareBundle); a preflight has the nodes without a worker examined
-(`run_on_spare_nodes`).
-"""
+"""What a Ray cluster has beside the places of a worker group: a bundle that an evaluation beside training borrows."""
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
-import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jobs.cluster.capacity import ClusterState, room_for, share_of_worker
-from jobs.cluster.ray_nodes import RayNodes, Reservation
+from jobs.cluster.capacity import room_for, share_of_worker
+from jobs.cluster.ray_nodes import RayNodes, Reservation, without_nodes
 
 BORROW_S = 5.0  # for Ray to place what seems to be free
 BORROW_LOOK_S = 1.0  # between two questions whether somebody wants the borrowed place
@@ -38,7 +29,7 @@ class SpareBundle(RayNodes):
         """Tell whether there is a place on a node that stays, and nobody waits for places."""
         if self.has_training_ended and self.training.reservation is not None:
             return True
-        free = ClusterState.now().staying
+        free = self.training.state().staying
         for node in self.training.nodes_to_avoid():
             free.pop(node, None)
         return room_for(share_of_worker(self.cluster), free) >= 1 and not self.training.is_anything_asked_for()
@@ -57,7 +48,11 @@ class SpareBundle(RayNodes):
             return True
         share = share_of_worker(self.cluster)
         # Others see who has it by its name, which is none of those that they wait for.
-        group = placement_group([share], name=f"evaluation {self.run} {secrets.token_hex(4)}")
+        group = placement_group(
+            [share],
+            name=f"evaluation {self.run} {secrets.token_hex(4)}",
+            bundle_label_selector=without_nodes(self.training.nodes_to_avoid(), 1),
+        )
         self.reservation = Reservation(group, 1, share)
         self.training.lent.append(self.reservation)
         if group.wait(timeout_seconds=BORROW_S):
@@ -76,26 +71,3 @@ class SpareBundle(RayNodes):
         """End the agents of evaluations."""
         for node_id in list(self.actors):
             self.end_agent(node_id)
-
-
-def run_on_spare_nodes(
-    function: Callable[[Mapping[str, Any]], Any], task: Mapping[str, Any], used: Collection[str], timeout_s: float
-) -> tuple[list[Any], dict[str, str]]:
-    """Return the function's values on all nodes but those called as in `used`, and why a node gave none, by its name.
-
-    Nothing is reserved for it: a node that another campaign has filled is asked as well.
-    """
-    there = ray.remote(num_cpus=0, max_retries=0)(function)
-    asked = {}
-    for node in ray.nodes():
-        if node["Alive"] and node["NodeManagerHostname"] not in used:
-            pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked[node["NodeManagerHostname"]] = there.options(scheduling_strategy=pinned).remote(task)
-    values = []
-    silent = {}
-    for name, value in asked.items():
-        try:
-            values.append(ray.get(value, timeout=timeout_s))
-        except RayError as error:  # a time-out too
-            silent[name] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
-    return values, silent

@@ -23,7 +23,9 @@ that applies:
 a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
 b. The attempt had more workers than the last that has committed, and made no checkpoint: the next has fewer again, at
    once, because a node that has joined may be broken.
-c. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it.
+c. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it. But where it
+   did so because nodes are unlike the others, and the others have room for enough workers, the next attempt starts at
+   once without these nodes, and so do all after it.
 d. The exception is the one of the attempt before, or `max_restarts` attempts have failed in a row, and there was no new
    checkpoint meanwhile: StageFailed.
 e. Somebody wants this process to end: Preempted.
@@ -41,7 +43,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.errors import ExitCode, Preempted
+from data.errors import ExitCode, Preempted, UnlikeNodes
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.placement import Nodes, nodes_of
@@ -50,7 +52,9 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
+from pipeline.identity import differences, other_code
 from pipeline.monitoring.watchdog import Place, Watch
+from pipeline.versions import MUST_BE_EQUAL, code_version
 
 GO_ON = "run the same command again to go on"
 
@@ -116,10 +120,12 @@ def supervise(
                 value = group.run(function, task, attempt.look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
+            # Where this process was frozen, and the run is another command's by now, it ends here.
+            context.poll(folder, number)
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                write_incident(context, error, group.places())
+                write_incident(context, number, error, group.places())
             # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
             # is raised below. A store that is gone would be asked for a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
@@ -170,6 +176,8 @@ class Attempt:
         """
         context = self.context
         group = self.group
+        # First: a driver that was frozen may have lost the run meanwhile, and would write into another's.
+        context.poll(group.folder, self.number)
         # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker that
         # has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
         if not group.have_all_ended():
@@ -195,7 +203,6 @@ class Attempt:
                 end_if_asked(context)
             if not self.can_commit:
                 raise Preempted(f"stopped in {context.stage.name}; run the same command again to do it from its start")
-        context.poll(group.folder, self.number)
 
 
 def end_if_asked(context: Context) -> None:
@@ -219,8 +226,8 @@ def restart_point(context: Context) -> str:
 # ------------------------------------------------------------------------ an attempt has ended
 
 
-def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
-    """Append to the log of incidents that a person can read: when, which worker, in which of `places`, and why."""
+def write_incident(context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+    """Append to incidents.txt, for people: when, in which attempt, which worker, in which of `places`, and why."""
     # These go into the failure itself, because the log and the stage's error say them too.
     if failure.rank is not None and failure.rank in places:
         failure.place = str(places[failure.rank])
@@ -230,7 +237,7 @@ def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[
     clock = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         with open(context.directory / "incidents.txt", "a") as file:
-            file.write(f"{clock} {failure}\n{failure.traceback}\n")
+            file.write(f"{clock} attempt {attempt}: {failure}\n{failure.traceback}\n")
     except OSError as refused:
         # A full disk may be the incident itself: say it, and let the supervisor go on.
         context.log(f"the incident log could not be written ({refused}): {failure}")
@@ -258,6 +265,39 @@ def move(attempt: Attempt, nodes: Nodes, sizes: Sizes) -> None:
     context.log(f"{text}; moving to other nodes, from {restart_point(context)}")
 
 
+def leave_out_unlike(context: Context, nodes: Nodes, failure: WorkerGroupError, least: int) -> None:
+    """Leave out the nodes that are unlike most of all, of which some have no worker, and say so.
+
+    Raises StageFailed where there are none, nobody can tell which, or too few workers would be left.
+    """
+    identities = nodes.identities()
+    code = code_version()
+    odd: dict[str, str] = {}  # id of a node → what is odd there
+    ties = []
+    for node_id, identity in identities.items():
+        if identity["code"] != code:
+            odd[node_id] = other_code([identity], code)
+    for difference in differences(list(identities.values()), MUST_BE_EQUAL):
+        if difference.is_tie:
+            ties.append(str(difference))
+        for node_id, identity in identities.items():
+            if identity in difference.odd:
+                odd[node_id] = str(difference)
+
+    message = f"{context.stage.name}: {failure.cause.partition(': ')[2]}"
+    if ties:
+        raise StageFailed(f"{message}\n  of all nodes: {'; '.join(ties)}", ExitCode.UNAVAILABLE, failure.kind)
+    if not odd:
+        raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
+    names = ", ".join(identities[node_id]["node"] for node_id in odd)
+    room = nodes.leave_out(odd.keys(), least)
+    if room < least:
+        message += f"\n  without {names} there is room for {room} of {least} workers"
+        raise StageFailed(message, ExitCode.UNAVAILABLE, failure.kind)
+    why = "; ".join(dict.fromkeys(odd.values()))
+    context.log(f"{names}: left out for this campaign, because {why}; restarting from {restart_point(context)}")
+
+
 def recover(
     context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
 ) -> None:
@@ -269,6 +309,15 @@ def recover(
     message = failure.cause.partition(": ")[2]
     if failure.exit_code == ExitCode.PREEMPTED:
         raise Preempted(message)
+    # A driver that has lost the run may have claimed a number as its last act: this one goes on, or has lost it itself.
+    if failure.exit_code == ExitCode.OWNED:
+        context.check_owned()
+        context.log(f"{failure}; restarting from {restart_point(context)}")
+        return
+    # c, of which b knows less: nodes that are named are left out.
+    if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
+        leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))
+        return
     # b. Back to the workers and nodes of the last attempt that committed.
     if not made_progress:
         proven = history.sizes.fall_back(world)

@@ -3,7 +3,9 @@
 1. The driver makes the attempt's folder and hands every agent the ranks of its node; all workers get the same function
    and the same task.
 2. The driver polls the agents, all with the same deadline, about once a second; news comes at once. It merges the
-   reports into the state of every worker, and calls `on_tick`, which may end the attempt by raising.
+   reports into the state of every worker, and calls `on_tick`, which may end the attempt by raising. An answer is the
+   agent's heartbeat: after MISSED_BEATS without one the driver asks at the node itself, and a node that does not answer
+   there either is lost.
 3. Whatever happens, the agents kill what is left, and no worker is alive when `run` returns.
 4. All workers have returned: rank 0's value is the group's. Otherwise failure.py names the worker that failed first.
 """
@@ -14,8 +16,8 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,11 +35,15 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import Place
 
 TICK_S = 0.5  # between two calls of `on_tick`, at most
-POLL_S = 1.0  # between two reports of an agent without news
+POLL_S = 1.0  # the period of the heartbeat: an agent without news reports so often
 TOGETHER_S = 0.05  # agents that are polled with one deadline answer within this time
-SILENT_S = 15.0  # after which an agent that does not answer is asked for at its node
-SILENT_PEER_S = 2.0  # the same, where a worker says that it has lost a peer
-DRAIN_POLL_S = 1.0  # between two questions which nodes are being drained
+# Heartbeats that an agent may miss before its node is asked. A poll may be 1 s old when a link goes: a link that is
+# back after 5 s is whole when the node is asked. With the 2 s of the question (ANSWER_S in ray_nodes.py) and a tick a
+# loss of power is noticed within 9 s.
+MISSED_BEATS = 6
+# The same, where a worker says that it has lost a peer: at once, because the attempt is judged 1.5 s after that.
+MISSED_BEATS_PEER = 1
+STATUS_POLL_S = 1.0  # between two questions which nodes are drained or spare
 STOP_AGAIN_S = 5.0  # between two requests to commit and end
 END_S = 20.0  # for agents to end their workers
 DRAINED = "its node is drained"
@@ -60,7 +66,7 @@ class AgentLink:
     agent: NodeAgent
     ranks: list[RankInfo]
     answer: "Future[Any] | None" = None  # of the poll that is under way
-    asked: float = 0.0
+    asked: float = 0.0  # when that was, or when the node was asked last
     news: int = 0
     taken: dict[str, Mark] = field(default_factory=dict)  # files of the node that were written here since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
@@ -89,12 +95,14 @@ class WorkerGroup:
         *,
         is_shared: bool = True,
         handed_on: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.nodes = nodes
         self.cluster = cluster
         self.folder = folder
         self.is_shared = is_shared
         self.handed_on = handed_on
+        self.clock = clock  # seconds; heartbeats are counted by it
         self.links: list[AgentLink] = []
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
         self.node_names: dict[int, str] = {}  # by rank
@@ -102,7 +110,8 @@ class WorkerGroup:
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
-        self.draining: set[str] = set()  # ids of nodes; filled by a thread
+        self.draining: set[str] = set()  # ids of nodes; filled by a thread, as the next
+        self.spare: Set[str] = frozenset()
 
     # -------------------------------------------------------------------- what an `on_tick` may read and ask
 
@@ -149,7 +158,7 @@ class WorkerGroup:
         About every 0.5 s `on_tick` runs, in the caller's thread; what it raises ends the worker group and comes out
         here. Raises WorkerGroupError, naming the worker that failed first, with the exit code that it wanted if it did.
         """
-        threading.Thread(target=self._watch_draining, name="draining", daemon=True).start()
+        threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
         try:
             # 1. Tell the agents which workers to start.
             deadline = time.monotonic() + self.cluster.start_timeout_s
@@ -184,17 +193,18 @@ class WorkerGroup:
                 if now >= next_tick:
                     next_tick = now + TICK_S
                     on_tick()
+                    # Not while the agents of the attempt itself import.
+                    if len(self.states) == self.cluster.world and all(state.record for state in self.states.values()):
+                        self.nodes.warm_up_spares(self.spare)
         finally:
             # 3. Whatever has happened, no worker is left alive. What agents say last is taken with it.
             self.has_ended.set()
-            links = [link for link in self.links if not link.loss]
-            if any(link.has_own_folder for link in links):
+            if any(link.has_own_folder for link in self.links if not link.loss):
                 # A poll that is under way may be older than the workers' last words: every agent is asked once more.
                 for _ in range(2):
                     self.poll(POLL_S)
-            # Of the nodes that answer within seconds.
             with suppress(Exception):
-                wait([link.agent.call("end") for link in links], END_S)
+                self._end_workers()
 
         # 4. Name the worker that failed first, or return rank 0's value.
         failure = self.evidence().first_failure()
@@ -261,6 +271,8 @@ class WorkerGroup:
     ) -> list[Any]:
         """Return what agents answer. Raises WorkerGroupError where one is lost, or does not answer in time."""
         answers = []
+        for link, _ in calls:
+            link.asked = self.clock()
         for link, future in calls:
             while True:
                 try:
@@ -268,6 +280,11 @@ class WorkerGroup:
                     break
                 except FutureTimeout:
                     on_tick()
+                    # An agent that starts may take long: its node tells whether to wait on.
+                    self.ask_at_nodes([link], MISSED_BEATS)
+                    if link.loss:
+                        rank = link.ranks[0].rank
+                        raise WorkerGroupError(rank, link.agent.name, link.loss) from None
                     if time.monotonic() > deadline:
                         rank = link.ranks[0].rank
                         cause = f"no agent has started there in {self.cluster.start_timeout_s:.0f} s"
@@ -282,7 +299,7 @@ class WorkerGroup:
 
     def poll(self, wait_s: float) -> None:
         """Ask the agents that are not asked yet, and take the answers that come within so many seconds."""
-        now = time.monotonic()
+        now = self.clock()
         for link in self.links:
             if link.answer is None and not link.loss:
                 # All with the same deadline: the workers' places are then of the same moment.
@@ -293,18 +310,16 @@ class WorkerGroup:
         done, _ = wait(answers, wait_s, return_when=FIRST_COMPLETED)
         if done and len(answers) > 1:
             wait(answers, TOGETHER_S)
+
+        # Agents that are silent for too long. Without a peer that says so, one that misses a beat may only be slow.
+        limit = MISSED_BEATS
+        if any(map(has_lost_a_peer, self.evidence().ends().values())):
+            limit = MISSED_BEATS_PEER
+        self.ask_at_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
+
         for link in self.links:
             answer = link.answer
-            if answer is None:
-                continue
-            if not answer.done():
-                # Without a peer that says so, a node that is silent for a moment may only be slow.
-                limit_s = SILENT_S
-                if any(map(has_lost_a_peer, self.evidence().ends().values())):
-                    limit_s = SILENT_PEER_S
-                if time.monotonic() > link.asked + limit_s:
-                    link.asked += limit_s
-                    link.loss = self.nodes.loss_of(link.agent, None)
+            if answer is None or not answer.done():
                 continue
             link.answer = None
             try:
@@ -332,11 +347,42 @@ class WorkerGroup:
                     link.agent.call("take", link.taken)
                     link.taken = {}
 
-    def _watch_draining(self) -> None:
-        """Ask once a second which nodes are being drained, in a thread of its own: the head may be away."""
-        while not self.has_ended.wait(DRAIN_POLL_S):
+    def _end_workers(self) -> None:
+        """Have every agent end its workers; return when all have answered whose nodes are there, or after a while."""
+        ending = []
+        for link in self.links:
+            if not link.loss:
+                link.asked = self.clock()
+                ending.append((link, link.agent.call("end")))
+        deadline = self.clock() + END_S
+        while ending and self.clock() < deadline:
+            wait([answer for _, answer in ending], POLL_S)
+            self.ask_at_nodes([link for link, answer in ending if not answer.done()], MISSED_BEATS_PEER)
+            ending = [(link, answer) for link, answer in ending if not link.loss and not answer.done()]
+
+    def ask_at_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
+        """Ask the nodes whose agents have missed `limit` heartbeats whether they are there, and note which are lost.
+
+        They are asked at the same time: a rack without power costs one wait, and not one for each of its nodes.
+        """
+        now = self.clock()
+        silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
+        if not silent:
+            return
+        with ThreadPoolExecutor(len(silent)) as threads:
+            losses = list(threads.map(lambda link: self.nodes.loss_of(link.agent, None), silent))
+        for link, loss in zip(silent, losses, strict=True):
+            link.loss = loss
+            # A node that answers is given as many beats again.
+            link.asked = self.clock()
+
+    def _watch_nodes(self) -> None:
+        """Ask once a second which nodes are drained or spare, in a thread of its own: the head may be away."""
+        while not self.has_ended.wait(STATUS_POLL_S):
             with suppress(Exception):
-                self.draining |= self.nodes.draining()
+                status = self.nodes.status()
+                self.draining |= status.draining
+                self.spare = status.spare
 
 
 def run_worker_group(

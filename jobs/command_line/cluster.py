@@ -1,12 +1,14 @@
 """`patchline submit|logs|stop|list`: campaigns as jobs of a Ray cluster."""
 
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from data.checks import check_name
-from data.errors import ExitCode, UsageError
+from data.errors import ClusterError, ExitCode, StorageError, UsageError
 from jobs.command_line.campaigns import recipe_path
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
 from jobs.terminal import echo
@@ -14,6 +16,12 @@ from jobs.terminal import echo
 Variables = Annotated[
     list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable for the driver and every worker.")
 ]
+
+Wait = Annotated[bool, typer.Option("--wait", help="Follow the run, also one that was submitted before; end as it.")]
+
+SUBMIT_PERIODS = 1.5  # for which a lease is watched; the job itself waits for longer
+SIGNALLED = 128  # and the signal: what a shell makes of a child that was killed
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 commands = make_group()
 
@@ -24,12 +32,13 @@ def submit(
     overrides: Overrides = None,
     fresh: Fresh = False,
     env: Variables = None,
+    wait: Wait = False,
     _debug: Debug = False,
-) -> None:
+) -> int:
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
+    from jobs.ownership import judge, owned_by
     from jobs.recipe.campaign import resolve
     from jobs.recipe.render import VARIABLE, portable
-    from jobs.submit import submission
     from pipeline.config import read_recipe
     from pipeline.versions import COMMIT_VARIABLE, git_commit
 
@@ -40,7 +49,10 @@ def submit(
             raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
         variables[name] = value
     document = read_recipe(recipe_path(recipe), overrides or [])
-    run = resolve(document).storage.address()  # a wrong recipe stops here, not on the cluster
+    storage = resolve(document).storage  # a wrong recipe stops here, not on the cluster
+    run = storage.address()
+    from jobs.submit import submission  # it imports Ray
+
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
     text, changed = portable(document, run, Path.cwd())
@@ -50,30 +62,64 @@ def submit(
     command = ["python", "-m", "jobs", "run", f"env:{VARIABLE}", f"run={run}"]
     if fresh:
         command.append("--fresh")
-    submission.submit(run, command, environment=variables)
+    job = submission.alive_job(run) if wait else None
+    if job is not None:
+        echo(f"job {job.id} of this run is {job.status} since {job.started}: it is followed")
+    else:
+        # A driver outside of Ray's jobs. This machine may not see the storage: then the job itself looks.
+        with suppress(StorageError):
+            state, seen = judge(storage, echo, SUBMIT_PERIODS)
+            if seen is not None and state == "held":
+                raise owned_by(storage, seen)
+        submission.submit(run, command, environment=variables)
+    return follow(run) if wait else ExitCode.DONE
 
 
 @commands.command()
 def logs(run: Run, _debug: Debug = False) -> int:
     """Follow what a submitted run prints, and end as it ends."""
+    return follow(job_name(run))
+
+
+def follow(run: str) -> int:
+    """Print what the job of a run prints, until it ends; return the run's exit code. Raises ClusterError."""
     from jobs.submit import submission
 
-    job = submission.logs(job_name(run))
-    if job.status in ("SUCCEEDED", "RUNNING", "PENDING"):
+    job = submission.logs(run)
+    if job.status == "SUCCEEDED":
         return ExitCode.DONE
     # Ray keeps no exit code of a job that was asked to stop, which a driver answers with a commit.
     if job.status == "STOPPED":
         return ExitCode.PREEMPTED
-    # A job whose driver never ran has no exit code.
-    return job.exit_code or ExitCode.INTERNAL
+    # A driver that was killed has said nothing, nor has one that never ran; its node may be gone. To start it again is
+    # right, as it is where the cluster does not answer.
+    if job.exit_code is None or job.exit_code < 0 or job.exit_code - SIGNALLED in KILLS:
+        raise ClusterError(
+            f"job {job.id} ended without a word: {job.status}, exit code {job.exit_code}\n"
+            "  expected: one of Patchline's own; its driver was killed, or its node is gone\n"
+            f"  see where the run stands: python -m jobs status {run}; submit it again to go on"
+        )
+    return job.exit_code
 
 
 @commands.command()
 def stop(run: Run, _debug: Debug = False) -> None:
-    """Ask a submitted run to commit and end."""
+    """Ask a run to commit and end, wherever its driver is."""
+    from data.storage import Folder, open_storage
+    from jobs.ownership import RAY_JOB, judge, stop_holder
     from jobs.submit import submission
 
-    submission.stop(job_name(run))
+    name = job_name(run)
+    storage = open_storage(Path("/"), name) if "://" in name else Folder(Path(name))
+    state, seen = judge(storage, echo)
+    # Ray tells a driver of its own by a signal, and knows of those that wait for a place, which hold no lease yet.
+    is_rays = seen is None or seen.record is None or seen.record["job"].startswith(RAY_JOB)
+    if seen is None or is_rays:
+        submission.stop(name)
+    elif state == "held":
+        stop_holder(storage, seen, echo, submission.STOP_WAIT_S)
+    else:
+        echo(f"nothing to stop: {seen.holder} has ended; see how: python -m jobs status {name}")
 
 
 @commands.command("list")

@@ -55,6 +55,9 @@ Rename = Annotated[
 ]
 Real = Annotated[str | None, typer.Option(help="imagenet-validation: real.json instead, with all labels of each.")]
 Task = Annotated[str | None, typer.Option(help="vtab: which of its 19 tasks, caltech101 for one.")]
+Unlabelled = Annotated[
+    bool, typer.Option("--unlabelled", help="Images alone, labels are not looked at: for objective: masked.")
+]
 Partial = Annotated[bool, typer.Option("--partial", help="Known data sets: it is a part on purpose, not refused.")]
 ShardSamples = Annotated[int, typer.Option(min=1, help="Samples of a shard, at most.")]
 ShardBytes = Annotated[int, typer.Option(min=1, help="Bytes of a shard's images, at most; 1 GiB.")]
@@ -115,6 +118,7 @@ def pack(
     rename: Rename = None,
     task: Task = None,
     partial: Partial = False,
+    unlabelled: Unlabelled = False,
     shard_samples: ShardSamples = 10_000,
     shard_bytes: ShardBytes = 1 << 30,
     restarts: Restarts = False,
@@ -126,6 +130,7 @@ def pack(
 ) -> int:
     """Pack images of many kinds into shards with their index."""
     from data.index.document import SUFFIX
+    from data.index.names import Numbering
     from data.shards.packing import pack
     from jobs.stages.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
@@ -149,6 +154,7 @@ def pack(
         "rename": renamed,
         "task": task,
         "partial": partial,
+        "unlabelled": unlabelled,
     }
     folder = Path(directory)
     refuse_file(folder)
@@ -157,10 +163,15 @@ def pack(
         raise UsageError(
             "a subset packs nothing\n  type python -m jobs subset INDEX --shots 10 --seed 0 --output FOLDER"
         )
+    if source == "shards":
+        raise UsageError(f"shards stay where they are, and are indexed\n  type python -m jobs index {path}")
     cfg = config.build(SetConfig, described, "pack")
     check_apart(cfg, folder)
-    numbering = numbering_of(cfg, name or folder.name)
-    with stoppable(), ProgressMeter("samples", expected_samples(cfg)) as progress:
+    numbering = Numbering()
+    if not unlabelled:
+        numbering = numbering_of(cfg, name or folder.name)
+    progress = ProgressMeter("samples", expected_samples(cfg))
+    with stoppable():
         index = pack(
             samples_of(cfg, numbering),
             folder,
@@ -189,6 +200,7 @@ def index(
     classes: Classes = None,
     names: ClassList = None,
     classes_of: ClassesOf = None,
+    unlabelled: Unlabelled = False,
     cache: CacheFolder = None,
     workers: Workers = 1,
     check_all: Check = False,
@@ -201,7 +213,9 @@ def index(
 
     if output is not None:
         refuse_file(Path(output))
-    # The class names are those of a class list or of another set, whichever is given.
+    # The class names are those of a class list or of another set, whichever is given; else labels that are texts.
+    if unlabelled and (names or classes_of or classes):
+        raise UsageError("--unlabelled looks at no label\n  leave out --names, --classes-of and --classes")
     if names and classes_of:
         raise UsageError("--names and --classes-of are two numberings of the classes\n  expected one of them")
     listed: Names = ()
@@ -215,7 +229,8 @@ def index(
 
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
-    with stoppable(), ProgressMeter("shards") as progress:
+    progress = ProgressMeter("shards")
+    with stoppable():
         index = build_index(
             tars[0] if is_folder_or_pattern else tars,
             output=output,
@@ -226,9 +241,10 @@ def index(
             at=at,
             report=progress.of,
             cache=cache_config(cache),
+            unlabelled=unlabelled,
         )
     lines = summary(index)
-    if not index.names:
+    if not index.names and not unlabelled:
         lines.append("class names: none, labels are taken on trust; where they are known, give --names FILE")
 
     # A set of which nothing can be trained on or judged is refused, with what indexing has to say.
@@ -238,13 +254,13 @@ def index(
         reason = "0 samples"
     elif failed == tried:
         reason = "no image among the samples that were decoded"
-    elif not index.classes:
+    elif not index.classes and not unlabelled:
         reason = "no sample has a label that a run could use"
     if reason:
         raise DataError(
             "\n".join([*lines, f"{index.tables}: nothing of it can be used: {reason}"])
             + "\n  expected samples of an image (jpg, png, webp) and a label (cls, json)"
-            + "\n  labels that are names are read by a list of them: --names FILE"
+            + "\n  images without labels, for objective: masked, are indexed with --unlabelled"
         )
     for line in lines:
         echo(line)
@@ -277,7 +293,8 @@ def subset(
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
     rule = subset.Rule(tuple(classes), only, but, part, shots, seed)
     parent = load_index(path)
-    with stoppable(), ProgressMeter("shards", len(parent.shards)) as progress:
+    progress = ProgressMeter("shards", len(parent.shards))
+    with stoppable():
         index = subset.make_subset(
             parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
         )
@@ -360,7 +377,8 @@ def repair(
     # The shards and their index may lie in two folders; neither may be written into.
     if folder.resolve() in (Path(index.directory), index.tables):
         raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
-    with stoppable(), ProgressMeter("samples", index.samples) as progress:
+    progress = ProgressMeter("samples", index.samples)
+    with stoppable():
         repaired = repair(
             index,
             folder,
@@ -403,8 +421,8 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
     # A page that cannot be written is found out now, not after hours of looking.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
-    with ProgressMeter("shards", len(index.shards)) as progress:
-        return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
+    progress = ProgressMeter("shards", len(index.shards))
+    return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
 
 
 def summary(index: "Index") -> list[str]:
@@ -413,9 +431,10 @@ def summary(index: "Index") -> list[str]:
     from data.index.tar import Refusals
     from data.shards.indexing import decoded_samples
 
+    classes = f"{index.classes} classes" if index.classes else "without labels"
     lines = [
-        f"{index.samples:,} samples in {len(index.shards)} shards, {index.classes} classes, "
-        f"digest {index.digest[:12]}, in {index.tables}"
+        f"{index.samples:,} samples in {len(index.shards)} shards, {classes}, digest {index.digest[:12]}, "
+        f"in {index.tables}"
     ]
     if index.names:
         lines.append(f"class names: {some(index.names)}")

@@ -7,7 +7,8 @@
 1. Collect the requirements of the recipe: sets, bytes of gradients and checkpoints, GPUs.
 2. Start the recipe's own worker group once, with a function that measures and trains nothing (pipeline/preflight);
    meanwhile answer in the run directory, so that the nodes know that the driver sees what they write there.
-3. Run the same on the nodes that have no worker of this group: an attempt may move there.
+3. Run the same on the nodes that have no worker of this group: an attempt may move there. Where the group has failed,
+   every node is asked by itself.
 4. Compare the reports with the requirements (preflight_checks.py). The checks that `plan` and `run` make of the recipe
    come first (jobs/recipe/validate.py).
 
@@ -25,10 +26,11 @@ from typing import cast
 import models
 from data.errors import ExitCode, PatchlineError
 from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.nodes import ThisMachine
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.commands.plan_training import GPU_FLOPS
-from jobs.commands.preflight_checks import Requirements, StageRequirements, check_report
+from jobs.commands.preflight_checks import Requirements, StageRequirements, check_identities, check_report
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import temporary_run, warn_of_unused_gpus
@@ -63,18 +65,17 @@ def preflight(campaign: Campaign) -> int:
     try:
         world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), echo, do_nothing)
         requirements = requirements_of(campaign, world)
-        report, silent = measure_everywhere(campaign, requirements, world)
-        results += check_report(report, requirements)
+        report, failure, silent = measure_everywhere(campaign, requirements, world)
+        if failure is None:
+            results += check_report(report, requirements)
+        else:
+            results.append(nothing_measured(failure))
+            results += check_identities([node["identity"] for node in report["spares"]], requirements.code)
         for node, why in silent.items():
             remedy = "look at that node, or take it out of the cluster: an attempt may move there"
-            results.append(CheckResult("WARN", "workers", f"the spare node {node} did not answer: {why}", remedy))
+            results.append(CheckResult("WARN", "workers", f"node {node} did not answer: {why}", remedy))
     except (PatchlineError, WorkerGroupError, OSError) as error:
-        failure = CheckResult.of(error, "workers")
-        # A worker that died has no exit code of its own.
-        code = failure.exit_code
-        if code == ExitCode.INTERNAL:
-            code = ExitCode.UNAVAILABLE
-        results.append(dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code))
+        results.append(nothing_measured(error))
 
     # 3. A line a check, and below it what to do.
     for result in results:
@@ -207,16 +208,19 @@ def stage_requirements(campaign: Campaign, stage: Stage, measured_world: int) ->
 
 def measure_everywhere(
     campaign: Campaign, requirements: Requirements, world: int
-) -> tuple[PreflightReport, Mapping[str, str]]:
+) -> tuple[PreflightReport, Exception | None, Mapping[str, str]]:
     """Run a worker group of `world` workers once, then the nodes that have none, and answer meanwhile.
 
-    Returns the reports, and by the name of a node why it sent none. Raises ClusterError, WorkerGroupError, and
-    OSError where the run directory cannot be written.
+    Where the worker group fails, all nodes are asked as those without a worker. Returns the reports, the failure of the
+    group, and by the name of a node why it sent none. Raises OSError where the run directory cannot be written.
     """
     cluster = dataclasses.replace(campaign.cluster, workers=world)
     largest = 0
     for stage in requirements.stages:
         largest = max(largest, stage.gradient_bytes)
+    measured: PreflightReport = {"workers": [], "spares": [], "network": None}
+    failure: Exception | None = None
+    silent: Mapping[str, str] = {}
     with temporary_run(campaign.run) as folder:
         shared = folder / "shared"
         shared.mkdir()
@@ -228,21 +232,32 @@ def measure_everywhere(
             "timeout_s": cluster.start_timeout_s,
         }
         with answering(shared):
-            report = run_worker_group(
-                examine,
-                task,
-                cluster=cluster,
-                name="attempt",
-                directory=folder / "preflight" / "attempts",
-                is_shared=requirements.is_shared,
-            )
-            measured = cast(PreflightReport, report)
-            silent: Mapping[str, str] = {}
-            if cluster.backend == "ray":
-                from jobs.cluster.spare_nodes import run_on_spare_nodes  # ray takes seconds to import
+            try:
+                report = run_worker_group(
+                    examine,
+                    task,
+                    cluster=cluster,
+                    name="attempt",
+                    directory=folder / "preflight" / "attempts",
+                    is_shared=requirements.is_shared,
+                )
+                measured = cast(PreflightReport, report)
+            except (PatchlineError, WorkerGroupError) as error:
+                failure = error
+            nodes = nodes_of(cluster)
+            if not isinstance(nodes, ThisMachine):
+                from jobs.cluster.every_node import run_on_nodes  # ray takes seconds to import
 
-                used = set()
-                for worker in measured["workers"]:
-                    used.add(worker["identity"]["node"])
-                measured["spares"], silent = run_on_spare_nodes(examine_node, task, used, cluster.start_timeout_s)
-    return measured, silent
+                used = nodes.nodes_held(world) if failure is None else set()
+                reports, silent = run_on_nodes(examine_node, task, without=used, timeout_s=cluster.start_timeout_s)
+                measured["spares"] = [report for _, report in reports]
+    return measured, failure, silent
+
+
+def nothing_measured(error: Exception) -> CheckResult:
+    """Return the result of a worker group that has failed; a worker that died has no exit code of its own."""
+    failure = CheckResult.of(error, "workers")
+    code = failure.exit_code
+    if code == ExitCode.INTERNAL:
+        code = ExitCode.UNAVAILABLE
+    return dataclasses.replace(failure, text=f"nothing was measured: {failure.text}", exit_code=code)

@@ -10,17 +10,19 @@ Nothing here measures, reads or waits: the same reports have the same results.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from data.errors import ExitCode
 from data.files import memory_text, size_text
 from jobs.resolved_recipe import CheckResult
+from pipeline.identity import DEVICE, Identity, differences, named, other_code
 from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.preflight.folder import FolderReport
 from pipeline.preflight.network import PairTime
 from pipeline.preflight.worker import PreflightReport
-from pipeline.process_group import DEVICE, SKEW_S, Identity, differences, named, other_code
+from pipeline.process_group import SKEW_S
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONG_SAVE_S = 60.0
@@ -73,6 +75,34 @@ def check_report(report: PreflightReport, requirements: Requirements) -> list[Ch
     checks.check_limits()
     checks.check_sets()
     return checks.results
+
+
+def check_identities(identities: Sequence[Identity], code: str) -> list[CheckResult]:
+    """Check the code of workers and nodes against this command's, and their packages against those of most nodes."""
+    if not identities:
+        return []
+    results = []
+    others = other_code(identities, code)
+    if others:
+        remedy = "bring the checkout of that node up to date, or take it off its PYTHONPATH; then run this again"
+        results.append(CheckResult("FAIL", "code", others, remedy, ExitCode.UNAVAILABLE))
+    else:
+        results.append(CheckResult("OK", "code", f"{code[:12]}, this command's, in all workers"))
+
+    remedy = "install there what constraints.txt pins"
+    must = differences(identities, MUST_BE_EQUAL)
+    should = differences(identities, SHOULD_BE_EQUAL)
+    if must:
+        text = "; ".join(map(str, must))
+        if not any(difference.is_tie for difference in must):
+            remedy += "; a run leaves such a node out, where the others are enough"
+        results.append(CheckResult("FAIL", "versions", text, remedy, ExitCode.UNAVAILABLE))
+    elif should:
+        results.append(CheckResult("WARN", "versions", "; ".join(map(str, should)), remedy))
+    else:
+        packages = map(" ".join, identities[0]["packages"].items())
+        results.append(CheckResult("OK", "versions", f"{', '.join(packages)}, in all workers"))
+    return results
 
 
 class ReportChecks:
@@ -131,24 +161,7 @@ class ReportChecks:
         remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
         self.add("WARN" if other_devices else "OK", "workers", "; ".join([text, *map(str, other_devices)]), remedy)
 
-        # The code is compared with this command's, the packages with those of rank 0.
-        others = other_code(self.identities, self.requirements.code)
-        if others:
-            remedy = "bring the checkout of that node up to date, or take it off its PYTHONPATH; then run this again"
-            self.add("FAIL", "code", others, remedy)
-        else:
-            self.add("OK", "code", f"{self.requirements.code[:12]}, this command's, in all workers")
-
-        remedy = "install there what constraints.txt pins"
-        must = differences(self.identities, MUST_BE_EQUAL)
-        should = differences(self.identities, SHOULD_BE_EQUAL)
-        if must:
-            self.add("FAIL", "versions", "; ".join(map(str, must)), remedy)
-        elif should:
-            self.add("WARN", "versions", "; ".join(map(str, should)), remedy)
-        else:
-            packages = map(" ".join, identities[0]["packages"].items())
-            self.add("OK", "versions", f"{', '.join(packages)}, in all workers")
+        self.results += check_identities(self.identities, self.requirements.code)
 
         # A node's GPUs are in the report of its first worker, as its folder is.
         present = 0

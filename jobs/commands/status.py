@@ -1,20 +1,23 @@
 """The work of `patchline status RUN`: where a run stands, from its directory alone."""
 
 import json
-import socket
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NotRequired, TypedDict, cast
-
-import psutil
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from data.errors import CheckpointError, DataError, UsageError
+from data.storage import Folder, Storage
+from jobs.ownership import RAY_JOB, judge
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.evaluation import async_evaluation
 from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
+
+if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
+    from data.bucket import Bucket
 
 
 class DoneRecord(TypedDict):
@@ -26,19 +29,21 @@ class DoneRecord(TypedDict):
     diverged: NotRequired[str]  # of a run of a sweep: how it ended
 
 
-def status(run: Path, url: str = "") -> None:
+def status(run: Path, store: "Bucket | None" = None) -> None:
     """Print one line a stage folder, in the order they were first started; of a stage's folder, that stage alone.
 
-    `url` stands for the run in what is printed, where `run` is a local copy. Raises UsageError where there is no run.
+    Where the run is in an object store, `run` is a local copy, or a stage's folder in it, and what is printed names the
+    URL. Raises UsageError where there is no run, StorageError.
     """
     # 1. The stages. A stage's folder has a stage.json from its very start.
-    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=started_s)
+    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=artifacts.started_s)
     if (run / "stage.json").exists():
         folders = [run]
         run = run.parent
     if not folders:
         neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
-        raise UsageError(f"no run at {run}\n  runs beside it: {', '.join(neighbours) or 'none'}")
+        expected = "expected the folder that `run` says, as runs/digits"
+        raise UsageError(f"no run at {run}\n  {expected}; runs beside it: {', '.join(neighbours) or 'none'}")
 
     # 2. How the last command ended, or which one is running.
     path = run / "status.json"
@@ -49,13 +54,7 @@ def status(run: Path, url: str = "") -> None:
             end = f"{last['message']} (exit {last['exit_code']}, {last['time']})"
             has_ended = True
         else:
-            end = f"started {last['time']}: {last['command']}"
-            # A command that was killed could not write its end: status.json says "running" for ever.
-            has_ended = owner_is_gone(run)
-            if has_ended:
-                end = f"killed, or lost with its machine: run the same command again; it was {end}"
-            else:
-                end = f"running, {end}"
+            end, has_ended = owner(store or Folder(run), last["time"], last["command"])
     except OSError:
         end = "unknown: no command has ended yet"
     except (ValueError, KeyError, TypeError):  # empty, torn or altered
@@ -72,29 +71,42 @@ def status(run: Path, url: str = "") -> None:
                 line += f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
         lines.append(line)
     for line in lines:
-        if url:
-            line = line.replace(str(run), url)
+        if store is not None:
+            line = line.replace(str(run), store.url)
         echo(line)
 
 
-def started_s(folder: Path) -> float:
-    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
-    record_path = folder / "stage.json"
-    # A record that has changed is named where the stage's line is made.
-    with suppress(DataError):
-        started = artifacts.read_record(record_path).get("started")
-        if started is not None:
-            return started
-    return record_path.stat().st_mtime
+def owner(storage: Storage, started: str, command: str) -> tuple[str, bool]:
+    """Return how the command stands that has not said how it ended, in words; and whether it has ended.
 
+    A command that was killed, or lost its machine, could not say so: its lease tells (jobs/ownership.py).
+    """
 
-def owner_is_gone(run: Path) -> bool:
-    """Tell whether the owner was a process of this machine that no longer lives."""
-    try:
-        owner = json.loads((run / "owner.json").read_text())
-        return owner["host"] == socket.gethostname() and not psutil.pid_exists(owner["pid"])
-    except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
-        return False
+    def report(text: str) -> None:
+        print(f"status: {text}", file=sys.stderr, flush=True)
+
+    state, seen = judge(storage, report)
+    record = seen.record if seen is not None else None
+    if state == "held" and record is not None:
+        job = f", {record['job']}" if record["job"] else ""
+        return f"running, started {started} on {record['host']} (process {record['pid']}{job}): {command}", False
+    if state == "held":
+        return f"running, started {started}: {command}", False
+    if record is None:
+        return (
+            f"stopped without a word, started {started}, and its lease cannot be read; to go on type: {command}",
+            True,
+        )
+    # The command of a submitted job reads a recipe that only that job has.
+    again = command
+    if record["job"].startswith(RAY_JOB):
+        again = f"python -m jobs submit RECIPE run={storage.address()}"
+    job = f", {record['job']}" if record["job"] else ""
+    return (
+        f"stopped without a word: process {record['pid']} on {record['host']}{job}, started {started}, was last seen "
+        f"{record['renewed']} by that machine's clock; to go on type: {again}",
+        True,
+    )
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:

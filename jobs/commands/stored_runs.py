@@ -15,12 +15,15 @@ from data.errors import UsageError
 from data.files import MANIFEST, write_whole
 from data.storage import Folder, Storage
 from jobs.commands import status as status_command
-from jobs.ownership import OWNER_FILE
+from jobs.named_stages import CHECKPOINTS, find_stage
 from jobs.run.sync import fetch_small_files
+from pipeline.artifacts import EXAMPLES, EXCLUDED_STEPS
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
-SMALL_FILES = ("status.json", OWNER_FILE, "stage.json", "task.json", "done.json", "metrics.jsonl")
+OF_RUN = ("status.json",)
+OF_STAGE = ("stage.json", "task.json", "done.json", "metrics.jsonl", "provenance.json", "incidents.txt")
+SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ def opened(name: str) -> Iterator[OpenedRun]:
             yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
         return
 
-    path = Path(name).resolve()
+    path = Path(name)
+    if not path.exists():
+        path = Path(find_stage(name, CHECKPOINTS))
+    path = path.resolve()
     if (path / MANIFEST).exists():
         checkpoints = checkpoints_in(path.parent)
         yield OpenedRun(name, checkpoints.storage, [checkpoints], path.name)
@@ -109,14 +115,4 @@ def status(url: str) -> None:
                 (checkpoints.local / name).mkdir(parents=True)
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_whole(checkpoints.local / name / MANIFEST, content or b"")
-        status_command.status(store.local / stage, store.url)
-
-
-def refuse_as_weights(path: str, command: str) -> None:
-    """Raise UsageError, which names the command that helps, where weights are to be read at a run's URL."""
-    if "://" in path:
-        raise UsageError(
-            f"{command} takes weights on a disk, found {path}\n"
-            "  fetch those of a run in a store first\n"
-            f"  type: python -m jobs checkpoints export {path} --to weights/NAME, then {command} weights/NAME"
-        )
+        status_command.status(store.local / stage, store)

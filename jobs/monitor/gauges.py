@@ -13,6 +13,7 @@ import math
 from ray.util.metrics import Gauge
 
 from jobs.monitor.status_poller import View
+from jobs.ownership import Lease
 
 # Those of the newest report in metrics.jsonl, under its names.
 OF_REPORT = (
@@ -42,6 +43,7 @@ OF_DRIVER = {
     "report_age_s": "seconds since the newest report",
     "checkpoint_step": "step of the newest committed checkpoint",
     "checkpoint_age_s": "seconds since the newest commit",
+    "lease_age_s": "seconds since the driver last renewed the run's lease",
     "is_finite": "0 where the newest loss or gradient norm is not finite; those are not shown then",
 }
 
@@ -71,7 +73,8 @@ def values_of(view: View) -> dict[str, float]:
 class Gauges:
     """One Ray gauge for each name; make it when the cluster is connected. They outlive a new connection (measured)."""
 
-    def __init__(self) -> None:
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
         self.gauges: dict[str, Gauge] = {}
         for name in OF_REPORT:
             self.gauges[name] = Gauge(f"patchline_{name}", f"{name} in metrics.jsonl", tag_keys=("run", "stage"))
@@ -80,5 +83,6 @@ class Gauges:
 
     def show(self, view: View) -> None:
         """Set the gauges of a stage."""
-        for name, value in values_of(view).items():
+        values = {**values_of(view), "lease_age_s": self.lease.age_s()}
+        for name, value in values.items():
             self.gauges[name].set(value, tags={"run": view.run, "stage": view.stage})

@@ -45,6 +45,7 @@ class View:
     incidents: int
     report: Record | None  # the newest one of kind "train"
     commit: Record | None  # the newest one of kind "checkpoint"
+    evaluation: Record | None  # the newest one of kind "evaluate"
     time: float  # seconds since 1970
 
 
@@ -130,6 +131,7 @@ class StageStatus:
         self.offset = max(0, size_of(metrics) - TAIL_BYTES)
         self.report: Record | None = None
         self.commit: Record | None = None
+        self.evaluation: Record | None = None
         self.incidents = 0
         self.incident_bytes = 0  # size of incidents.txt when it was last counted
 
@@ -141,6 +143,8 @@ class StageStatus:
                 self.report = record
             if record.get("kind") == "checkpoint":
                 self.commit = record
+            if record.get("kind") == "evaluate":
+                self.evaluation = record
         incidents = self.directory / "incidents.txt"
         size = size_of(incidents)
         if size != self.incident_bytes:
@@ -158,6 +162,7 @@ class StageStatus:
             incidents=self.incidents,
             report=self.report,
             commit=self.commit,
+            evaluation=self.evaluation,
             time=time.time(),
         )
 

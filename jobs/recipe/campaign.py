@@ -24,6 +24,7 @@ from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
+from jobs.named_stages import find_stage
 from jobs.ownership import check_place
 from jobs.recipe import key, sweeps
 from jobs.recipe.validate import refuse, validate
@@ -87,10 +88,17 @@ def parse(recipe: Recipe) -> Campaign:
     sections = dict(recipe.values)
     for name in NOT_STAGES:
         sections.pop(name, None)
-    require(bool(sections), f"{recipe.source} names no stage; known kinds: {', '.join(KINDS)}")
+    require(bool(sections), f"{recipe.source} names no stage\n  expected a section of {', '.join(KINDS)}")
     stages = {}
+    found_stages: dict[str, str] = {}
     for name, written in sweeps.expand(sections, read_section).items():
         kind, stage_config = read_section(name, written.values)
+        # `init` may name a stage of another run without its key.
+        init = getattr(stage_config, "init", None)
+        if init is not None and reference(init) is None and init != "???":
+            if init not in found_stages:
+                found_stages[init] = find_stage(init)
+            stage_config = replace(stage_config, init=found_stages[init])  # type: ignore[call-arg]
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
     ordered = in_order(stages)
 
@@ -110,23 +118,32 @@ def parse(recipe: Recipe) -> Campaign:
 def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass]:
     """Return the kind of a stage's section, and its config, an instance of the kind's config."""
     check_name(name, "a stage", "rename it, and what reads it as @stage")
-    hint = ""
-    if name not in KINDS:
-        hint = did_you_mean(name, KINDS)
     if not isinstance(section, Mapping):
-        raise ConfigError(
-            f"{name} is {section!r}, expected a stage's section{hint}\n"
-            f"  take {name} out of the recipe, or give it keys: {name}.kind=…"
-        )
+        # A key of a stage that was typed without the stage: lr=1e-3.
+        kinds_with_key = [kind.name for kind in KINDS.values() if config.find_key(name, kind.config)]
+        remedy = f"take {name} out of the recipe, or indent its keys below it: {name}.kind=…"
+        if name not in KINDS and kinds_with_key:
+            kind_name = "pretrain" if "pretrain" in kinds_with_key else kinds_with_key[0]
+            path = f"{kind_name}.{config.find_key(name, KINDS[kind_name].config)}"
+            remedy = f"a key stands behind its stage; type for example {path}={config.shown(section)}"
+        raise ConfigError(f"{name} is {config.shown(section)}, expected a stage's section\n  {remedy}")
     values = dict(section)
     kind_name = values.pop("kind", name)
     kinds = ", ".join(KINDS)
-    require(isinstance(kind_name, str), f"{name}.kind is {kind_name!r}, expected one of {kinds}")
+    require(isinstance(kind_name, str), f"{name}.kind is {config.shown(kind_name)}, expected one of {kinds}")
     if kind_name not in KINDS and "kind" in section:
-        raise ConfigError(f"{name}.kind is {kind_name!r}, expected one of {kinds}{did_you_mean(kind_name, KINDS)}")
+        raise ConfigError(f"{name}.kind is {kind_name}{did_you_mean(kind_name, KINDS)}\n  expected one of {kinds}")
     if kind_name not in KINDS:
         nearest = did_you_mean(kind_name, [*KINDS, *NOT_STAGES])
-        raise ConfigError(f"unknown stage or key {kind_name!r}{nearest}; or give the section a kind: {kinds}")
+        key_of_stage = config.find_key(name, KINDS["pretrain"].config)
+        if key_of_stage is not None:
+            raise ConfigError(
+                f"{name} is no stage, but a key of one: pretrain.{key_of_stage}\n  indent it below its stage"
+            )
+        raise ConfigError(
+            f"unknown stage or key {kind_name}{nearest}\n"
+            f"  a stage of another name says what it is: {name}.kind=…, one of {kinds}"
+        )
 
     # The defaults of a kind name its length in steps or in passes; a recipe may use the other way.
     if "steps" in values:
@@ -151,6 +168,9 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
                 continue
             # The sorter would take a name that does not exist for one more stage: refuse it here.
             parent, _ = link
+            require(
+                parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
+            )
             require(parent in stages, f"{name}.{field} is @{parent}, no such stage{did_you_mean(parent, stages)}")
             reads[name].add(parent)
 

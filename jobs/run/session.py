@@ -1,14 +1,15 @@
 """One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind.
 
 In order (`run_campaign`):
-1. the run directory is locked: a second command on it ends with exit code 73; where the run is kept in an object
-   store, its small files are fetched, and put there again as they change (jobs/run/sync.py);
+1. the run's lease is taken (jobs/ownership.py): a second command on it ends with exit code 73; where the run is kept
+   in an object store, its small files are fetched, and put there again as they change (jobs/run/sync.py);
 2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
 3. what would be refused later is refused now, before anything starts: inputs outside the campaign that are missing,
    sets that cannot be used, files of finished stages that have changed;
 4. the Ray cluster is started or joined, where a stage that is still to be run needs workers;
 5. the stages are walked in order; a finished one is skipped, and the reason is printed;
-6. a table says what each stage did; status.json says how the command ended, whichever way it did.
+6. a table says what each stage did; status.json says how the command ended, whichever way it did;
+7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/report/kept.py).
 """
 
 import shlex
@@ -19,20 +20,22 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from data.errors import Preempted
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.status_poller import StatusPoller
 from jobs.monitor.trackers import facts_of, start_trackers
-from jobs.ownership import owned
+from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
 from jobs.recipe.sweeps import resolve_sweep
 from jobs.recipe.validate import refuse, validate_all
+from jobs.report.kept import kept_page
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.log import RunLog, log_table, status_file
 from jobs.run.stage_run import run_stage
@@ -57,16 +60,21 @@ def run_campaign(
     `also` is called with every poll of a worker group. `quiet` prints nothing; log.txt has the lines.
     """
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
-    session = Session(campaign, log, fresh=fresh, also=also)
+    # What the lease has to say is shown, and not kept: the log.txt of a run that another command owns is not ours.
+    lease = Lease(campaign.storage, log.show)
+    session = Session(campaign, log, lease, fresh=fresh, also=also)
     # As it was typed: sys.argv has lost the `-m jobs`.
     command = shlex.join(["python", *sys.orig_argv[1:]])
     try:
-        # The lock comes first: the status.json of a run that another process owns is not ours to write.
+        # The lease comes first: the status.json of a run that another process owns is not ours to write.
         with (
-            owned(campaign.run),
-            synced(campaign.storage, log) as put_files,
-            status_file(campaign.run, command, log.keep),
+            lease,
+            synced(campaign.storage, lease, log) as put_files,
+            kept_page(campaign.run, log) as page,
+            status_file(campaign.run, command, log.keep, lease),
         ):
+            if page is not None:
+                session.pollers.append(StatusPoller("page", [page.show], log))
             return session.run(only, put_files)
     finally:
         for poller in session.pollers:
@@ -78,9 +86,10 @@ def run_campaign(
 class Session:
     """The flow of one command: the campaign as far as it is known, its log, its pollers, and the signals it hears."""
 
-    def __init__(self, campaign: Campaign, log: RunLog, *, fresh: bool, also: Poll | None) -> None:
+    def __init__(self, campaign: Campaign, log: RunLog, lease: Lease, *, fresh: bool, also: Poll | None) -> None:
         self.campaign = campaign
         self.log = log
+        self.lease = lease
         self.fresh = fresh
         self.also = also
         self.pollers: list[StatusPoller] = []  # show the run elsewhere; a thread each
@@ -91,7 +100,7 @@ class Session:
         `put_files` puts what has changed into the run's store; it raises RunOwned where the run is ours no more.
         """
         log = self.log
-        stopper = Stopper(log)
+        stopper = Stopper(log, self.lease)
         # Once more: of a run in a store, the files of the last owner are here only now.
         self.campaign = with_new_evaluations(resolve_sweep(self.campaign))
         stages = stages_of(self.campaign, only)
@@ -137,6 +146,7 @@ class Session:
                     campaign=self.campaign,
                     stage=stage,
                     log=log,
+                    show_progress=log.show_progress,
                     poll=self.poll,
                     stop_requested=stopper.is_asked,
                     check_owned=put_files,  # it looks first whether the run is still ours
@@ -156,6 +166,10 @@ class Session:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
         log = self.log
         cluster = self.campaign.cluster
+        # What stages import here takes a second, of torch above all. On another core the fork server of plain processes
+        # imports it meanwhile, or the processes of an embedded Ray cluster start.
+        start_early(cluster)
+        import_module("pipeline.train")
         if cluster.backend == "ray":
             info = connect(cluster)
             kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
@@ -164,13 +178,16 @@ class Session:
                 log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
             from jobs.monitor.gauges import Gauges  # ray takes seconds to import
 
-            self.pollers.append(StatusPoller("monitoring", [Gauges().show], log))
-        # The fork server of plain processes mostly runs since before our imports (early_start.py).
+            self.pollers.append(StatusPoller("monitoring", [Gauges(self.lease).show], log))
         nodes_of(cluster).warm_up()
         warn_of_unused_gpus(cluster, log)
 
     def poll(self, attempt_folder: Path, number: int) -> None:
-        """Show how an attempt goes; called about twice a second while its workers work."""
+        """Show how an attempt goes; called about twice a second while its workers work.
+
+        Raises RunOwned where this process was frozen and another command has taken the run over meanwhile.
+        """
+        self.lease.confirm()
         watchers: list[Poll] = [self.log.poll, *(poller.poll for poller in self.pollers)]
         if self.also is not None:
             watchers.append(self.also)
@@ -197,10 +214,14 @@ class Session:
 
 
 class Stopper:
-    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once."""
+    """Catches SIGTERM, SIGHUP and SIGINT: the first asks for a commit and code 75, a second SIGINT ends at once.
 
-    def __init__(self, log: Callable[[str], None]) -> None:
+    A run that another command has taken over ends without a commit, with RunOwned.
+    """
+
+    def __init__(self, log: Callable[[str], None], lease: Lease) -> None:
         self.received: int | None = None  # the first signal
+        self.lease = lease
         self.works_here = False  # the driver itself is at work, and has nothing to commit: a stop ends it at once
         self.log = log
         signal.signal(signal.SIGTERM, self.handle)
@@ -216,7 +237,7 @@ class Stopper:
         return self.received is not None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the request; raise Preempted where the driver itself works.
+        """Remember the request; raise Preempted where the driver itself works, RunOwned where the run is lost.
 
         Raises KeyboardInterrupt at a second SIGINT.
         """
@@ -226,6 +247,11 @@ class Stopper:
         if self.received is not None:
             return
         self.received = number
+        # The lease's own signal: nothing is committed or written any more (`Session.poll`).
+        if self.lease.lost is not None:
+            if self.works_here:
+                raise self.lease.lost
+            return
         name = signal.Signals(number).name
         if self.works_here:
             raise Preempted(f"stopped by {name}; what is finished is kept, run the same command again to go on")

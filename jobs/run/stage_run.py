@@ -81,6 +81,8 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         context.log(f"{stage.name}: {message}\n  the sweep goes on without this run")
         outcome = {sweep.DIVERGED: message}
 
+    # A driver that was frozen, and woke up after another has taken the run over, must not say that its stage is done.
+    context.check_owned()
     # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
     files = outcome.pop("files", {})
     provenance: dict[str, Any] = {

@@ -10,11 +10,15 @@ from typing import ClassVar, TypedDict
 from data.checks import at_least, check_name
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
+from data.index.index import Index
+from data.index.names import Names, Numbering
 from data.index.shard import table_path
 from data.index.tar import Refusals
+from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import make_subset, summary
+from data.sources.folders import files_of, folder_classes
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import (
@@ -97,26 +101,60 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     numberings = numberings_of(sets, context.log)
     packed: dict[str, PackedSet] = {}
     samples_seen = 0
-    for name, set_config in sets.items():
+    # The set that gives the numbering comes first: the names of tars are known when they have been indexed.
+    names_of_tars: Names = ()
+    for name in sorted(sets, key=lambda name: name != "train"):
+        set_config = sets[name]
+        numbering = numberings.get(name, Numbering())
         folder = context.directory / name
         if set_config.source == "subset":
             # The index of some of another set's samples; nothing is packed.
             assert set_config.path is not None, "SetConfig refuses a subset without a path"
             parent = load_index(set_config.path)
-            progress = ProgressMeter(f"shards looked at for {name}", len(parent.shards), log=context.log, every_s=10.0)
+            progress = ProgressMeter(
+                f"shards looked at for {name}",
+                len(parent.shards),
+                log=context.log,
+                show=context.show_progress,
+                every_s=10.0,
+            )
             rule = subset_rule(set_config)
             index = make_subset(parent, folder, rule, name=name, workers=cfg.workers, report=progress.of)
             for line in summary(index, parent):
                 context.log(f"{name}: {line}")
+        elif set_config.source == "shards":
+            assert set_config.path is not None, "SetConfig refuses shards without a path"
+            progress = ProgressMeter(f"shards of {name}", log=context.log, show=context.show_progress, every_s=10.0)
+            tars: str | list[str] = set_config.path
+            if not Path(set_config.path).is_dir():
+                tars = list(map(str, files_of(set_config.path, "*.tar")))
+            index = build_index(
+                tars,
+                output=folder,
+                name=name,
+                classes=set_config.classes,
+                names=() if set_config.unlabelled else numbering.names or names_of_tars,
+                unlabelled=set_config.unlabelled,
+                workers=cfg.workers,
+                report=progress.of,
+            )
+            names_of_tars = names_of_tars or index.names
+            report_set(name, index, context)
         else:
             check_apart(set_config, folder)
-            progress = ProgressMeter(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
+            progress = ProgressMeter(
+                f"samples of {name}",
+                expected_samples(set_config),
+                log=context.log,
+                show=context.show_progress,
+                every_s=10.0,
+            )
             # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
             index = pack(
-                samples_of(set_config, numberings[name]),
+                samples_of(set_config, numbering),
                 folder,
                 name=name,
-                names=numberings[name].names,
+                names=numbering.names,
                 shard_samples=cfg.shard_samples,
                 shard_bytes=cfg.shard_bytes,
                 classes=set_config.classes,
@@ -125,11 +163,17 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
                 report=progress.packed,
             )
             samples_seen += index.samples
-            context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {index.classes} classes")
-            for line in Refusals(Counter(index.refused), index.first_refused).lines():
-                context.log(f"{name}: {line}")
+            report_set(name, index, context)
         packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
     return {"sets": packed, "samples_seen": samples_seen}
+
+
+def report_set(name: str, index: Index, context: Context) -> None:
+    """Log how large a set is, and what packing or indexing has passed over."""
+    classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
+    context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {classes}")
+    for line in Refusals(Counter(index.refused), index.first_refused).lines():
+        context.log(f"{name}: {line}")
 
 
 # ------------------------------------------------------------------------ what is known before it runs
@@ -166,7 +210,16 @@ def missing_sources(cfg: Config) -> Iterator[str]:
     for name, set_config in cfg.sets.items():
         for key, path in paths_of(set_config).items():
             if not is_there(path):
-                yield f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}"
+                yield (
+                    f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}\n"
+                    f"  expected images: paths begin at {Path.cwd()}"
+                )
+        has_class_folders = set_config.source == "folder" and not set_config.unlabelled
+        if has_class_folders and set_config.path is not None and Path(set_config.path).is_dir():
+            try:
+                folder_classes(set_config.path)
+            except DataError as error:
+                yield f"sets.{name}.path: {error}"
 
 
 def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:

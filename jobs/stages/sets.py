@@ -23,6 +23,7 @@ from data.sources.folders import (
     parquet_classes,
     path_table,
     table_classes,
+    unlabelled_folder,
 )
 from data.sources.known import known_archive
 from data.sources.samples import DIGITS, Archive, Sample, digits, numbered, samples_of_archive
@@ -31,6 +32,7 @@ from data.vtab.prepared import VTAB
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
+UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources of images of a user's own
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class SetConfig:
         "folder",  # one sub-folder a class
         "table",  # CSV or parquet with columns path and label
         "tars",  # a folder of WebDataset tars, compressed or not, img2dataset's too
+        "shards",  # the same, not compressed: indexed where they lie, nothing is packed
         "parquet",  # Hugging Face image parquet: a file, or a folder of them
         "imagenet-train",  # ILSVRC2012_img_train.tar, or a folder of class tars or class folders
         "imagenet-validation",  # ILSVRC2012_img_val.tar or a folder of images, with wnids or real; or class folders
@@ -62,6 +65,7 @@ class SetConfig:
     # of digits and the known data sets; those with numbers are vtab's
     split: Literal["train", "validation", "trainval", "test", "train800", "val200", "train800val200"] = "train"
     task: str | None = None  # vtab: which of its 19
+    unlabelled: bool = False  # of images of your own: labels are not looked at, for objective: masked
     keep: list[int | str] | None = None  # classes to keep, by id or by name; ids stay what they are
     only: str | None = None  # subset: file of the samples that it has
     but: str | None = None  # subset: file of samples that it does without; or leaks.json
@@ -77,7 +81,7 @@ class SetConfig:
 
     RESUME: ClassVar[Tags] = tags(
         forbid="source path root wnids real split keep only but part shots seed image_size classes names classes_of "
-        "rename partial task"
+        "rename partial task unlabelled"
     )
     # As `config.tagged` means it.
     LATER: ClassVar[tuple[str, ...]] = (
@@ -91,6 +95,7 @@ class SetConfig:
         "seed",
         "partial",
         "task",
+        "unlabelled",
     )
 
     def __post_init__(self) -> None:
@@ -100,7 +105,10 @@ class SetConfig:
             is_class = isinstance(entry, str) or entry >= 0
             require(is_class, f"keep is {self.keep}, expected classes from 0 on, or names")
         require(not (self.names and self.classes_of), "names and classes_of are two numberings: give one of them")
-        require(self.source == "digits" or self.path is not None, f"source {self.source} needs a path")
+        require(
+            self.source == "digits" or self.path is not None,
+            f"source {self.source} needs a path\n  expected path: the folder or file of the images",
+        )
         # A subset is chosen by a rule, and has the classes of its set; other sources have no such rule.
         if self.source == "subset":
             subset_rule(self)  # raises ConfigError where it chooses by nothing
@@ -116,6 +124,18 @@ class SetConfig:
                 if getattr(self, field_name) is not None:
                     chooses.append(field_name)
             require(not chooses, f"{', '.join(chooses)}: of a subset alone\n  expected source: subset")
+        if self.source == "shards":
+            require(
+                not self.rename and not self.keep,
+                "source shards reads tars as they are\n  leave out rename and keep, or pack them anew: source: tars",
+            )
+        if self.unlabelled:
+            has_classes = any([self.names, self.classes_of, self.rename, self.classes, self.keep])
+            require(
+                self.source in UNLABELLED and not has_classes,
+                f"unlabelled is of the sources {', '.join(UNLABELLED)}, which then have no classes\n"
+                "  leave out names, classes_of, rename, classes and keep",
+            )
         # Tasks, splits and parts are of the sources that know which samples were published.
         has_task = self.task is None
         if self.source == "vtab":
@@ -159,11 +179,12 @@ def known_set(cfg: SetConfig) -> Archive | None:
 def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> dict[str, Numbering]:
     """Return how the classes of each set are numbered, so that a class has one id in all; log which sets follow.
 
-    Subsets are not among them: they have the numbering of their set. Raises DataError as `numbering_of`.
+    Subsets are not among them, which have the numbering of their set, and neither are unlabelled sets. Raises DataError
+    as `numbering_of`.
     """
     packed_sets = {}
     for name, cfg in sets.items():
-        if cfg.source != "subset":
+        if cfg.source != "subset" and not cfg.unlabelled:
             packed_sets[name] = cfg
     if not packed_sets:
         return {}
@@ -212,6 +233,9 @@ def source_names(cfg: SetConfig) -> Names:
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
     if cfg.source == "table":
         return table_classes(cfg.path)
+    # Labels of shards stay as they are: their names are known when they have been indexed (pack.run).
+    if cfg.source == "shards":
+        return ()
     if cfg.source == "tars":
         return tars_classes(cfg.path)
     known = known_set(cfg)
@@ -258,15 +282,17 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
     check_paths(cfg)
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
     known = known_set(cfg)
-    if cfg.source == "table":
-        samples = path_table(cfg.path, cfg.root)
+    if cfg.unlabelled and cfg.source == "folder":
+        samples = unlabelled_folder(cfg.path)
+    elif cfg.source == "table":
+        samples = path_table(cfg.path, cfg.root, unlabelled=cfg.unlabelled)
     elif cfg.source == "tars":
         ids = ids_of(tars_classes(cfg.path) or numbering.names)
         # A text of the tars that the numbering calls otherwise.
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
-        samples = tars(cfg.path, ids)
+        samples = tars(cfg.path, ids, unlabelled=cfg.unlabelled)
     elif known is not None:
         label: str = cfg.source
         # The word for a split says nothing where there is no choice of them.
@@ -276,7 +302,7 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
     elif cfg.source == "folder":
         samples = class_folders(cfg.path)
     else:
-        samples = image_parquet(cfg.path)
+        samples = image_parquet(cfg.path, unlabelled=cfg.unlabelled)
     return numbered(samples, numbering)
 
 
@@ -285,7 +311,9 @@ def check_paths(cfg: SetConfig) -> None:
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
     for path in paths_of(cfg).values():
         if not is_there(path):
-            raise DataError(f"source {cfg.source}: there is nothing at {path}")
+            raise DataError(
+                f"source {cfg.source}: there is nothing at {path}\n  expected images: paths begin at {Path.cwd()}"
+            )
 
 
 def check_apart(cfg: SetConfig, folder: Path) -> None:

@@ -20,6 +20,7 @@ from data.index.index import Index, exclude
 from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
+from jobs.cluster_config import cores
 from jobs.resolved_recipe import (
     MEMORY,
     Available,
@@ -31,30 +32,14 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
-from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts, config
-from pipeline.checkpoints.saver import check_disk_space
 from pipeline.config import require
-from pipeline.evaluation.best import best_of, evaluations_of
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
-from pipeline.health import EXCLUDED_STEPS
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.plan.memory import (
-    GIB,
-    BudgetTooSmall,
-    blocks_of,
-    check_fits,
-    need_if_traced,
-    smaller_micro_batches,
-    with_blocks,
-)
-from pipeline.plan.memory_traces import TraceFailed
-from pipeline.start import Job
-from pipeline.train import train
 from pipeline.training_config import TrainConfig, check_model, check_schedule, steps_of, trained_model
 from pipeline.versions import code_version
 
@@ -64,6 +49,13 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
 
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
+    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+    from jobs.stages.async_evaluation import AsyncEvaluation
+    from pipeline.checkpoints.saver import check_disk_space
+    from pipeline.evaluation.best import best_of, evaluations_of
+    from pipeline.health import EXCLUDED_STEPS
+    from pipeline.train import train
+
     campaign = context.campaign
     # 1. What is left out, and whether there is room for what is to come.
     if cfg.data.drop:
@@ -109,6 +101,9 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
+    from pipeline.plan.memory import need_if_traced, with_blocks
+    from pipeline.start import Job
+
     campaign = context.campaign
     is_gpu = campaign.cluster.gpus_per_worker > 0
     init = campaign.path_of(cfg.init)
@@ -222,7 +217,24 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     cfg: TrainConfig = stage.config
     name = stage.name
     has_sets = bool(cfg.data.train or cfg.data.mixture)
-    require(has_sets, f"{name}.data.train is missing: a path, or @stage; or data.mixture")
+    require(
+        has_sets,
+        f"{name}.data.train is missing: the images to train on\n"
+        f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
+    )
+    cluster = there.campaign.cluster
+    require(
+        cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
+        f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
+        f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
+    )
+    if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
+        yield CheckResult(
+            "WARN",
+            name,
+            f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, each "
+            f"with the whole model in memory; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
+        )
     paths = []
     for path, _weight in cfg.data.sets().values():
         paths.append(path)
@@ -252,6 +264,9 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         index = there.index(path)
         if index is not None and index.samples == 0:
             raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+    if cfg.data.evaluate in paths:
+        text = f"{name}: data.evaluate is a set that is trained on: its accuracy says nothing of other images"
+        yield CheckResult("WARN", name, text)
     is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
     for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
         number = there.classes(path)
@@ -278,7 +293,8 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         return
     # Which shard `data.drop` means is known when all of them are there.
     if has_all:
-        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop")
+        needs_labels = cfg.objective != "masked"
+        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
     evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
     check_evaluated(evaluated, there)
     if stage.model is not None:
@@ -303,16 +319,19 @@ def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> No
     )
 
 
-def check_usable(sets: Sequence[Index], dropped: Collection[str] = (), option: str = "") -> None:
-    """Raise DataError where a set is empty, has no labels, or has shards of another size than its index says.
+def check_usable(
+    sets: Sequence[Index], dropped: Collection[str] = (), option: str = "", *, needs_labels: bool = True
+) -> None:
+    """Raise DataError where a set is empty, lacks labels, or has shards of another size than its index says.
 
-    `dropped` and `option` are those of `check_sizes`.
+    Whether it `needs_labels` is the stage's. `dropped` and `option` are those of `check_sizes`.
     """
     for index in sets:
-        if not (index.samples and index.classes):
+        if index.samples == 0 or (needs_labels and index.classes == 0):
             raise DataError(
                 f"{index.tables}: {index.samples} samples, {index.classes} classes: nothing to learn or to judge\n"
-                "  `python -m jobs data check` says why; it may be that labels are missing, or that data.drop names all"
+                "  `python -m jobs data check` says why; labels may be missing, or data.drop may name all shards\n"
+                "  images without labels train with objective: masked; `python -m jobs new FOLDER` writes such a recipe"
             )
     # A shard that is missing or cut short stops the stage here; its content is checked when it is first read.
     check_sizes(sets, tuple(dropped), option)
@@ -344,8 +363,13 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     cfg: TrainConfig = stage.config
     model = stage.model
     assert model is not None, "of stages whose model is known"
-    limit = there.campaign.cluster.gpu_memory_gb
     is_gpu = there.campaign.cluster.gpus_per_worker > 0
+    limit = there.campaign.cluster.gpu_memory_gb if is_gpu else None
+    if cfg.activation_gb is None and limit is None:
+        return
+    from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, check_fits, smaller_micro_batches, with_blocks
+    from pipeline.plan.memory_traces import TraceFailed
+
     # What is traced is of whole images: of fewer patches nobody knows the need.
     has_whole_images = cfg.thinning.has_whole_images
     number_in_its_place = (
@@ -374,7 +398,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
                 f"{stage.name}.activation_gb={cfg.activation_gb:g}: how many blocks to recompute is not known: "
                 f"{error}\n  {number_in_its_place}"
             ) from None
-    if limit is None or not is_gpu:
+    if limit is None:
         return
     unknown = f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known"
     if not has_whole_images:

@@ -16,18 +16,21 @@ import asyncio
 import json
 import logging
 import os
+import queue
 import re
 import shlex
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from pathspec import PathSpec
 
@@ -40,12 +43,16 @@ from jobs.terminal import echo
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+Value = TypeVar("Value")
 MIB = 2**20
 UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 STOP_WAIT_S = STOP_GRACE_S + 30  # the rest is for the status to follow
 POLL_S = 0.5
+LOOK_EVERY_S = 5.0  # of silence in a job's log, after which the head is asked for the job
+LOOK_TIMEOUT_S = 10.0
+HEAD_PATIENCE_S = 60.0  # without an answer, after which a head is gone
 AGENT_WAIT_S = 300.0  # after `ray start`; on a busy machine of two cores the agent took more than a minute
 NO_AGENT = "No available agent to submit job"
 RAY_LINE = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+\tINFO job_manager\.py:\d+ -- .*\n", re.MULTILINE)
@@ -191,23 +198,101 @@ def status(run: str) -> RayJob:
     return _latest_job(_connect(), run)
 
 
+def alive_job(run: str) -> RayJob | None:
+    """Return the run's job that waits or runs; None where there is none."""
+    alive = [job for job in _jobs_of_run(_connect(), run) if job.alive]
+    return alive[-1] if alive else None
+
+
 def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
-    """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named."""
+    """Write what the run's latest job prints, until it ends; to standard output, where no `write` is named.
+
+    Raises ClusterError where the cluster's head has not answered for HEAD_PATIENCE_S, or has lost its table of jobs.
+    """
     client = _connect()
     job = _latest_job(client, run)
-
-    async def follow() -> None:
-        async for text in client.tail_job_logs(job.id):
+    address = client.get_address()
+    go_on = f"once a head is there, `python -m jobs submit` goes on; until then type `python -m jobs status {run}`"
+    written = 0  # characters of the job's log
+    texts = _tail(client, job.id)
+    answered_s = time.monotonic()  # when the head was last heard of
+    while True:
+        # 1. What the job prints. None ends the connection: the job has ended, or the head is away.
+        text: str | None = ""
+        with suppress(queue.Empty):
+            text = texts.get(timeout=LOOK_EVERY_S)
+        if text:
             # Without Ray's own line, before the driver's first, that an environment is being set up.
             driver_text = RAY_LINE.sub("", text)
             if write is not None:
                 write(driver_text)
             else:
                 print(driver_text, end="", flush=True)
+            written += len(text)
+            answered_s = time.monotonic()
+            continue
 
-    asyncio.run(follow())
-    # Asked anew, because the job has ended since.
-    return status(run)
+        # 2. In a silence, is the head there, and the job alive? Ray's connection has no heartbeat, and a head that
+        #    loses its power closes none. Its client knows no deadline either.
+        try:
+            jobs = _within(LOOK_TIMEOUT_S, lambda: _jobs_of_run(client, job.id))
+            answered_s = time.monotonic()
+        except Exception as error:
+            silent_s = time.monotonic() - answered_s
+            if silent_s > HEAD_PATIENCE_S:
+                raise ClusterError(
+                    f"the cluster's head at {address} has not answered for {silent_s:.0f} s "
+                    f"({type(error).__name__}); job {job.id} was {job.status}\n"
+                    "with a head its jobs are gone; what the run has committed is in its directory\n"
+                    f"{go_on}"
+                ) from None
+            jobs = [job]
+            if text is None:
+                time.sleep(LOOK_EVERY_S)
+        if not jobs:
+            raise ClusterError(
+                f"the cluster's head at {address} knows no job {job.id} any more: it was started anew\n"
+                f"what the run has committed is in its directory\n{go_on}"
+            )
+        if not jobs[0].alive:
+            return jobs[0]
+        if text is None:
+            texts = _tail(client, job.id, written)
+
+
+def _tail(client: "JobSubmissionClient", job_id: str, skip: int = 0) -> "queue.Queue[str | None]":
+    """Return a queue into which a thread puts what a job prints behind the first `skip` characters, and None last."""
+    texts: queue.Queue[str | None] = queue.Queue()
+
+    async def follow() -> None:
+        to_skip = skip
+        async for text in client.tail_job_logs(job_id):
+            if len(text) > to_skip:
+                texts.put(text[to_skip:])
+            to_skip = max(0, to_skip - len(text))
+
+    def work() -> None:
+        # How a connection breaks says nothing that the caller does not find out by asking.
+        with suppress(Exception):
+            asyncio.run(follow())
+        texts.put(None)
+
+    threading.Thread(target=work, name="tail", daemon=True).start()
+    return texts
+
+
+def _within(seconds: float, work: Callable[[], Value]) -> Value:
+    """Return what `work` returns or raises, or raise TimeoutError; a daemon thread may wait for it for ever."""
+    future: Future[Value] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="head", daemon=True).start()
+    return future.result(seconds)
 
 
 def stop(run: str) -> RayJob:

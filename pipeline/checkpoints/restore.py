@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.errors import CheckpointError, DataError, StorageError
+from data.errors import CheckpointError, DataError, RunOwned, StorageError
 from pipeline.checkpoints.manifest import Damaged, NewerSchema
 from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.stage_checkpoints import Chosen, Log, StageCheckpoints
@@ -156,21 +156,21 @@ class Reading:
 
 
 def on_rank_0(work: Callable[[], Value], what_happened: str = "") -> Value:
-    """Collective: let rank 0 work; every worker gets the value, or the same CheckpointError.
+    """Collective: let rank 0 work; every worker gets the value, or the same CheckpointError or RunOwned.
 
     `what_happened` comes first in the error of a storage that fails.
     """
-    outcome: list[Value | CheckpointError | None] = [None]
+    outcome: list[Value | CheckpointError | RunOwned | None] = [None]
     if dist.get_rank() == 0:
         # What is raised is kept for the broadcast, in which all others wait.
         try:
             outcome = [work()]
-        except CheckpointError as error:
+        except (CheckpointError, RunOwned) as error:
             outcome = [error]
         except (StorageError, DataError, OSError) as error:
             outcome = [CheckpointError(f"{what_happened}{cannot_read(error)}")]
     dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], CheckpointError):
+    if isinstance(outcome[0], CheckpointError | RunOwned):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]  # what `work` has returned on rank 0
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import models
-from data.errors import CheckpointError, StorageError
+from data.errors import CheckpointError, RunOwned, StorageError
 from data.files import DISK_BLOCK, free_bytes, make_folder, refusal, size_text
 from data.storage import Folder
 from models import ModelConfig
@@ -164,8 +164,8 @@ class Saver:
     def finish(self, step: int) -> Manifest | None:
         """Collective: wait for every worker's file, commit, report and prune; the loop has come to this step.
 
-        Returns the manifest, or None on every worker where the save failed. Raises CheckpointError, on all workers
-        alike, where a newer attempt owns the run and after `max_failed_saves` failures in a row.
+        Returns the manifest, or None on every worker where the save failed. Raises, on all workers alike, RunOwned
+        where a newer attempt owns the run, CheckpointError after `max_failed_saves` failures in a row.
         """
         # 1. Every worker's file is written. What is said of them is gathered in the loop's thread: a thread of its own
         #    inside a collective would wait for ever for a dead worker.
@@ -218,7 +218,7 @@ class Saver:
         committed = decisions[0].manifest
         self.failure = decisions[0].failure
         if decisions[0].has_newer_owner:
-            raise CheckpointError(self.failure)
+            raise RunOwned(self.failure)
 
         # 5. A save that failed is counted. It is no reason to stop: the weights are in memory, and the storage may have
         #    room again. Too many in a row are one.

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from data.errors import CheckpointError, StorageError
+from data.errors import CheckpointError, RunOwned, StorageError
 from data.files import refusal, size_text, wait_until_seen
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
@@ -37,7 +37,6 @@ from pipeline.checkpoints.manifest import (
     sealed,
     step_of,
 )
-from pipeline.checkpoints.reader import verify
 
 LEAST_KEPT = 2  # the newest may turn out to be damaged when it is read
 SOON_S = 1.0  # a wait beyond it is logged
@@ -113,10 +112,14 @@ class StageCheckpoints:
 
         Raises CheckpointError where it is bad in the storage, StorageError, OSError.
         """
+        from pipeline.checkpoints.reader import verify  # not above: a recipe is checked without torch
+
         return self.storage.fetch_set(self.folder, name, verify)
 
     def verify(self, name: str) -> Path:
         """Read every byte of a checkpoint in the storage; returns a folder with its files. Raises as `fetch` does."""
+        from pipeline.checkpoints.reader import verify
+
         return self.storage.fetch_set(self.folder, name, verify, anew=True)
 
     # ------------------------------------------------------------------------ a commit
@@ -203,13 +206,13 @@ class StageCheckpoints:
         """Return the newest checkpoint that is there with all its files; bad ones are refused. Rank 0 alone.
 
         None where nothing was ever committed. Leftovers of saves that never committed are swept first: what is swept
-        cannot be committed any more. Raises CheckpointError where a newer attempt owns the run, where a checkpoint is
-        of a newer schema, and where all are bad: to start from nothing again is a person's decision. Raises OSError,
-        StorageError where the storage fails, which says nothing about a checkpoint.
+        cannot be committed any more. Raises RunOwned where a newer attempt owns the run, CheckpointError where a
+        checkpoint is of a newer schema, and where all are bad: to start from nothing again is a person's decision.
+        Raises OSError, StorageError where the storage fails, which says nothing about a checkpoint.
         """
         newest = newest_attempt(self.storage)
         if newest > attempt:
-            raise CheckpointError(
+            raise RunOwned(
                 f"attempt {newest} owns {self.storage.address()} now, this is attempt {attempt}\n"
                 "  nothing of the newer attempt was touched; this process should end"
             )

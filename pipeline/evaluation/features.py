@@ -45,6 +45,7 @@ class FeatureStore:
         self.is_there = np.zeros(index.samples, bool)
         self.all_labels = np.empty((0, 1), np.int64)  # (N, L) from the first batch on, padded with −1
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first
+        self.all_confidences = np.zeros(index.samples, np.float32)  # (N,), the softmax of the best class
         self.file: IO[bytes] | None = None
         self.width = 0  # D
         self.row_bytes = 0  # of a sample's features
@@ -60,7 +61,12 @@ class FeatureStore:
                 raise self.failure
 
     def keep(
-        self, numbers: Tensor, labels: Tensor, features: Tensor | None = None, predictions: Tensor | None = None
+        self,
+        numbers: Tensor,
+        labels: Tensor,
+        features: Tensor | None = None,
+        predictions: Tensor | None = None,
+        confidences: Tensor | None = None,
     ) -> None:
         """Keep the rows of a batch by their numbers (b,) in the set, those with −1 left out.
 
@@ -78,6 +84,8 @@ class FeatureStore:
             if self.all_predictions is None:
                 self.all_predictions = np.full((self.index.samples, predictions.shape[1]), -1, np.int32)
             self.all_predictions[rows] = predictions.cpu().numpy()[is_good]
+        if confidences is not None:
+            self.all_confidences[rows] = confidences.cpu().numpy()[is_good]
         if features is None:
             return
         try:
@@ -194,6 +202,7 @@ def collect(
                     logits = model.head(rows).float()  # type: ignore[operator]
                     order = logits.sort(dim=1, descending=True, stable=True)
                     computed["predictions"] = order.indices[:, :best].contiguous()
+                    computed["confidences"] = logits.softmax(dim=1).amax(dim=1)
                 if with_features:
                     computed["features"] = rows.float().contiguous()
                 if on_computed is not None:

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,7 +36,7 @@ from data.index.index import Index
 from data.remote.cache import CacheConfig
 from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
-from pipeline.evaluation.probes import Inputs
+from pipeline.evaluation.probes import COMPUTE, Inputs
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.telemetry import duration
 from pipeline.monitoring.watchdog import Phases
@@ -154,6 +155,7 @@ class Request:
     # fewshot, whose curves go on as they began. Otherwise it may be any of the sample's labels.
     first_label: bool = False
     leaked: Sequence[int] | None = None  # samples of the test set that a leak check names; None: no leak check
+    examples: int = 0  # samples that the result shows with their predictions, of protocols of the head
 
 
 @dataclass(frozen=True)
@@ -334,4 +336,31 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
         labels = labels[:, :1]
     protocol = request.protocol
     inputs = Inputs(protocol.name, train, test, labels, device, beat)
-    return document.result_of(protocol.kind.compute(inputs, protocol.settings), protocol, test, train, request.leaked)
+    outcome = COMPUTE[protocol.name](inputs, protocol.settings)
+    result = document.result_of(outcome, protocol, test, train, request.leaked)
+    if request.examples:
+        result["examples"] = examples_of(test, request.examples)
+    return result
+
+
+def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
+    """Return samples with labels, prediction and confidence: the most confident mistakes first, then some right ones.
+
+    At least a quarter of them are right where there are so many; these are spread evenly over the set.
+    """
+    predicted = test.predictions[:, 0]
+    confidences = test.all_confidences[test.is_there]
+    is_right = (test.labels == predicted[:, None]).any(axis=1)
+    mistakes = np.flatnonzero(~is_right)
+    mistakes = mistakes[np.argsort(-confidences[mistakes], kind="stable")][: most - most // 4]
+    right = np.flatnonzero(is_right)
+    right = right[:: max(1, len(right) // max(most - len(mistakes), 1))][: most - len(mistakes)]
+    examples: list[document.Entry] = []
+    for row in [*mistakes.tolist(), *right.tolist()]:
+        number = int(test.rows[row])
+        shard = int(np.searchsorted(test.starts, number, side="right")) - 1
+        labels = test.labels[row]
+        example = {"shard": shard, "sample": number - int(test.starts[shard]), "labels": labels[labels >= 0].tolist()}
+        example |= {"predicted": int(predicted[row]), "confidence": float(confidences[row])}
+        examples.append(example)
+    return examples

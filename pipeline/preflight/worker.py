@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from data.remote.reach import Reach, read_some
+from pipeline.identity import Identity, identity
 from pipeline.preflight.folder import FolderReport, report_on
 from pipeline.preflight.network import Network, measure
-from pipeline.process_group import Identity, identity, join_group, memory_free
+from pipeline.process_group import device_name, join_group, memory_free
 
 SHARED_MEMORY = Path("/dev/shm")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also of GPUs that this user may not use
@@ -75,7 +76,7 @@ def own_report(device: torch.device) -> WorkerReport:
         "gpu_memory_free": gpu_memory_free,
     }
     return {
-        "identity": identity(device),
+        "identity": identity(device_name(device)),
         "machine": machine,
         "folder": None,
         "sets": {},

@@ -11,7 +11,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
-from models.catalog import FAMILIES
+from models.configs import CONFIGS
 
 pytestmark = pytest.mark.quick
 
@@ -21,7 +21,7 @@ CONFIGS = {
     "trackers": TrackersConfig,
     "sweep": SweepConfig,
     **{name: kind.config for name, kind in KINDS.items()},
-    **{f"model family {name}": config for name, (config, _) in FAMILIES.items()},
+    **{f"model family {name}": config for name, config in CONFIGS.items()},
 }
 
 
@@ -82,13 +82,15 @@ def test_a_finished_recipes_words_stand_on_the_page() -> None:
     for row in (
         "| `workers` | `1` | whole number | free |",
         "| `data.mixture.<name>.weight` | required | number | forbid |",
-        "| `data.cache.limit_bytes` | `214748364800` | whole number, bytes | free |",
+        "| `data.cache.limit_bytes` | `200GiB` | whole number, bytes | free |",
         "| `optim.schedule.decay` | `linear` | `linear`, `cosine`, `rsqrt` or `constant` | forbid |",
         "| `optim.schedule.decay` | `cosine` |",  # finetune's
         "| `stall_s` | `600.0` | number, seconds | free |",
         "| `probe.shots` | `[1, 5, 10, 25]` | list of whole numbers | warn |",  # while training
         "| `probe.shots` | `[1, 5, 10, 25]` | list of whole numbers | forbid |",  # the few-shot stage
         "| `pool` | `gap` | `token`, `gap` or `map` | forbid |",  # Axial
+        "| `model.classes` | required | whole number |",  # in the table of the keys that people change
+        "| `image_size` | required | list of 2 whole numbers | forbid |",  # of a family
         "| `H` | 1280 | 32 | 5120 | 16 |",
     ):
         assert row in page

@@ -12,6 +12,7 @@ import stat
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import models
 from data import files
 from data.errors import ConfigError, StorageError
 from data.storage import Folder
-from jobs.ownership import claim_attempt, owned
+from jobs.ownership import Lease, claim_attempt
 from models.weights.files import write_tensors
 
 pytestmark = pytest.mark.quick
@@ -35,6 +36,32 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
     files.write_whole(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file.json"]
+
+
+@pytest.mark.parametrize(
+    ("appear_at", "sizes", "is_patient", "unseen", "waited"),
+    [
+        (0.0, {"a": 3, "b": 1}, True, {}, 0.0),
+        (25.0, {"a": 3, "b": 1}, True, {}, 25.0),
+        (25.0, {"a": 3, "b": 1}, False, {"a": None, "b": None}, 0.0),
+        (31.0, {"a": 3, "b": 1}, True, {"a": None, "b": None}, 30.0),
+        (0.0, {"a": 2, "b": 1}, True, {"a": 2}, 30.0),
+        (0.0, {"a": 3, "c": 1}, True, {"b": None}, 30.0),
+    ],
+)
+def test_files_of_another_node_are_waited_for(appear_at, sizes, is_patient, unseen, waited, monkeypatch) -> None:
+    """On a machine that has run for ten seconds, whose clock is the test's own."""
+    seconds = [10.0]
+
+    def sleep(pause: float) -> None:
+        seconds[0] += pause
+
+    def seen() -> dict[str, int]:
+        return sizes if seconds[0] >= 10.0 + appear_at - 1e-6 else {}
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep))
+    left, waited_s = files.wait_until_seen(seen, {"a": 3, "b": None}, is_patient=is_patient)
+    assert left == unseen and waited_s == pytest.approx(waited, abs=0.11)
 
 
 def test_every_file_has_the_mode_that_the_umask_gives(tmp_path) -> None:
@@ -125,7 +152,10 @@ def test_a_disk_that_cannot_be_written_directly_is_written_as_any_and_a_full_one
 def test_a_run_directory_that_is_a_file_is_named(tmp_path) -> None:
     (tmp_path / "run").write_text("")
     for run in (tmp_path / "run", tmp_path / "run" / "digits"):
-        with pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"), owned(run):
+        with (
+            pytest.raises(ConfigError, match=f"{tmp_path}/run is a file\n  expected the folder"),
+            Lease(Folder(run), print),
+        ):
             pass
 
 
@@ -165,7 +195,8 @@ def test_a_disk_that_cannot_sync_a_file_is_an_error(tmp_path, monkeypatch) -> No
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(fcntl.flock, code, lambda *_: True))
-    with pytest.raises(StorageError, match=r"the file system of .* has no locks \(flock\)") as refusal, owned(tmp_path):
+    no_locks = r"the file system of .* has no locks \(flock\)"
+    with pytest.raises(StorageError, match=no_locks) as refusal, files.locked(tmp_path / "lock"):
         pass
     assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
 

@@ -16,11 +16,11 @@ from data.index.index import exclude, join
 from data.loader import TrainLoader
 from data.order import Ledger, Mixture
 from jobs.__main__ import main
-from jobs.commands.replay import rebuild
 from jobs.recipe import campaign
 from pipeline import config
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.replay import rebuild
 from pipeline.training_config import TrainConfig, training_order
 
 RECIPE = """
@@ -83,7 +83,7 @@ def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mi
     task = json.loads((folder / "task.json").read_text())
     cfg = config.build(TrainConfig, task["config"], "config")
     trained = training_order(cfg, [load_index(path) for path in task["job"]["train"]])
-    _, labels, _, bad = rebuild(cfg, *trained, 16, 7)
+    _, labels, _, bad, _ = rebuild(cfg, *trained, 16, 7)
     assert ((labels[:, 0] >= 5) == high[7]).all() and not bad
 
     (folder / "done.json").unlink()

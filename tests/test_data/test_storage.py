@@ -8,10 +8,9 @@ import json
 import os
 import random
 import shutil
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +23,13 @@ from data.bucket import REFUSED, SWEPT, Bucket, check_store_url
 from data.errors import CheckpointError, ConfigError, Preempted, RunOwned, StorageError
 from data.remote import urls
 from data.seal import seal
+from jobs import ownership
 from jobs.__main__ import main
 from jobs.cluster import supervisor
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster_config import ClusterConfig
-from jobs.ownership import claim_attempt
+from jobs.ownership import Lease, claim_attempt
 from jobs.run import sync
-from jobs.run.sync import synced
 from pipeline import artifacts
 from pipeline.checkpoints import restore, saver, stage_checkpoints
 from pipeline.checkpoints.reader import Reader
@@ -282,7 +281,7 @@ def test_a_frozen_owner_that_wakes_up_commits_nothing(group, run, tmp_path, monk
     group.begin(30)
     chosen, _ = start(run, tmp_path / "other", monkeypatch)
     assert_is_step(chosen, 20)
-    with pytest.raises(CheckpointError, match=r"step 30 is not committed: attempt 2 owns s3://.* now, this is"):
+    with pytest.raises(RunOwned, match=r"step 30 is not committed: attempt 2 owns s3://.* now, this is"):
         group.finish()
     assert committed_steps(run) == [20, 10]
 
@@ -312,7 +311,7 @@ def test_an_owner_frozen_between_its_last_look_and_the_commit_commits_nothing(
         return create(self, name, content)
 
     monkeypatch.setattr(Bucket, "create_once", create_late)
-    with pytest.raises(CheckpointError, match="step 30 is not committed: a newer attempt has taken its place"):
+    with pytest.raises(RunOwned, match="step 30 is not committed: a newer attempt has taken its place"):
         group.save(30)
     assert_is_step(starts[0][0], 20)
     assert committed_steps(run) == [20, 10]
@@ -575,7 +574,7 @@ def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, 
     group.begin(30)
     assert [claim_attempt(Bucket(run, SCRATCH)), claim_attempt(Bucket(run, SCRATCH))] == [2, 3]
     before = objects(bucket, run)
-    with pytest.raises(CheckpointError, match=r"attempt 3 owns .* now, this is attempt 2\n  nothing of the newer"):
+    with pytest.raises(RunOwned, match=r"attempt 3 owns .* now, this is attempt 2\n  nothing of the newer"):
         StageCheckpoints(Bucket(run, tmp_path / "other"), STAGE).choose(2, print)
     assert objects(bucket, run) == before
 
@@ -586,11 +585,27 @@ def test_a_start_that_is_not_the_newest_attempt_any_more_touches_nothing(group, 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The local folders of one run on two machines; an owner gives five signs of life a second."""
-    monkeypatch.setattr(sync, "BEAT_S", 0.2)
+    monkeypatch.setattr(ownership, "PERIOD_S", 0.2)
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
     return folders
+
+
+@contextmanager
+def synced(store: Bucket, log: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """A command on a run: it has the lease, and keeps its folder and the store alike."""
+    with Lease(store, log) as lease, sync.synced(store, lease, log) as put:
+        yield put
+
+
+def left_elsewhere(run: str, folder: Path) -> Lease:
+    """The lease of a command on another machine, which renews it no more."""
+    folder.mkdir(exist_ok=True)
+    lease = Lease(Bucket(run, folder), print)
+    lease.record["machine"] = "another"
+    lease.take()
+    return lease
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -620,33 +635,25 @@ def test_small_files_go_from_machine_to_machine_and_scratch_stays(run, machines,
 
 
 def test_what_was_not_put_before_a_kill_is_still_there_in_the_same_folder(run, machines) -> None:
-    killed = sync.Sync(Bucket(run, machines[0]), print)
-    killed.take_over()
-    killed.note()
+    killed = left_elsewhere(run, machines[0])
+    sync.Sync(killed.storage, killed, print).note()
     (machines[0] / "log.txt").write_text("never put\n")
     said: list[str] = []
     with synced(Bucket(run, machines[0]), said.append):
         assert (machines[0] / "log.txt").read_text() == "never put\n"
         assert Bucket(run, SCRATCH).read("log.txt") == b"never put\n", "workers on other nodes may need it"
-    assert said == [], "who has the lock of the folder knows that its last owner is dead"
+    assert said[-1].startswith("no sign of life: taking the run over")
 
 
-def test_an_owner_that_lives_is_named_and_one_that_is_dead_followed(run, machines, bucket) -> None:
+def test_an_owner_that_is_dead_is_followed_and_puts_nothing_when_it_wakes_up(run, machines, bucket) -> None:
     said: list[str] = []
-    with (
-        synced(Bucket(run, machines[0]), print),
-        pytest.raises(RunOwned, match=rf"{run} is owned by process {os.getpid()} on"),
-    ):
-        sync.Sync(Bucket(run, machines[1]), said.append).take_over()
-
-    frozen = sync.Sync(Bucket(run, machines[0]), print)
-    frozen.take_over()
+    frozen = left_elsewhere(run, machines[0])
     (machines[0] / "log.txt").write_text("of the frozen one")
     with synced(Bucket(run, machines[1]), said.append):
         assert "no sign of life: taking the run over" in said[-1]
         (machines[1] / "log.txt").write_text("of the new one")
         with pytest.raises(RunOwned):
-            frozen.put()
+            sync.Sync(Bucket(run, machines[0]), frozen, print).put()
     assert objects(bucket, run)["log.txt"] == b"of the new one"
 
 
@@ -660,7 +667,7 @@ def test_a_reader_leaves_the_folder_of_another_node_of_a_run_that_lives_as_it_is
         before = files_of(machines[1])
         with sync.looked_at(Bucket(run, machines[1])) as folder:
             assert files_of(folder) == {"log.txt": "of the driver\n"}
-        assert files_of(machines[1]) == before | {"owner.json": ""} and not folder.exists()
+        assert files_of(machines[1]) == before and not folder.exists()
         with sync.looked_at(Bucket(run, machines[0])) as folder:
             assert folder != machines[1]
 
@@ -709,22 +716,10 @@ def test_fetched_weights_are_those_of_their_record_or_are_fetched_again(run, buc
     assert list(other.iterdir()) == [], "a bad copy would be put by the driver"
 
 
-def test_a_command_that_has_lost_its_run_is_told_to_stop_and_puts_nothing(run, machines) -> None:
-    stops = threading.Event()
-    former = signal.signal(signal.SIGTERM, lambda number, frame: stops.set())
-    said: list[str] = []
-    with synced(Bucket(run, machines[0]), said.append) as put:
-        sync.Sync(Bucket(run, machines[1]), print).renew(0)
-        assert stops.wait(10) and "taken over" in said[-1]
-        with pytest.raises(RunOwned):
-            put()
-    signal.signal(signal.SIGTERM, former)
-
-
 def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_new_owner_has_come(
     run, machines, bucket, monkeypatch
 ) -> None:
-    monkeypatch.setattr(sync, "BEAT_S", 1000.0)  # the threads do nothing meanwhile
+    monkeypatch.setattr(ownership, "PERIOD_S", 1000.0)  # the thread does nothing meanwhile
     put_file = Bucket.put_file
     names: list[str] = []
 
@@ -732,7 +727,7 @@ def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_
         put_file(self, name, file)
         names.append(name)
         if len(names) == 15:
-            sync.Sync(Bucket(run, machines[1]), print).renew(0)
+            assert Bucket(run, SCRATCH).create_once("leases/000002.json", b"of a new owner")
 
     with pytest.raises(RunOwned), synced(Bucket(run, machines[0]), print) as put:
         monkeypatch.setattr(Bucket, "put_file", put_one)
@@ -746,24 +741,6 @@ def test_the_record_of_a_finished_stage_is_put_after_its_files_and_none_after_a_
         put()
     assert len(names) == 15
     assert list(objects(bucket, run).values()).count(b"second time") == 5
-
-
-@pytest.mark.parametrize("is_released", [False, True])
-def test_a_command_that_has_lost_its_run_ends_with_73_whatever_has_ended_its_workers(
-    run, machines, is_released
-) -> None:
-    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for end in (Preempted("stopped; run the same command again to go on"), CheckpointError("step 30 is not committed")):
-        end_of_owner = "was taken over by process" if is_released else "is owned by process"
-        with pytest.raises(RunOwned, match=f"{run} {end_of_owner}") as caught, synced(Bucket(run, machines[0]), print):
-            sync.Sync(Bucket(run, machines[1]), print).renew(0, is_released)
-            raise end
-        assert caught.value.exit_code == 73 and caught.value.__context__ is end
-        Bucket(run, SCRATCH).delete(["owner.json"])
-    # Who is alone ends as it would.
-    with pytest.raises(Preempted), synced(Bucket(run, machines[0]), print):
-        raise Preempted("stopped")
-    signal.signal(signal.SIGTERM, former)
 
 
 # ------------------------------------------------------------------------ commands

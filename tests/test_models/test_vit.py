@@ -244,7 +244,7 @@ def test_autocast_runs_every_family(name):
         ("BiT-R50x0", {}, "width must be a whole number of at least 1, found 0"),
         ("b/16", {}, r"no size 'b'; did you mean 'B'\?"),
         ("X/16", {}, "no size 'X'"),
-        ("B16", {}, 'write it as "B/16"'),
+        ("B16", {}, "B16 is not a model's name; did you mean B/16"),
         ("R51+B/16", {}, r"no such stem; known: R50\+B/16"),
         ("BiT-R51x1", {}, "known: BiT-R50"),
         ("Axial-B/32", {"pool": "token"}, "no prefix tokens"),

@@ -73,9 +73,12 @@ def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
     [
         ({"optim": {"lrr": 1}}, r"unknown key s\.optim\.lrr; did you mean 'lr'\?"),
         ({"batch_sise": 1}, r"unknown key s\.batch_sise; did you mean 'batch_size'\?"),
-        ({"batch_size": "many"}, r"s\.batch_size: .*'many'.*expected int"),
-        ({"optim": {"name": "adma"}}, r"s\.optim\.name: .*'adma', expected one of \['adam', 'sgd'\]"),
-        ({"optim": 3}, r"s\.optim is 3, expected a section of OptimConfig fields"),
+        ({"batch_size": "many"}, r"s\.batch_size is many, expected a whole number"),
+        ({"optim": {"name": "adma"}}, r"s\.optim\.name is adma; did you mean 'adam'\?\n  expected one of adam, sgd"),
+        (
+            {"optim": 3},
+            r"s\.optim is 3, expected a section with the keys name, lr, .*\n  type for example s\.optim\.lr=3",
+        ),
         ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "give train or mixture, one of them"),
         ({"steps": 1, "data": MIXTURE | {"cache": {"directory": "shards"}}}, "expected an absolute path"),
         ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave a set without a sample in a batch of 3"),
@@ -190,7 +193,7 @@ def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: P
     with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
         config.read_recipe(tmp_path)
     with pytest.raises(ConfigError, match="expected key=value"):
-        config.read_recipe(tmp_path / "none.yaml", ["steps"])
+        config.with_overrides({}, ["steps"])
 
 
 def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +203,7 @@ def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.Mo
 
 def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
     assert config.with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
-    with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found$"):
+    with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found\n  in b$"):
         config.with_overrides({"b": "${missing}"}, [])
 
 

@@ -6,39 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline import process_group
-from pipeline.process_group import (
-    DEVICE,
-    Arrival,
-    Identity,
-    Place,
-    check_device_memory,
-    differences,
-    identity,
-    log_differences,
-    network_line,
-    other_code,
-)
+from pipeline.identity import DEVICE, differences, other_code
+from pipeline.process_group import Arrival, Place, check_device_memory, log_differences, network_line
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests import hosts, preflights
+from tests.identities import worker
 
 NODE = socket.gethostname()
 TWO = ClusterConfig(workers=2, backend="processes")
-
-
-def worker(rank: int, **others: Any) -> Identity:
-    """A worker by hand, on a node of its own."""
-    packages = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "ray": "2.60.0", "numpy": "2.3.0"}
-    packages |= others.pop("packages", {})
-    known: dict[str, Any] = {"rank": rank, "node": f"n{rank}", "root": "/p", "code": "a" * 64, "packages": packages}
-    return {**known, "device": "cpu", "driver": "", **others}  # type: ignore[typeddict-item]
 
 
 def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
@@ -53,23 +34,8 @@ def logged(arrivals: list[Arrival], claimed: float) -> list[str]:
 
 def test_workers_that_are_alike_have_nothing_said_of_them() -> None:
     group = [worker(0), worker(1), worker(2)]
-    assert other_code(group, "a" * 64) == ""
-    assert differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == []
+    assert differences(group, [*MUST_BE_EQUAL, *SHOULD_BE_EQUAL, *DEVICE]) == [] and other_code(group, "a" * 64) == ""
     assert logged([Arrival(each, 100.0, True) for each in group], claimed=90.0) == []
-
-
-def test_the_first_of_those_that_differ_is_named_with_what_it_has() -> None:
-    group = [worker(0), worker(1, packages={"torch": "2.12.0"}, code="b" * 64), worker(2, code="c" * 64)]
-    assert other_code(group, "a" * 64) == (
-        "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
-    )
-    (package,) = differences(group, MUST_BE_EQUAL)
-    assert str(package) == "worker 1 on n1 has torch 2.12.0, worker 0 on n0 has 2.13.0"
-    devices = [worker(0, device="H100", driver="550.54.15"), worker(1, device="A100"), worker(2, device="H100")]
-    assert [str(difference) for difference in differences(devices, DEVICE)] == [
-        "worker 1 on n1 has device A100, worker 0 on n0 has H100",
-        "worker 1 on n1 (and 1 more) has GPU driver none, worker 0 on n0 has 550.54.15",
-    ]
 
 
 def test_a_step_that_has_no_room_is_told_with_the_worker_and_what_is_free() -> None:
@@ -96,16 +62,6 @@ def test_a_clock_is_named_that_is_more_than_a_second_off() -> None:
     ]
 
 
-def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "version"
-    monkeypatch.setattr(process_group, "NVIDIA_DRIVER", path)
-    assert identity(torch.device("cpu"))["driver"] == ""
-    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC …")
-    assert identity(torch.device("cpu"))["driver"] == "550.54.15"
-    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (x)")
-    assert identity(torch.device("cpu"))["driver"] == "570.86.10"
-
-
 # ------------------------------------------------------------------------ at every start
 
 
@@ -121,7 +77,7 @@ def start(tmp_path: Path, act: str = "") -> Any:
         ("other code", r"worker 1 on \S+ runs other code than this command: [0-9a-f]{12} in /.*copy"),
         ("own disk", r"worker 1 on \S+ has written /.*/rank-00001.log, and rank 0 on \S+ does not see it after 0 s"),
         pytest.param("no claim", r"worker 1 on \S+ does not see /.*/attempts/000001.json", marks=pytest.mark.slow),
-        pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, worker 0 on \S+ has 2", marks=pytest.mark.slow),
+        pytest.param("other torch", r"worker 1 on \S+ has torch 1.0, 1 of 1 nodes 2", marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
@@ -129,7 +85,8 @@ def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
         pytest.skip(hosts.missing())
     with pytest.raises(WorkerGroupError) as caught:
         start(tmp_path, act)
-    assert re.match(f"ClusterError: {message}", caught.value.cause), caught.value.cause
+    kind = "UnlikeNodes" if act.startswith("other") else "ClusterError"
+    assert re.match(f"{kind}: {message}", caught.value.cause), caught.value.cause
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     assert "\n  expected: " in caught.value.cause
 

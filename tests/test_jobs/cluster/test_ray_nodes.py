@@ -252,6 +252,22 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         nodes.cluster.remove_node(joined)
 
 
+def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others_are_there(nodes) -> None:
+    two = ClusterConfig(workers=2, wait_s=4)
+    group = reserve(two, "/runs/a")
+    ours = nodes_in(two)
+    odd = placement_group_table(group)["bundles_to_node_id"][0]
+    assert ours.leave_out({odd}, 3) == 2 and not ours.left_out, "three workers need it"
+    assert ours.leave_out({odd}, 2) == 2
+    assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
+    assert ours.room() == 2 and odd not in ours.status().spare
+    with pytest.raises(
+        ClusterError, match=r"room for 2 of 3 workers .*; even when the cluster is empty it has room for 2"
+    ):
+        reserve(ClusterConfig(workers=3, wait_s=4), "/runs/a")
+    assert set(ours.identities()) >= nodes.alive(), "nodes that are left out are asked too"
+
+
 @pytest.mark.slow
 def test_places_that_lost_a_node_for_good_are_given_up_for_fewer(nodes) -> None:
     some = ClusterConfig(workers=WorkerRange(least=1, most=3), patience_s=1, start_timeout_s=60)
@@ -369,9 +385,10 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
         else:
             os.kill(given[attempt]["pid"], signal.SIGTERM)
 
-    # No save but those that the notices ask for.
+    # No save but those that the notices ask for. Steps of eight micro-batches: the next node has joined in time.
     steps = 300 + 100 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
+    changes.append("pretrain.micro_batch=1")
     loaded = campaign.load(recipe, changes)
     rows = run_campaign(loaded, only="pretrain", also=give_notice)
     stage = loaded.directory(loaded.stage("pretrain"))

@@ -87,7 +87,7 @@ def ill(change: str) -> list[CheckResult]:
     ("change", "subject", "level", "said"),
     [
         ('workers.1.identity.code = "b"', "code", "FAIL", "worker 1 on n1 runs other code than this command"),
-        ('workers.2.identity.packages.torch = "2.12"', "versions", "FAIL", "worker 2 on n2 has torch 2.12, worker 0"),
+        ('workers.2.identity.packages.torch = "2.12"', "versions", "FAIL", "worker 2 on n2 has torch 2.12, 2 of 3"),
         ('workers.2.identity.packages.numpy = "2.2"', "versions", "WARN", "worker 2 on n2 has numpy 2.2"),
         ('workers.1.identity.device = "H100"', "workers", "WARN", "worker 1 on n1 has device H100"),
         ('workers.1.identity.driver = "550.1"', "workers", "WARN", "has GPU driver 550.1"),
@@ -138,9 +138,9 @@ def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> 
 @pytest.mark.parametrize(
     ("change", "subject", "said"),
     [
-        ({"identity": {"code": "b"}}, "code", "the spare node n9 runs other code than this command"),
-        ({"folder": {"sees_driver": False}}, "run folder", "not shared: the spare node n9 does not see"),
-        ({"sets": {"/data": {"error": "gone"}}}, "data", "the spare node n9 cannot read /data: gone"),
+        ({"identity": {"code": "b"}}, "code", "node n9 runs other code than this command"),
+        ({"folder": {"sees_driver": False}}, "run folder", "not shared: node n9 does not see"),
+        ({"sets": {"/data": {"error": "gone"}}}, "data", "node n9 cannot read /data: gone"),
         ({"machine": {"open_files": 256}}, "open files", "256 for a worker on n9, about 536 needed"),
     ],
 )

@@ -1,6 +1,5 @@
 """What `jobs status` says of a run, and of a stage's folder."""
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -8,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from data.errors import UsageError
+from data.storage import Folder
 from jobs.commands.status import status
+from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline.monitoring.telemetry import Telemetry
 from tests.test_pipeline.monitoring.test_telemetry import REPORT
@@ -44,13 +45,17 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").write_text("{}")
     write_status(tmp_path, None, "running", "python -m jobs run x.yaml")
-    owner = {"host": socket.gethostname(), "pid": os.getpid()}
-    (tmp_path / "owner.json").write_text(json.dumps(owner))
+    lease = Lease(Folder(tmp_path), print)
+    lease.take()
     end, stage = shown()
-    assert "running, started" in end and "started, no step yet" in stage
-    (tmp_path / "owner.json").write_text(json.dumps(owner | {"pid": 2**22 + 1}))  # above Linux's largest pid
+    assert f" on {socket.gethostname()} (process {os.getpid()}): python -m jobs run x.yaml" in end
+    assert end.startswith("end  running, started 20") and "started, no step yet" in stage
+    lease.record["pid"] = 2**22 + 1  # above Linux's largest pid
+    lease.renew()
     end, stage = shown()
-    assert "killed, or lost with its machine" in end and "ended before its first report" in stage
+    seen = f"was last seen {lease.record['renewed']} by that machine's clock; to go on type: python -m jobs run x.yaml"
+    assert end.startswith("end  stopped without a word: process 4194305 on ") and end.endswith(seen)
+    assert "ended before its first report" in stage
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=1).report("train", REPORT)
     _end, stage = shown()
     assert "not running, " in stage and "eta" not in stage

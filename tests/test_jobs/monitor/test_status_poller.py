@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jobs.cluster.ray_nodes import WORKER_GAUGE
+from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.monitor import status_poller
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
@@ -41,7 +43,7 @@ def stage(tmp_path: Path) -> Path:
     directory = tmp_path / "digits" / "pre-train-1a2b3c4d"
     for number in (3, 7):
         (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
-    incident = '2026-11-22 08:00:00 worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
+    incident = '2026-11-22 08:00:00 attempt 7: worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
     (directory / "incidents.txt").write_text(incident)
     lines = [json.dumps(record) for record in (REPORT, COMMIT)]
     (directory / "metrics.jsonl").write_text("\n".join(["torn}", *lines, '{"kind": "train", "st']))
@@ -160,7 +162,7 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() 
     shown: set[str] = set()
     for query in expressions():
         names = re.findall(r"\bray_\w+", query)
-        assert names, query
+        assert names or 'up{job="ray"}' in query, query
         shown.update(names)
     assert shown <= exported
     # What row 8 of "a campaign nobody babysits" asks to see.
@@ -173,3 +175,51 @@ def test_the_alerts_are_a_file_that_prometheus_is_told_of() -> None:
     assert config["rule_files"] == ["alerts.yml"]
     (job,) = config["scrape_configs"]
     assert job["file_sd_configs"] == [{"files": ["/tmp/ray/prom_metrics_service_discovery.json"]}]
+    assert job["job_name"] == "ray", "the alerts name it"
+
+
+# One node and the head, scraped every minute: what is missing from here on fires the alerts, and what is there none.
+LIVES_ON = "1+0x120"
+SERIES = {
+    'up{job="ray", instance="head"}': (LIVES_ON, "1+0x5 0+0x120"),
+    'up{job="ray", instance="node"}': (LIVES_ON, LIVES_ON),
+    'ray_patchline_lease_age_s{run="h14", stage="pretrain"}': ("3+0x120", "3+0x5 stale"),
+    'ray_patchline_lease_age_s{run="l16", stage="pretrain"}': ("3+0x120", "3+0x5 25+0x120"),
+    'ray_patchline_report_age_s{run="h14", stage="pretrain"}': ("5+0x120", "5+0x5 stale"),
+    'ray_patchline_waiting{run="h14", stage="pretrain"}': ("0+0x120", "0+0x5 stale"),
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's prometheus)")
+@pytest.mark.parametrize(
+    ("column", "alone", "minute", "expected"),
+    [
+        (0, None, 90, set()),
+        # The head is dead, and with it the driver of h14; another run's driver cannot renew its lease.
+        (1, None, 30, {"PatchlineNodeGone", "PatchlineRunGone", "PatchlineLease"}),
+        # Nothing is left, or Prometheus has never known of anything.
+        (1, "waiting", 45, {"PatchlineClusterGone", "PatchlineNoRun"}),
+    ],
+)
+def test_prometheus_fires_the_alerts_of_a_head_and_a_driver_that_are_dead(
+    column, alone, minute, expected, tmp_path
+) -> None:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    series = []
+    for name, values in SERIES.items():
+        if alone is None or alone in name:
+            series.append({"series": name, "values": values[column]})
+    checks = []
+    for name in names:
+        # Two nodes or runs may fire one alert.
+        expression = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) > bool 0'
+        samples = [{"labels": "{}", "value": 1}] if name in expected else []
+        checks.append({"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples})
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    file = tmp_path / "alerts_test.yml"
+    document = {"rule_files": [str(DEPLOY / "alerts.yml")], "evaluation_interval": "1m", "tests": [test]}
+    file.write_text(yaml.safe_dump(document))
+    for words in (["check", "rules", str(DEPLOY / "alerts.yml")], ["test", "rules", str(file)]):
+        told = subprocess.run(["promtool", *words], capture_output=True, text=True)
+        assert told.returncode == 0, told.stdout + told.stderr

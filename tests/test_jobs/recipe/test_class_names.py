@@ -1,6 +1,7 @@
 """Class names travel with sets and weights, and the same id means the same class wherever two of them meet."""
 
 import json
+import tarfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -256,6 +257,58 @@ def test_labels_that_are_names_are_read_through_a_class_list(texts, tmp_path, ca
     assert "most: tench 2, great white shark 2" in capsys.readouterr().out
 
 
+def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, capsys):
+    """Also where a name stands in one shard alone, is in several labels of a sample, or was read before a kill."""
+    labels = [b"tench", b'["shark", "tench"]', b"great white", b"tench"]
+    for shard, label in enumerate(labels):
+        extension = "json" if label.startswith(b"[") else "cls"
+        write_tar(tmp_path / f"{shard}.tar", [("a.jpg", picture(shard)), (f"a.{extension}", label)])
+    assert main(["index", str(tmp_path), "--name", "t"]) == 0
+    index = load_index(tmp_path)
+    assert index.names == ("great white", "shark", "tench") and index.class_counts == (1, 1, 3)
+    assert index.refused == {}
+    batches = list(EvaluationSet(index, "resize(16)", batch_size=4, max_labels=2))
+    assert batches[0].labels.tolist() == [[2, -1], [1, 2], [0, -1], [2, -1]]
+    assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65
+    (tmp_path / "t.index.json").unlink()
+    assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65
+    assert "labels are 3 names, 'great white', 'shark', 'tench', and classes are 2" in capsys.readouterr().err
+    # Texts that hardly repeat are no classes.
+    members = []
+    for dog in range(1100):
+        members += [(f"{dog}.jpg", picture(dog % 256)), (f"{dog}.cls", f"a photo of dog {dog}".encode())]
+    (tmp_path / "captions").mkdir()
+    write_tar(tmp_path / "captions" / "c.tar", members)
+    assert main(["index", str(tmp_path / "captions")]) == 65
+    assert "refused: 1,100 × label is a text that no class list has, first 0 of c.tar" in capsys.readouterr().err
+
+
+def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_asked_for(tmp_path, capsys):
+    members = [(f"{number}.jpg", picture(number)) for number in range(6)]
+    (tmp_path / "tars").mkdir()
+    write_tar(tmp_path / "tars" / "t.tar", members)
+    assert main(["index", str(tmp_path / "tars")]) == 65
+    assert "are indexed with --unlabelled" in capsys.readouterr().err
+    assert main(["pack", "tars", str(tmp_path / "tars"), str(tmp_path / "packed")]) == 65
+    for command, folder in (
+        (["index", str(tmp_path / "tars"), "--unlabelled"], tmp_path / "tars"),
+        (["pack", "tars", str(tmp_path / "tars"), str(tmp_path / "packed"), "--unlabelled"], tmp_path / "packed"),
+    ):
+        assert main(command) == 0
+        assert "6 samples in 1 shards, without labels" in capsys.readouterr().out
+        index = load_index(folder)
+        assert index.samples == 6 and index.class_counts == () and index.names == ()
+        assert main(["data", "check", str(folder)]) == 0
+        assert main(["data", "repair", str(folder), f"{folder}-mended"]) == 0
+        assert load_index(f"{folder}-mended").samples == 6
+        # The same again is the same set: packed, it is found finished.
+        assert main(command) == 0
+        assert load_index(folder).digest == index.digest
+    with tarfile.open(next((tmp_path / "packed").glob("*.tar"))) as tar:
+        assert sorted(tar.getnames()) == [f"t/{number}.jpg" for number in range(6)]
+    assert main(["index", str(tmp_path / "tars"), "--unlabelled", "--classes", "2"]) == 64
+
+
 def test_a_name_that_no_list_has_and_a_list_that_cannot_be_meant_are_refused(texts, tmp_path, capsys):
     assert main(["index", str(texts)]) == 0, "one of the labels is an id"
     assert "refused: 3 × label is a text that no class list has, first 0 of t.tar" in capsys.readouterr().out
@@ -351,16 +404,18 @@ fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
 
 @pytest.fixture
 def three_sets(tmp_path: Path) -> Path:
-    """Sets of the same samples: `a` and `b` call them alike, `c` otherwise, `d` not at all."""
+    """Sets of the same samples: `a` and `b` are named alike, `c` otherwise, `d` not at all; `e` holds others."""
     samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
     named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
     for name, names in named.items():
         counted = samples if name != "b" else samples[:2]
         pack(counted, tmp_path / name, name=name, names=names)
+    others = [Sample(f"e{n}", picture(50 * n + 10), (n % 3,)) for n in range(4)]
+    pack(others, tmp_path / "e", name="e", names=named["a"])
     return tmp_path
 
 
-def campaign(folder: Path, b: str = "b", c: str = "a", new_head: str = "false") -> str:
+def campaign(folder: Path, b: str = "b", c: str = "e", new_head: str = "false") -> str:
     text = STAGES.format(a=folder, b=folder / b, c=folder / c, new_head=new_head)
     path = folder / "stages.yaml"
     path.write_text(f"run: {folder}/run\n{text}")

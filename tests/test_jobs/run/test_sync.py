@@ -248,6 +248,60 @@ def test_hosts_that_share_no_folder_lose_one_of_them_and_end_with_the_same_bits(
         assert losses(folder_of(tmp_path / "head")) == losses(tmp_path / "run")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
+def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_with_73_when_it_is_back(
+    small, shards, tmp_path
+) -> None:
+    """Two hosts and their store, a third; frames are dropped, so that no connection is closed."""
+    shutil.copytree(shards, tmp_path / "sets")
+    small.write_text(recipe_on(tmp_path / "sets"))
+    run = RUN.format(name="link")
+    with hosts.Network(tmp_path) as network:
+
+        def log_of(name: str) -> Path:
+            return tmp_path / f"{name}.log"
+
+        def start(name: str, *words: str) -> subprocess.Popen[bytes]:
+            with log_of(name).open("a") as log:
+                return network[name].start(["python", "-m", *words], log, OMP_NUM_THREADS="1")
+
+        def drive(name: str) -> subprocess.Popen[bytes]:
+            longer = ("pretrain.steps=3000", "pretrain.save_every=20")
+            return start(name, "jobs", "run", str(small), f"run={run}", "cluster.scratch=/tmp/scratch", *longer)
+
+        for name in ("store", "h0", "h1"):
+            network.boot(name).run(CREDENTIALS)
+        start("store", "moto.server", "-H", "0.0.0.0", "-p", "5000")
+        wait_for(log_of("store"), "Running on")
+        network["h0"].run(["python", "-c", BUCKET])
+        first = drive("h0")
+        wait_for(log_of("h0"), "checkpoint step 20 committed")
+        assert "end  running, started 20" in (told := network["h1"].run(f"python -m jobs status {run}")), told
+
+        network["h0"].black_hole()
+        began = time.monotonic()
+        told = network["h1"].run(f"python -m jobs status {run}")
+        print(f"load {os.getloadavg()[0]:.0f}: status took {time.monotonic() - began:.1f} s: {told}")
+        assert "end  stopped without a word: process " in told and " on h0, started 20" in told
+        assert "by that machine's clock; to go on type: python -m jobs run " in told
+        second = drive("h1")
+        wait_for(log_of("h1"), "no sign of life: taking the run over; should process ")
+        wait_for(log_of("h1"), "attempt 2: resumed from step ")
+
+        network["h0"].mend()
+        began = time.monotonic()
+        assert first.wait(240) == 73, log_of("h0").read_text()
+        print(f"mended: the first driver ended after {time.monotonic() - began:.1f} s")
+        assert "error: s3://images/runs/link is owned by process " in log_of("h0").read_text()
+        # The second was not disturbed, and ends when it is asked to, from the other host.
+        assert second.poll() is None
+        told = network["h0"].run(f"python -m jobs stop {run}")
+        assert second.wait(120) == 75 and "it has ended; see how: " in told, log_of("h1").read_text()
+        assert log_of("h1").read_text().count("attempt ") and "restarting" not in log_of("h1").read_text()
+
+
 def worker_host(cluster: RayHosts) -> str:
     """A host that is not the head, with a worker of the running attempt."""
     said = cluster.head.run("cat /tmp/scratch/*/pretrain-*/attempts/attempt-*/rank-*.json")

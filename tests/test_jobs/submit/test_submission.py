@@ -1,5 +1,6 @@
 """A run as a Ray job, on a real cluster with its dashboard: submitted, found by name, followed, stopped."""
 
+import asyncio
 import json
 import os
 import shlex
@@ -9,8 +10,9 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -21,11 +23,13 @@ from ray._private.runtime_env.packaging import create_package
 from ray.job_submission import JobSubmissionClient
 
 from data.errors import ClusterError, ConfigError, RunOwned, UsageError
+from data.storage import Folder
 from jobs.__main__ import main
 from jobs.cluster.embedded import LOOPBACK
 from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
+from jobs.ownership import Lease
 from jobs.recipe.render import VARIABLE, portable
 from jobs.stages.kinds import KINDS
 from jobs.submit import submission
@@ -254,6 +258,82 @@ def test_a_head_that_has_just_started_is_asked_again_until_it_takes_jobs(monkeyp
         submission._submit_when_possible(submit_job)
 
 
+class Head:
+    """A head with one job, whose connection for its log breaks once, and which then falls silent or forgets the job."""
+
+    def __init__(self, end: str) -> None:
+        self.end = end
+        self.tails = 0
+        self.is_gone = False
+
+    def get_address(self) -> str:
+        return "http://head:8265"
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        if self.is_gone and self.end == "silent":
+            time.sleep(60)  # as after a loss of power: no answer, and no end of the connection
+        if self.is_gone and self.end == "forgets":
+            return []
+        status, code = "RUNNING", None
+        if self.is_gone:
+            status, code = "FAILED", {"killed": -9, "shell": 137, "place": None, "data": 65}[self.end]
+        job = SimpleNamespace(submission_id="x-001", status=status, start_time=1, metadata={"run": "/runs/x"})
+        job.driver_exit_code = code
+        return [job]
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        self.tails += 1
+        yield "step 1\nst"
+        if self.tails == 1:
+            raise ConnectionError("the connection broke")
+        yield "ep 2\n"
+        self.is_gone = True
+        if self.end in ("silent", "forgets"):
+            await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "text"),
+    [
+        ("silent", 69, "the cluster's head at http://head:8265 has not answered for "),
+        ("forgets", 69, "knows no job x-001 any more: it was started anew"),
+        ("killed", 69, "job x-001 ended without a word: FAILED, exit code -9"),
+        ("shell", 69, "job x-001 ended without a word: FAILED, exit code 137"),
+        ("place", 69, "job x-001 ended without a word: FAILED, exit code None"),
+        ("data", 65, ""),
+    ],
+)
+def test_logs_end_as_the_run_does_and_with_69_where_the_head_or_the_driver_is_gone(
+    end, code, text, monkeypatch, capsys
+) -> None:
+    head = Head(end)
+    monkeypatch.setattr(submission, "_connect", lambda: head)
+    for name in ("LOOK_EVERY_S", "LOOK_TIMEOUT_S", "HEAD_PATIENCE_S"):
+        monkeypatch.setattr(submission, name, 0.1)
+    assert main(["logs", "/runs/x"]) == code
+    printed = capsys.readouterr()
+    assert printed.out == "step 1\nstep 2\n", "each line once, whatever befell the connection"
+    assert text in printed.err
+
+
+def test_submit_and_wait_follows_a_job_that_is_alive_and_ends_as_it_does(tmp_path, monkeypatch, capsys) -> None:
+    head = Head("data")
+    run = tmp_path / "x"
+    head.list_jobs = lambda: [job for job in Head.list_jobs(head) if job.metadata.update(run=str(run)) is None]
+    monkeypatch.setattr(submission, "_connect", lambda: head)
+    monkeypatch.setattr(submission, "LOOK_EVERY_S", 0.1)
+    assert main(["submit", "digits", f"run={run}", "--wait"]) == 65
+    printed = capsys.readouterr().out
+    assert "job x-001 of this run is RUNNING since " in printed and printed.endswith("step 1\nstep 2\n")
+
+
+def test_submit_refuses_a_run_whose_driver_is_no_job(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(submission, "submit", lambda *_, **__: pytest.fail("it was submitted"))
+    with Lease(Folder(tmp_path / "x"), print):
+        assert main(["submit", "digits", f"run={tmp_path / 'x'}"]) == 73
+    assert f"x is owned by process {os.getpid()} on" in capsys.readouterr().err
+
+
 def test_a_checkout_too_large_to_ship_is_refused_with_its_largest_entries(checkout) -> None:
     (checkout / ".gitignore").write_text("/cache/\n")
     for name, size in {"images/a.tar": 90, "images/b.tar": 20, "runs/x.bin": 500, "cache/y": 500}.items():
@@ -406,6 +486,17 @@ def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> N
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
             ask()
+
+
+def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
+    """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
+    disconnect()
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
+        with pytest.raises(ClusterError, match="is no Ray head: another server answers there"):
+            connect(ClusterConfig())
+        server.shutdown()
 
 
 def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:

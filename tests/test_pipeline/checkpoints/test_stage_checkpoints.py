@@ -30,11 +30,11 @@ from safetensors.torch import save_file
 import models
 from data import files
 from data import storage as folder_storage
-from data.errors import CheckpointError
+from data.errors import CheckpointError, RunOwned
 from data.storage import Folder
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.ownership import claim_attempt
+from jobs.ownership import Lease, claim_attempt
 from pipeline.checkpoints import manifest as manifests
 from pipeline.checkpoints import reader, saver
 from pipeline.checkpoints.manifest import (
@@ -473,9 +473,7 @@ def test_a_frozen_former_owners_commit_is_refused(tmp_path) -> None:
         former.begin(100 + round)
         claim_attempt(Folder(run))  # meanwhile somebody else starts
         before = sorted(p.name for p in former.folder.iterdir() if not p.name.startswith("."))
-        with pytest.raises(
-            CheckpointError, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"
-        ):
+        with pytest.raises(RunOwned, match=f"attempt {2 * round + 2} owns .* now, this is attempt {2 * round + 1}"):
             former.finish()
         assert sorted(p.name for p in former.folder.iterdir()) == before
 
@@ -570,9 +568,9 @@ def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
 @pytest.mark.parametrize("starts", [2, 20])
 def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(starts, tmp_path) -> None:
     context = drives.fork_context()
-    (tmp_path / "run").mkdir()
-    killed = {"pid": 4194305, "host": socket.gethostname(), "since": "long ago", "command": "run"}  # above any real pid
-    (tmp_path / "run" / "owner.json").write_text(json.dumps(killed))
+    lease = Lease(Folder(tmp_path / "run"), print)
+    lease.record["pid"] = 4194305  # above any real pid: its process was killed
+    lease.take()
     crowd = [
         context.Process(target=drives.own, args=(str(tmp_path / "run"), str(tmp_path), number))
         for number in range(starts)

@@ -1,0 +1,97 @@
+"""What a large placement group costs Ray's head and the driver, with resources that nobody has.
+
+    nice -n 5 .venv/bin/python -m benchmarks.bundles 8 64 256 1000
+
+Starts a Ray head on this machine that counts eight CPUs for each bundle of the largest group, and asks for one group of
+so many bundles after the other, through what a campaign asks with (RayNodes). A row each: the seconds until Ray has
+placed it, what the driver asks once a second (`status`), the seconds until it is given back, the driver's CPU for a
+round of as many heartbeats (of four actors), and the memory of Ray's processes and of this one. All bundles lie on
+one node: on a cluster `status` grows with the nodes too.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import wait
+from typing import Any
+
+import psutil
+import ray
+from ray.util.placement_group import placement_group_table
+
+from jobs.cluster.agent import NodeReport, WorkerState
+from jobs.cluster.ray_agent import call_actor
+from jobs.cluster.ray_nodes import RayNodes
+from jobs.cluster_config import ClusterConfig
+from pipeline.monitoring.watchdog import Place
+
+CPUS = 8  # of a bundle
+REPEATS = 5
+ACTORS = 4
+
+
+def memory_mib() -> str:
+    """Return the private memory of Ray's processes and of this one, in words."""
+    sizes = [f"driver {psutil.Process().memory_full_info().uss / 2**20:.0f}"]
+    for process in psutil.Process().children(recursive=True):
+        if process.name() in ("gcs_server", "raylet"):
+            sizes.append(f"{process.name()} {process.memory_full_info().uss / 2**20:.0f}")
+    return ", ".join(sizes)
+
+
+class Answerer:
+    """Stands in for the agents of a quarter of the nodes."""
+
+    def poll(self, wait_s: float) -> NodeReport:
+        """Answer as an agent with eight workers does."""
+        time.sleep(wait_s)
+        place = Place(812, "reduce", 1200, "")
+        return NodeReport(1, [WorkerState(rank, 4711, place=place) for rank in range(8)])
+
+
+def heartbeat_cpu_ms(actors: list[Any], nodes: int) -> float:
+    """Return the driver's CPU time of a round of polls, one a node, that are answered within a second."""
+    began = time.process_time()
+    answers = [call_actor(actors[node % len(actors)], "poll", 1.0) for node in range(nodes)]
+    wait(answers)
+    return 1000 * (time.process_time() - began)
+
+
+def main() -> int:
+    """Print a row for each number of bundles."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bundles", description=__doc__)
+    parser.add_argument("bundles", type=int, nargs="+")
+    numbers = parser.parse_args().bundles
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray.init(num_cpus=CPUS * max(numbers), include_dashboard=False, log_to_driver=False)
+    remote: Any = ray.remote(Answerer).options(num_cpus=0, max_concurrency=max(numbers) // ACTORS + 1)
+    actors = [remote.remote() for _ in range(ACTORS)]
+    heartbeat_cpu_ms(actors, ACTORS)
+    print("bundles  placed s  status ms  given back s  round, CPU ms   memory MiB", flush=True)
+    for number in numbers:
+        cluster = ClusterConfig(workers=number, cpus_per_worker=CPUS, backend="ray")
+        nodes = RayNodes(cluster, is_embedded=False)
+        began = time.perf_counter()
+        nodes.reserve(f"/runs/{number}", [number], print, lambda: None)
+        placed_s = time.perf_counter() - began
+        began = time.perf_counter()
+        for _ in range(REPEATS):
+            nodes.status()
+        status_ms = 1000 * (time.perf_counter() - began) / REPEATS
+        round_ms = statistics.median([heartbeat_cpu_ms(actors, number) for _ in range(REPEATS)])
+        memory = memory_mib()
+        began = time.perf_counter()
+        nodes.release()
+        while any(row["state"] == "CREATED" for row in placement_group_table().values()):
+            time.sleep(0.01)
+        removed_s = time.perf_counter() - began
+        row = f"{number:7} {placed_s:9.2f} {status_ms:10.1f} {removed_s:13.2f} {round_ms:14.0f}"
+        print(f"{row}   {memory}", flush=True)
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,459 @@
+"""Look at somebody's images: which source reads them, how many there are, of which classes and sizes.
+
+    survey("photos")   photos/train/cat/1.jpg …, photos/val/cat/7.jpg …
+    →   train          FoundSet(source="folder", path="photos/train", images=600, class_counts={"cat": 300, …}, …)
+        test           FoundSet(source="folder", path="photos/val", …)
+
+What lies at a path is taken for, first match wins:
+1. the archive of a known data set, by its file name (docs/data-sets.md);
+2. a part called train (a folder, or files with that word in their names) with one called val or test beside it;
+3. an index; WebDataset tars; image parquet; a table of paths; sub-folders of images, one a class; images alone.
+
+Headers of tars, columns of labels and names of files are read for the counts. Of the images themselves a few hundred,
+evenly spread, are opened, and their headers read.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from data.checks import printable
+from data.errors import DataError
+from data.images.decode import BadImage, read_header
+from data.index.document import SUFFIX, load_index
+from data.index.names import NoLabel, parse_labels, some
+from data.index.shard import COMPRESSED
+from data.index.tar import IMAGES, mapped, walk
+from data.sources.folders import (
+    IMAGE_COLUMNS,
+    TABLE_PATH_COLUMNS,
+    ImageParquet,
+    classes_in,
+    files_of,
+    first_of,
+    images_below,
+    label_text,
+    naming_parquet,
+    table_columns,
+)
+from data.sources.known import known_archive
+
+TRAIN = ("train", "training")
+# What is evaluated on, in this order: a test set stays untouched where there is a validation set.
+TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
+OPENED = 256  # images whose headers are read
+KEPT = 32  # of these, whose bytes are kept, to measure how fast they decode
+MOST_NAMED = 5  # of what is wrong
+# Archives as their owners call them: the source that reads them, the splits to train on and to evaluate on, and about
+# how long the shorter side of an image is.
+KNOWN = {
+    "cifar-10-binary.tar.gz": ("cifar10", "train", "test", 32),
+    "cifar-100-binary.tar.gz": ("cifar100", "train", "test", 32),
+    "annotations.tar.gz": ("pets", "train", "test", 300),
+    "102flowers.tgz": ("flowers102", "trainval", "test", 500),
+    "ILSVRC2012_img_train.tar": ("imagenet-train", "train", "", 375),
+    "winter21_whole.tar.gz": ("imagenet-21k", "train", "", 375),
+    "fall11_whole.tar": ("imagenet-21k-fall11", "train", "", 375),
+}
+IN_FOLDER = ("pets", "flowers102")  # whose archives lie side by side: the folder is their path
+
+Report = Callable[[int], None]  # hears how many images have been counted so far
+
+
+@dataclass
+class FoundSet:
+    """One set of images, as it was found."""
+
+    source: str  # as a pack stage calls it; "index" for a set that needs no packing
+    path: str
+    images: int = 0
+    class_counts: Counter[str] = field(default_factory=Counter)  # a class's name, or its id, and how many images
+    are_ids: bool = False  # of classes without names
+    most_labels: int = 0  # of an image; 0: there are no labels
+    labelled: int = 0  # images that have one
+    split: str = ""  # of a known data set
+    sides: list[tuple[int, int]] = field(default_factory=list)  # (height, width) of the images that were opened
+    examples: list[bytes] = field(default_factory=list)  # some of these
+    bad: Counter[str] = field(default_factory=Counter)  # why some of these cannot be read
+    opened: int = 0
+    notes: list[str] = field(default_factory=list)  # what is left out, or odd
+
+    @property
+    def classes(self) -> int:
+        """Return how many outputs a model needs; 0 without labels."""
+        if self.are_ids:
+            return max(map(int, self.class_counts), default=-1) + 1
+        return len(self.class_counts)
+
+    @property
+    def shorter_side(self) -> int:
+        """Return the median of the shorter side in pixels; 224 where no image could be opened."""
+        return round(median(map(min, self.sides or [(224, 224)])))
+
+    def count(self, raw: bytes) -> None:
+        """Count an image by its label, as a `.cls` or `.json` would hold it: ids, names, or none."""
+        self.images += 1
+        labels: Sequence[object] = ()
+        try:
+            labels = parse_labels(raw)
+            # Beside ids, names are none: what was counted of them goes.
+            if not self.are_ids:
+                self.class_counts.clear()
+                self.labelled = 0
+            self.are_ids = True
+        except NoLabel as error:
+            if error.are_names and not self.are_ids:
+                labels = error.texts
+        self.labelled += bool(labels)
+        self.most_labels = max(self.most_labels, len(labels))
+        self.class_counts.update(map(str, dict.fromkeys(labels)))
+
+    def open(self, encoded: bytes) -> None:
+        """Read the header of an image."""
+        self.opened += 1
+        try:
+            header = read_header(encoded)
+        except BadImage as error:
+            self.bad[str(error)] += 1
+            return
+        self.sides.append((header.height, header.width))
+        if len(self.examples) < KEPT:
+            self.examples.append(encoded)
+
+
+def survey(place: str, *, unlabelled: bool = False, report: Report) -> tuple[FoundSet, FoundSet | None]:
+    """Return the set to train on, and the one to evaluate on, if there is one, of what lies at a path.
+
+    An `unlabelled` set has its labels overlooked, and none to evaluate on. Raises DataError where there are no images,
+    or where what there is cannot be read as it stands.
+    """
+    if "://" in place:
+        raise DataError(
+            f"{place}: images in a store are not looked at from here\n"
+            f"  type python -m jobs index {place} --output indexes/NAME, which reads them once, then name that folder"
+        )
+    if not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
+        raise DataError(f"there is nothing at {place}\n  expected a folder of images, tars, a table or parquet")
+    known = known_sets(Path(place))
+    if known is not None:
+        train, *tests = known
+        return train, next(iter(tests), None)
+    train_place, test_place = parts_of(place)
+    train = look(train_place, unlabelled, report)
+    if train.images == 0:
+        raise DataError(f"{train_place}: no images here or below\n  expected {', '.join(IMAGES)}, in folders or tars")
+    if len(train.class_counts) == 1:
+        raise DataError(
+            f"{train_place}: {train.images:,} images of one class, {some(list(train.class_counts))}: there is nothing "
+            "to tell apart\n  expected two classes or more, as a sub-folder each; --unlabelled trains without labels"
+        )
+    without_label = train.images - train.labelled
+    if train.classes and without_label:
+        train.notes.append(f"{without_label:,} images have no label that can be used, and are not trained on")
+    if test_place is None or train.classes == 0:
+        return train, None
+    test = look(test_place, unlabelled, report)
+    lacking = [name for name in test.class_counts if name not in train.class_counts]
+    # Images of a competition's test set have no labels, or lie in a single folder.
+    if len(lacking) == len(test.class_counts):
+        train.notes.append(f"{test_place} is not evaluated on: its images have no labels of these classes")
+        return train, None
+    if lacking and not train.are_ids:
+        raise DataError(
+            f"{test_place}: {some(lacking)}: classes that {train_place} lacks\n"
+            "  expected the classes that are trained on; take these out"
+        )
+    return train, test
+
+
+def known_sets(place: Path) -> list[FoundSet] | None:
+    """Return the sets of a known archive, which is counted when it is packed; None where it is none."""
+    for name, (source, train_split, test_split, side) in KNOWN.items():
+        archive = place if place.name == name else place / name
+        if not archive.is_file():
+            continue
+        path = archive
+        if source in IN_FOLDER:
+            path = archive.parent
+        published = known_archive(source, None, None)
+        assert published is not None, source
+        found = []
+        for split in filter(None, (train_split, test_split)):
+            size = published.published[split]
+            counts = Counter({str(label): size.samples // size.classes for label in range(size.classes)})
+            found.append(
+                FoundSet(
+                    source,
+                    str(path),
+                    size.samples,
+                    counts,
+                    are_ids=True,
+                    most_labels=1,
+                    labelled=size.samples,
+                    split=split,
+                    sides=[(side, side)],
+                )
+            )
+        return found
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a file's name: `cifar10-train-000.tar` → cifar, train, tar."""
+    return re.findall(r"[a-z]+", name.lower())
+
+
+def parts_of(place: str) -> tuple[str, str | None]:
+    """Return where the images to train on lie, and those to evaluate on, if they are apart."""
+    path = Path(place)
+    # A folder that holds nothing but another one is passed through.
+    while path.is_dir():
+        entries = sorted(path.glob("[!.]*"))
+        is_wrapper = len(entries) == 1 and entries[0].is_dir() and any(below.is_dir() for below in entries[0].glob("*"))
+        if not is_wrapper:
+            break
+        path = entries[0]
+    # 1. Parts below: folders, or files that have the words in their names.
+    if path.is_dir():
+        entries = sorted(path.glob("[!.]*"))
+        folders = {entry.name.lower(): str(entry) for entry in entries if entry.is_dir()}
+        kinds = [folders]
+        for suffix in (".tar", ".parquet", ".csv"):
+            files = [entry.name for entry in entries if entry.name.endswith(suffix)]
+            kinds.append(parts_of_files(path, files, suffix))
+        for parts in kinds:
+            train = first_of(TRAIN, list(parts))
+            test = first_of(TEST, list(parts))
+            if train is not None and test is not None:
+                return parts[train], parts[test]
+            # A folder that is called train and stands alone may be a class, of trains.
+            if train is not None and any(below.is_dir() for below in Path(parts[train]).glob("*")):
+                return parts[train], None
+    # 2. Or the part that is named is one of two: train-*.tar beside test-*.tar, photos/train beside photos/val.
+    for train in TRAIN:
+        if train not in words_of(path.name):
+            continue
+        for test in TEST:
+            other = path.with_name(path.name.replace(train, test))
+            if other.exists() or any(path.parent.glob(other.name)):
+                return str(path), str(other)
+    return str(path), None
+
+
+def parts_of_files(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
+    """Return the path, or the pattern, of the files that have a part's word in their names; raises DataError.
+
+    All files have to be of a part, where one is called train; tables may lie beside others.
+    """
+    parts = {}
+    rest = set(files)
+    for word in (*TRAIN, *TEST):
+        named = [name for name in files if word in words_of(name)]
+        rest -= set(named)
+        if len(named) == 1:
+            parts[word] = str(folder / named[0])
+        elif named:
+            pattern = f"*{word}*{suffix}"
+            parts[word] = str(folder / pattern)
+            rest |= {path.name for path in folder.glob(pattern)} - set(named)
+    is_apart = first_of(TRAIN, list(parts)) is not None and first_of(TEST, list(parts)) is not None
+    if is_apart and rest and suffix != ".csv":
+        raise DataError(
+            f"{folder}: {some(sorted(rest))} are of no part, beside others that are called train\n"
+            f"  expected train or test in all names; name those that you mean: '{folder}/train-*{suffix}'"
+        )
+    return parts
+
+
+# ------------------------------------------------------------------------------------------------ kinds
+
+
+def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Return the set that lies at a path; raises DataError where nothing there can be read as it stands."""
+    path = Path(place)
+    if path.is_dir():
+        compressed = [entry for suffix in COMPRESSED for entry in path.glob(f"[!.]*{suffix}")]
+        if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
+            return look_at_index(path, report)
+        if any(path.glob("[!.]*.tar")):
+            return look_at_tars(place, unlabelled, report)
+        if any(path.glob("[!.]*.parquet")):
+            return look_at_parquet(place, unlabelled, report)
+        tables = [table for table in sorted(path.glob("[!.]*.csv")) if is_table(table)]
+        if len(tables) == 1:
+            return look_at_table(str(tables[0]), unlabelled, report)
+        if compressed:
+            raise DataError(
+                f"{compressed[0]}: a compressed tar, whose samples cannot be read from the middle\n"
+                f"  type gzip -d {compressed[0]} (or zstd -d), and the same command again"
+            )
+        return look_at_folder(path, unlabelled, report)
+    if place.endswith(".tar"):
+        return look_at_tars(place, unlabelled, report)
+    if place.endswith(".parquet"):
+        return look_at_parquet(place, unlabelled, report)
+    if place.endswith(".csv"):
+        return look_at_table(place, unlabelled, report)
+    way_out = "expected a folder, .tar, .parquet or .csv"
+    if place.endswith((".zip", *COMPRESSED)):
+        way_out = "unpack it, and name the folder"
+    raise DataError(f"{place}: no set of images that can be read as it is\n  {way_out}")
+
+
+def spread(items: Sequence[tuple[Path, int, int]], most: int = OPENED) -> Iterator[bytes]:
+    """Give the bytes of some of many images, (file, offset, bytes or −1 for all), evenly spread."""
+    for number in range(min(most, len(items))):
+        path, offset, size = items[(2 * number + 1) * len(items) // (2 * min(most, len(items)))]
+        with suppress(OSError), open(path, "rb") as file:
+            file.seek(offset)
+            yield file.read(size)
+
+
+def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
+    """Look at sub-folders of images, one a class; or at images without labels."""
+    found = FoundSet("folder", str(root))
+    passed_over: Counter[str] = Counter()
+    paths: list[Path] = []
+    empty = []
+    for folder in sorted(path for path in root.glob("[!.]*") if path.is_dir()):
+        below = images_below(folder, passed_over)
+        if not below:
+            empty.append(folder.name)
+            continue
+        paths += below
+        found.class_counts[folder.name] = len(below)
+        report(len(paths))
+    here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and path.suffix[1:].lower() in IMAGES]
+    if unlabelled or not found.class_counts:
+        paths += here
+        found.class_counts.clear()
+    else:
+        found.most_labels = 1
+        found.labelled = len(paths)
+        if empty:
+            raise DataError(
+                f"{root}: no images in {some(empty)}\n"
+                f"  expected {', '.join(IMAGES)} in every class; remove these folders or fill them"
+            )
+        if here:
+            found.notes.append(f"{len(here):,} images lie in no class's folder, and are left out, first {here[0].name}")
+    found.images = len(paths)
+    for kind, count in passed_over.most_common(MOST_NAMED):
+        found.notes.append(f"{count:,} × {printable(kind)} are no {', '.join(IMAGES)}, and are left out")
+    for encoded in spread([(path, 0, -1) for path in paths]):
+        found.open(encoded)
+    return found
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a CSV begins with a column of paths."""
+    with suppress(OSError, ValueError), open(path, newline="", encoding="utf-8-sig") as file:
+        return first_of(TABLE_PATH_COLUMNS, next(csv.reader(file), [])) is not None
+    return False
+
+
+def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Look at a table of paths and labels."""
+    path = Path(place)
+    found = FoundSet("table", place)
+    # Without a column of labels the images have none.
+    try:
+        names, labels = table_columns(path, unlabelled=unlabelled)
+    except DataError:
+        names, labels = table_columns(path, unlabelled=True)
+        unlabelled = True
+    classes_in(path, [] if unlabelled else labels)  # raises DataError where there are ids and names
+    missing = []
+    for name, label in zip(names, labels, strict=True):
+        if not (path.parent / name).is_file():
+            missing.append(name)
+        found.count(b"" if unlabelled else label_text(label))
+        report(found.images)
+    if missing:
+        raise DataError(
+            f"{path}: {some(missing)}: no such files\n"
+            f"  expected paths relative to {path.parent}, or whole ones; move the table, or write them so"
+        )
+    for encoded in spread([(path.parent / name, 0, -1) for name in names]):
+        found.open(encoded)
+    return found
+
+
+def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Look at parquet, of images or of their paths."""
+    from pyarrow import parquet
+
+    files = files_of(place, "*.parquet")
+    with naming_parquet(files[0]):
+        columns = parquet.read_schema(files[0]).names
+    if "path" in columns and first_of(IMAGE_COLUMNS, columns) is None:
+        return look_at_table(str(files[0]), unlabelled, report)
+    found = FoundSet("parquet", place)
+    names: Sequence[str] = ()
+    for path in files:
+        file = ImageParquet(path, unlabelled=True)
+        names = names or file.names
+        if not file.label_column or unlabelled:
+            with naming_parquet(path):
+                found.images += parquet.read_metadata(path).num_rows
+        else:
+            for row in file.rows([file.label_column]):
+                found.count(label_text(row[file.label_column]))
+                report(found.images)
+        for _, row in zip(range(OPENED // len(files) + 1), file.rows([file.image_column]), strict=False):
+            image = row[file.image_column]
+            encoded = image.get("bytes") if isinstance(image, dict) else image
+            found.open(encoded or b"")
+    if found.are_ids and names:
+        found.class_counts = Counter({name: found.class_counts[str(label)] for label, name in enumerate(names)})
+        found.are_ids = False
+    return found
+
+
+def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
+    """Look at WebDataset tars, which are indexed where they lie."""
+    found = FoundSet("shards", place)
+    files = files_of(place, "*.tar")
+    for path in files:
+        images = []
+        with open(path, "rb") as file, mapped(file) as tar:
+            for row in walk(tar, str(path)).rows:
+                if row.image_size == 0:
+                    continue
+                images.append((path, row.image, row.image_size))
+                label = bytes(tar[row.label : row.label + row.label_size])
+                found.count(b"" if unlabelled else label)
+                report(found.images)
+        for encoded in spread(images, OPENED // len(files) + 1):
+            found.open(encoded)
+    return found
+
+
+def look_at_index(folder: Path, report: Report) -> FoundSet:
+    """Look at a set that has been packed or indexed."""
+    index = load_index(folder)
+    found = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
+    for label, count in enumerate(index.class_counts):
+        found.class_counts[index.names[label] if index.names else str(label)] = count
+    found.most_labels = 1 if index.classes else 0
+    found.labelled = index.samples if index.classes else 0
+    if sum(index.class_counts) > index.samples:
+        found.most_labels = int(index.table(0)["label_size"].max(initial=1) + 1) // 2
+    for number in range(0 if index.remote else len(index.shards)):
+        table = index.table(number)
+        place = Path(index.location(number))
+        images = list(zip([place] * len(table), table["image"].tolist(), table["image_size"].tolist(), strict=True))
+        for encoded in spread(images, OPENED // len(index.shards) + 1):
+            found.open(encoded)
+        report(index.samples)
+    return found

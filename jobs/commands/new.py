@@ -1,0 +1,546 @@
+"""The work of `patchline new FOLDER`: look at images and at this machine, and write a recipe that trains as it is.
+
+    photos: 600 images of 3 classes (cat 200, dog 200, fox 200), 500 × 375 px in the middle
+    held out: 20% of each class, since there is no part called val or test
+    wrote photos.yaml: 2,200 steps of 64 images, 293 passes, about 6m40s at 350 images/s on 2 cores
+    next: python -m jobs run photos.yaml
+
+1. `data.sources.survey` says what the images are.
+2. `choose_scratch` or `choose_finetuning` choose model, image size, batch, steps and augmentation: by what is known to
+   work at such sizes, which the recipe's comments name, and by how many images a second this machine takes.
+3. `text_of` puts them into a recipe, with a comment for each choice.
+"""
+
+import json
+import math
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import models
+from data.checks import printable
+from data.draws import Draws
+from data.errors import DataError, UsageError
+from data.files import write_whole
+from data.images.augment import AugmentConfig, augment
+from data.images.decode import BadImage
+from data.sources.survey import FoundSet, survey
+from jobs.cluster_config import cores
+from jobs.progress import ProgressMeter
+from jobs.recipe.key import model_at
+from jobs.stages.any_weights import is_foreign
+from jobs.terminal import echo
+from models import ModelConfig, vit
+from models.masked import MaskedConfig
+from pipeline.config import build
+from pipeline.monitoring.telemetry import amount, counted, duration
+from pipeline.plan.memory import memory_need
+from pipeline.plan.memory_traces import TraceFailed
+from pipeline.process_group import memory_free
+from pipeline.training_config import TrainConfig, model_config
+
+MOST_WORKERS = 8  # on CPUs; each computes with its share of the cores
+MINUTES_ON_CPU = 10.0
+MINUTES_ON_GPU = 60.0
+MOST_PASSES = 300  # over the images, as AugReg's longest training on ImageNet-1k
+FEW_PASSES = 30  # a larger model is chosen where the time is enough for as many (AugReg's shortest)
+FEW_IMAGES = 200_000  # or for as many images, where a set is small
+SHARE_OF_PEAK = 0.7  # of the images/s of one forward and backward pass, that a step with all else reaches
+SHARE_OF_MEMORY = 0.8
+LARGE = 5_000_000  # images, from which on a set is treated as ImageNet-21k
+FOR_B = 1_000_000  # images, from which on ViT-B is worth its time
+MEASURED_S = 0.5  # how long a model is tried
+FLOPS_TRIED = 2e11  # of one pass, at the most
+PATCHES = 8  # of a side, at the least
+SMALL = 128  # px, below which a crop of 5 % of the area is a smudge
+# From the smallest: name, what differs from the table of sizes, and what AugReg's rows call it.
+SIZES: tuple[tuple[str, dict[str, int], str], ...] = (
+    ("Ti", {"width": 96, "depth": 4, "mlp": 384}, "tiny"),
+    ("Ti", {"depth": 6}, "tiny"),
+    ("Ti", {}, "Ti"),
+    ("S", {}, "S"),
+    ("B", {}, "B"),
+)
+# Steiner et al. 2022, "How to train your ViT?": (RandAugment's layers, its magnitude, mixup).
+AUGREG = {
+    "none": (0, 0, 0.0),
+    "light1": (2, 0, 0.0),
+    "light2": (2, 10, 0.2),
+    "medium1": (2, 15, 0.2),
+    "medium2": (2, 15, 0.5),
+}
+LEVELS_I21K = {"tiny": "none", "Ti": "none", "S": "light1", "B": "light2"}  # big_vision configs/vit_i21k.py
+LEVELS_I1K = {"tiny": "light1", "Ti": "light1", "S": "medium1", "B": "medium2"}  # big_vision configs/vit_i1k.py
+# From so many images on: images of a batch; images that fine-tuning sees at most, which are BiT-HyperRule's steps of
+# 512 (Kolesnikov et al. 2020).
+GPU_BATCHES = ((500_000, 1024), (50_000, 512), (0, 256))
+CPU_BATCHES = ((5000, 128), (0, 64))
+LONGEST_FINETUNING = ((500_000, 512 * 20_000), (20_000, 512 * 10_000), (0, 512 * 500))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has to train with."""
+
+    name: str
+    cores: int
+    gpus: int
+    workers: int
+    memory: int  # bytes that a worker may fill: of its GPU, or its share of the machine
+
+
+@dataclass(frozen=True)
+class Sets:
+    """What is trained and evaluated on."""
+
+    train: FoundSet
+    test: FoundSet | None
+    percent: int  # of each class of `train`, held out to evaluate on; 0: none
+
+    @property
+    def images(self) -> int:
+        """Return how many images are trained on."""
+        return max(1, round(self.train.images * (100 - self.percent) / 100))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the images are trained on."""
+
+    model: ModelConfig
+    section: dict[str, Any]  # the stage's `model:`
+    augment: dict[str, Any]
+    level: str  # of AugReg
+    batch_size: int
+    micro_batch: int
+    steps: int
+    rate: float  # images a second
+    init: str | None = None  # weights that are fine-tuned
+
+    @property
+    def seconds(self) -> float:
+        """Return about how long the steps take."""
+        return self.steps * self.batch_size / self.rate
+
+
+def new(
+    place: str, *, model: str | None, init: str | None, output: str | None, minutes: float | None, unlabelled: bool
+) -> None:
+    """Write a recipe for the images at a path. Raises DataError, ConfigError, and UsageError where there is one."""
+    name = name_of(place)
+    recipe = Path(output or f"{name}.yaml")
+    if recipe.exists():
+        raise UsageError(
+            f"{recipe} is there already, and stays as it is\n  type --output OTHER.yaml, or delete it first"
+        )
+    if init is not None and model is not None:
+        raise UsageError("--init names the model: that of the weights\n  leave out --model")
+    if init is not None and is_foreign(init):
+        raise UsageError(
+            f"--init {init} is of another library\n  expected weights of ours: type python -m jobs import {init} "
+            f"weights/{name_of(init)}, then --init weights/{name_of(init)}"
+        )
+
+    # 1. The images.
+    train, test = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
+    describe(train.path, train)
+    if test is not None:
+        describe(test.path, test)
+    sets = Sets(train, test, held_out(train, test))
+
+    # 2. What this machine makes of them.
+    machine = this_machine()
+    if minutes is None:
+        minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
+    if init is not None:
+        choice = choose_finetuning(sets, init, machine, 60 * minutes)
+    else:
+        choice = choose_scratch(sets, model, machine, 60 * minutes)
+
+    # 3. The recipe.
+    write_whole(recipe, text_of(name, recipe, sets, choice, machine))
+    passes = choice.steps * choice.batch_size / sets.images
+    echo(
+        f"wrote {recipe}: {choice.steps:,} steps of {choice.batch_size} images, {passes:.3g} passes, about "
+        f"{duration(choice.seconds)} at {amount(choice.rate)} images/s on {machine.name}"
+    )
+    echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
+
+
+def name_of(place: str) -> str:
+    """Return what a run on the images at a path is called: photos for photos/train, cifar10 for cifar10-train-*.tar."""
+    path = Path(place)
+    if path.name in ("", ".", ".."):
+        path = path.resolve()
+    stem = re.sub(r"[-_.]?\*.*|(\.\w+)+$", "", path.name)
+    stem = re.sub(r"[-_.]*(train|training)[-_.]*$", "", stem, flags=re.IGNORECASE) or path.resolve().parent.name
+    return re.sub(r"[^\w-]+", "-", stem).strip("-") or "images"
+
+
+def describe(place: str, found: FoundSet) -> None:
+    """Print what a set holds, and what of it is left out."""
+    text = f"{place}: {found.images:,} images"
+    if found.classes:
+        most = [f"{printable(name[:40])} {count:,}" for name, count in found.class_counts.most_common(3)]
+        if len(found.class_counts) > len(most):
+            most.append("…")
+        text += f" of {found.classes:,} classes ({', '.join(most)})"
+    else:
+        text += " without labels"
+    if found.sides:
+        height, width = sorted(found.sides, key=min)[len(found.sides) // 2]
+        text += f", {width} × {height} px in the middle"
+    if found.bad:
+        reason, _ = found.bad.most_common(1)[0]
+        text += f"; {sum(found.bad.values())} of {found.opened} that were opened cannot be read ({reason})"
+    echo(text)
+    for note in found.notes:
+        echo(f"  {note}")
+
+
+def held_out(train: FoundSet, test: FoundSet | None) -> int:
+    """Return how many percent of each class are held out to evaluate on; 0 where there is another set, or no class."""
+    if test is not None or not train.classes:
+        return 0
+    counts = sorted(train.class_counts.values())
+    if train.images < 10 or counts[len(counts) // 2] < 2:
+        echo("held out: nothing, there are too few images of most classes: accuracy is not measured")
+        return 0
+    percent = 20
+    if train.images >= 1000:
+        percent = max(1, min(10, round(1_000_000 / train.images)))
+    echo(f"held out: {percent}% of each class, since there is no part called val or test")
+    return percent
+
+
+def this_machine() -> Machine:
+    """Return what there is to train with."""
+    here = cores()
+    gpus = torch.cuda.device_count()
+    if gpus:
+        memory = torch.cuda.mem_get_info()[1]
+        name = f"{gpus} × {torch.cuda.get_device_name()}"
+        return Machine(name, here, gpus, gpus, int(SHARE_OF_MEMORY * memory))
+    workers = min(here, MOST_WORKERS)
+    return Machine(counted(here, "core"), here, 0, workers, int(SHARE_OF_MEMORY * memory_free() / workers))
+
+
+# ------------------------------------------------------------------------------------------------ what to train
+
+
+def choose_scratch(sets: Sets, wanted: str | None, machine: Machine, budget_s: float) -> Choice:
+    """Choose a model that the images and the time are enough for, and how it is trained from random weights."""
+    train = sets.train
+    side = train.shorter_side
+    # 1. Images of a few pixels have small patches; on CPUs photographs are made small too, or nothing would end today.
+    if side < 40:
+        image_size = max(16, side // 4 * 4)
+        patch = 4
+    elif side < SMALL or not machine.gpus:
+        image_size = 64
+        patch = 8
+    else:
+        image_size = 224
+        patch = 16
+    sections: list[tuple[dict[str, Any], str]] = []
+    for size, changes, row in SIZES:
+        if size != "B" or sets.images >= FOR_B:
+            sections.append(({"name": f"{size}/{patch}", **changes, "image_size": image_size}, row))
+    # Of a name that is given the image size follows.
+    if wanted is not None:
+        named = model_config({"name": wanted, "image_size": 224, "classes": train.classes})
+        stride = named.stride[0] if isinstance(named, vit.ViTConfig) else 32
+        image_size = max(PATCHES * stride, min(224, side) // stride * stride)
+        row = next((row for size, _, row in reversed(SIZES) if size == wanted.partition("/")[0]), "S")
+        sections = [({"name": wanted, "image_size": image_size}, row)]
+
+    # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
+    crop: dict[str, Any] = {}
+    if image_size < SMALL:
+        crop["min_area"] = 0.3
+    if train.classes and not train.are_ids and all(len(name) == 1 for name in train.class_counts):
+        crop["flip"] = False
+
+    # 3. The largest model whose passes fit the time.
+    enough = min(MOST_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
+    decode_s = decoding_seconds(train, image_size, AugmentConfig(**crop))
+    tried: list[tuple[dict[str, Any], str, ModelConfig, float]] = []
+    for section, row in sections:
+        if train.classes:
+            section = {**section, "classes": train.classes}
+        else:
+            section = {**section, "name": f"Masked-{section['name'].removeprefix('Masked-')}"}
+        model = model_config(section)
+        rate = images_per_s(model, machine, decode_s)
+        if tried and rate * budget_s < enough:
+            break
+        tried.append((section, row, model, rate))
+    section, row, model, rate = tried[-1]
+
+    # 4. How long, and with which augmentation.
+    batch_size, micro_batch = batches(sets.images, model, machine, "adam")
+    seen = min(rate * budget_s, MOST_PASSES * sets.images)
+    steps = max(10, round(seen / batch_size))
+    unit = 10 ** max(0, len(str(steps)) - 2)  # two digits are read at once
+    steps = max(10, steps // unit * unit)
+    level = "none"
+    if sets.images >= LARGE:
+        level = LEVELS_I21K[row]
+    elif steps * batch_size >= FEW_PASSES * sets.images and train.classes:
+        level = LEVELS_I1K[row]
+    layers, magnitude, _ = AUGREG[level]
+    if layers:
+        crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
+    return Choice(model, section, crop, level, batch_size, micro_batch, steps, rate)
+
+
+def choose_finetuning(sets: Sets, init: str, machine: Machine, budget_s: float) -> Choice:
+    """Choose how weights are fine-tuned on the images: with SGD, as in the paper's table 4."""
+    train = sets.train
+    source = model_at(init)
+    if source is None:
+        raise DataError(
+            f"--init {init}: there are no weights\n  expected a folder that a stage or `python -m jobs import` wrote, "
+            "as runs/photos/pretrain-1a2b3c4d"
+        )
+    if train.classes == 0:
+        raise UsageError(
+            "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
+        )
+    if isinstance(source, MaskedConfig):
+        source = source.vit
+    model = replace(source.with_new_head(), classes=train.classes)
+    crop: dict[str, Any] = {}
+    if min(model.image_size) < SMALL:
+        crop["min_area"] = 0.3
+    rate = images_per_s(model, machine, decoding_seconds(train, model.image_size[0], AugmentConfig(**crop)))
+    batch_size, micro_batch = batches(sets.images, model, machine, "sgd")
+    seen = min(rate * budget_s, by_images(sets.images, LONGEST_FINETUNING), MOST_PASSES * sets.images)
+    steps = max(10, round(seen / batch_size))
+    section = {"classes": train.classes}
+    return Choice(model, section, crop, "none", batch_size, micro_batch, steps, rate, init)
+
+
+def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
+    """Return the entry of the first row of a table that asks for no more images."""
+    return next(entry for least, entry in table if images >= least)
+
+
+def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -> tuple[int, int]:
+    """Return the batch, and the part of it that a worker takes at a time and that its memory holds."""
+    workers = machine.workers
+    batch_size = by_images(images, GPU_BATCHES if machine.gpus else CPU_BATCHES)
+    # A small set has several steps a pass too.
+    while batch_size > 8 and batch_size * 4 > images:
+        batch_size //= 2
+    share = max(1, batch_size // workers)
+    micro_batch = min(share, 256 if machine.gpus else 64)
+
+    # A small model on small images fits anywhere; another is traced, which takes seconds, as `plan` does.
+    values = {
+        "steps": 1,
+        "batch_size": micro_batch * workers,
+        "micro_batch": micro_batch,
+        "precision": "bf16" if machine.gpus else "fp32",
+        "objective": "masked" if isinstance(model, MaskedConfig) else "classification",
+        "optim": {"name": optimizer},
+    }
+    is_small = False
+    if isinstance(model, vit.ViTConfig):
+        activations = micro_batch * model.depth * model.width * math.prod(model.grid)
+        is_small = 16 * models.parameters_of(model) + 200 * activations < machine.memory
+    if not is_small:
+        echo("tracing a step for what it needs of memory …")
+        try:
+            cfg = build(TrainConfig, values, "")
+            while micro_batch > 1:
+                cfg = replace(cfg, micro_batch=micro_batch, batch_size=micro_batch * workers)
+                if memory_need(cfg, model, workers, is_gpu=machine.gpus > 0).device_bytes <= machine.memory:
+                    break
+                micro_batch //= 2
+        except TraceFailed as error:
+            echo(f"  not known: {error}")
+    return share // micro_batch * micro_batch * workers, micro_batch
+
+
+# ------------------------------------------------------------------------------------------------ how fast
+
+
+def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float:
+    """Measure how many images this machine trains on in a second: forward and backward, and decoding."""
+    measured = model.vit if isinstance(model, MaskedConfig) else model
+    device = torch.device("cpu")
+    dtype = torch.float32
+    clock = time.process_time
+    # Of a large model few images, which take a core some seconds.
+    batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(measured, 1))))
+    if machine.gpus:
+        device = torch.device("cuda")
+        dtype = torch.bfloat16
+        clock = time.perf_counter
+        batch_size = 64
+    # One thread and its CPU time: other programs that run now say nothing of how long the training will take.
+    torch.set_num_threads(1)
+    module = models.from_config(measured).to(device, dtype)
+    images = torch.rand(batch_size, 3, *measured.image_size, device=device, dtype=dtype)
+    began = clock()
+    passes = -1  # the first allocates, and is not counted
+    while passes < 1 or clock() - began < MEASURED_S:
+        module(images).float().square().mean().backward()
+        if machine.gpus:
+            torch.cuda.synchronize()
+        if passes < 0:
+            began = clock()
+        passes += 1
+    compute_s = (clock() - began) / passes / batch_size
+    # GPUs compute while cores decode; a core does the one or the other.
+    if machine.gpus:
+        return SHARE_OF_PEAK / max(compute_s / machine.gpus, decode_s / machine.cores)
+    return SHARE_OF_PEAK * machine.cores / (compute_s + decode_s)
+
+
+def decoding_seconds(train: FoundSet, image_size: int, cfg: AugmentConfig) -> float:
+    """Measure how long a core decodes and crops an image."""
+    out = np.empty((image_size, image_size, 3), np.uint8)
+    began = time.process_time()
+    for number, encoded in enumerate(train.examples):
+        try:
+            augment(encoded, image_size, Draws(number), cfg, out)
+        except BadImage:
+            continue
+    return (time.process_time() - began) / max(len(train.examples), 1)
+
+
+# ------------------------------------------------------------------------------------------------ the recipe
+
+
+def text_of(name: str, recipe: Path, sets: Sets, choice: Choice, machine: Machine) -> str:
+    """Return the recipe: a line for each choice, with its reason."""
+    train = sets.train
+    goal = f"A ViT for {train.images:,} images of {train.classes:,} classes"
+    if choice.init is not None:
+        goal = f"Fine-tuning on {train.images:,} images of {train.classes:,} classes"
+    elif not train.classes:
+        goal = f"Masked patch prediction on {train.images:,} images without labels"
+    # 1. Where it runs.
+    cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
+    cores_of_worker = max(1, machine.cores // machine.workers)
+    if machine.gpus:
+        cluster["gpus_per_worker"] = 1
+    if cores_of_worker > 1:
+        cluster["cpus_per_worker"] = cores_of_worker
+    lines = [
+        f"# {goal}, written by `python -m jobs new` for {machine.name}.",
+        f"#   python -m jobs run {shlex.quote(str(recipe))}     goes on after a stop; key=value overrides a line",
+        f"run: runs/{name}",
+        f"cluster: {flow(cluster)}  # this machine; others: docs/ways-in.md",
+    ]
+
+    # 2. The sets: those that are packed or indexed first, then the part that is held out.
+    places = {}
+    packed = []
+    for set_name, found in (("train", train), ("test", sets.test)):
+        if found is None:
+            continue
+        path = str(Path(found.path).absolute())
+        places[set_name] = path
+        if found.source == "index":
+            continue
+        values: dict[str, Any] = {"source": found.source, "path": path}
+        if found.split:
+            values["split"] = found.split
+        if not train.classes:
+            values["unlabelled"] = True
+        packed.append(f"    {set_name}: {flow(values)}")
+        places[set_name] = f"@shards/{set_name}"
+    if packed:
+        how = "tars are indexed where they lie" if train.source == "shards" else "images are packed into tars, once"
+        lines += ["", f"shards:  # {how}", "  kind: pack", "  sets:", *packed]
+    if sets.percent:
+        part = {"source": "subset", "path": places["train"]}
+        bound = f"{100 - sets.percent}%"
+        lines += [
+            "",
+            f"parts:  # {sets.percent}% of each class are held out, to evaluate on",
+            "  kind: pack",
+            "  sets:",
+            f"    train: {flow({**part, 'part': f':{bound}', 'seed': 0})}",
+            f"    held-out: {flow({**part, 'part': f'{bound}:', 'seed': 0})}",
+        ]
+        places = {"train": "@parts/train", "test": "@parts/held-out"}
+
+    # 3. What is trained, on which images.
+    if choice.init is None:
+        lines += ["", "pretrain:"]
+    else:
+        lines += ["", "finetune:", f"  init: {flow(str(Path(choice.init).absolute()))}  # with a new head"]
+    if not train.classes:
+        lines.append("  objective: masked  # of corrupted patches the mean colours (paper, B.1.2)")
+    lines += ["  data:", f"    train: {flow(places['train'])}"]
+    if "test" in places:
+        lines.append(f"    evaluate: {flow(places['test'])}")
+    if train.most_labels > 1:
+        lines.append(f"    max_labels: {train.most_labels}")
+    if machine.gpus:
+        lines.append(f"    processes: {min(16, max(1, cores_of_worker - 1))}  # that decode, for each worker")
+    reasons = []
+    if choice.level != "none":
+        reasons.append(f"level {choice.level} of AugReg (Steiner et al. 2022)")
+    elif choice.init is None:
+        reasons.append("RandAugment needs more passes (Steiner et al. 2022)")
+    if "min_area" in choice.augment:
+        reasons.append("small images: crops of 30 % of the area or more")
+    if "flip" in choice.augment:
+        reasons.append("letters have no mirror image")
+    if choice.augment:
+        lines += [f"    # {'; '.join(reasons)}", f"    augment: {flow(choice.augment)}"]
+    lines.append(f"  model: {flow(choice.section)}  # {choice.model.image_size[0]} px, of {train.shorter_side}")
+
+    # 4. How it is trained.
+    lines.append("  optim:")
+    if choice.init is not None:
+        lr = float(f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}")
+        lines.append(f"    lr: {lr:g}  # SGD: 0.03 at a batch of 512 (paper, table 4), with the root of the batch")
+    elif train.classes:
+        lines += ["    lr: 1.0e-3  # Adam (Steiner et al. 2022; Beyer et al. 2022)", "    weight_decay: 0.1"]
+    else:
+        lines += ["    lr: 5.0e-4  # Adam; 2.0e-4 for ViT-B (paper, B.1.2)", "    weight_decay: 0.1"]
+    lines.append(f"    schedule: {{decay: cosine, warmup_steps: {choice.steps // 10}}}  # a tenth of the steps")
+    if train.most_labels > 1:
+        lines.append("  loss: sigmoid  # an image may have several labels")
+    elif train.classes:
+        lines.append("  loss: softmax")
+    _, _, mixup = AUGREG[choice.level]
+    if mixup:
+        lines.append(f"  mixup: {mixup}  # of the same level")
+    passes = choice.steps * choice.batch_size / sets.images
+    lines += [
+        f"  steps: {choice.steps}  # {passes:.3g} passes, about {duration(choice.seconds)} on {machine.name}",
+        f"  batch_size: {choice.batch_size}",
+        f"  micro_batch: {choice.micro_batch}  # images a worker takes at a time",
+        f"  precision: {'bf16' if machine.gpus else 'fp32'}",
+        f"  log_every: {max(1, min(50, choice.steps // 20))}",
+    ]
+    if "test" in places:
+        lines.append(f"  evaluate_every: {choice.steps // 5}")
+    lines.append(f"  save_every: {min(1000, choice.steps // 5)}")
+    return "\n".join(lines) + "\n"
+
+
+def flow(value: object) -> str:
+    """Return a value as YAML on one line; of texts those that need it are in quotes."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {flow(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z][\w/-]*", value):
+        # OmegaConf would read ${…} as a reference.
+        return json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

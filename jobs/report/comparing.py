@@ -1,0 +1,241 @@
+"""What two runs do not have in common, the first step at which they part, and the likeliest cause.
+
+1. `facts` of a stage are flat: config keys, sets down to their tars, code, worlds, hardware, packages.
+2. `differences` are the facts that two stages do not share. Each has an effect: on the ORDER of the data, on the FIRST
+   loss, on the UPDATE of weights, on the ROUNDING alone, or NONE on what is learned.
+3. `part` finds the first step whose losses are not the same bits, and where the ledgers part, which tell whether both
+   saw the same samples in the same order.
+4. The likeliest cause is the first difference that could have shown there and then: data in another order shows in the
+   ledgers; another initial model in the loss of step 1; another learning rate only behind the first update.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.index.index import Index
+from jobs.report.reading import Stage, flat
+
+NAMED = 5  # of the tars, and of the classes, that differ in a set
+FLAT = 1e-6  # relative change of a loss that has not moved
+TINY = 1e-4  # relative difference of two losses that another order of sums can make in one step
+
+
+class Effect(Enum):
+    """What a difference can act on first."""
+
+    ORDER = "which samples are trained on, in which order"
+    FIRST = "the loss of the very first step"
+    UPDATE = "the weights, from the first update on"
+    ROUNDING = "the last bits of a number"
+    NONE = "nothing that is learned"
+
+
+class Fact(NamedTuple):
+    """A value and what it acts on."""
+
+    kind: str  # "config", "data", "seed", "code", "world size", "hardware" or "packages"
+    value: Any
+    effect: Effect
+
+
+class Difference(NamedTuple):
+    """A fact that two stages do not share; "not there" stands for a fact that one of them lacks."""
+
+    kind: str
+    name: str
+    first: str
+    second: str
+    effect: Effect
+
+
+# Config keys by how they begin, the first that fits. Other keys that a resume may not change act on the update.
+EFFECTS = (
+    (("seed",), Effect.ORDER),
+    (("data.train", "data.mixture", "data.drop", "data.samples", "data.lanes", "data.shuffle_block"), Effect.ORDER),
+    (("data.tail", "batch_size"), Effect.ORDER),
+    (("data.evaluate", "data.preprocess", "probe.", "polyak", "passes", "data.max_bad_fraction"), Effect.NONE),
+    (("data.augment", "data.max_labels", "data.decode", "model.", "init", "new_head", "objective"), Effect.FIRST),
+    (("masked.", "loss", "label_smoothing", "mixup", "precision", "thinning."), Effect.FIRST),
+)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two stages part; no `step` where they have not within the steps that both have taken."""
+
+    common: int  # steps that both have taken
+    step: int | None = None
+    losses: tuple[float, float] = (math.nan, math.nan)
+    ledger_before: int = 0  # the last step at which the ledgers are known to be equal
+    ledger_after: int | None = None  # the first at which they are known to differ
+    cause: Difference | None = None
+    others: Sequence[Difference] = ()  # that could have acted there too
+    reason: str = ""
+
+
+def facts(stage: Stage) -> dict[str, Fact]:
+    """Return what a stage's numbers may depend on, by name."""
+    gathered: dict[str, Fact] = {}
+    record = stage.record
+    # 1. The config, with the model as it was resolved. What a resume may change at will acts on nothing.
+    config = flat(record.get("config", {})) | flat(record.get("model") or {}, "model.")
+    relevant = {*record.get("forbid", {}), *record.get("warn", {})}
+    for name, value in config.items():
+        effect = Effect.NONE
+        # A section of "forbid" is as flat as this, but for lists of sections: {"data.mixture": {}}.
+        if any(name == key or name.startswith(f"{key}.") for key in relevant):
+            effect = Effect.ROUNDING if name in record.get("warn", {}) else Effect.UPDATE
+            for prefixes, known in EFFECTS:
+                if name.startswith(prefixes):
+                    effect = known
+                    break
+        gathered[name] = Fact("seed" if name == "seed" else "config", value, effect)
+    # 2. The data: what the keys of the sets stand for, and the sets themselves.
+    for name, value in record.get("forbid", {}).items():
+        if name.startswith("content of "):
+            effect = Effect.FIRST if name == "content of init" else Effect.ORDER
+            gathered[name] = Fact("data", value, effect)
+    for field, value in record.get("eval_inputs", {}).items():
+        gathered[f"content of {field}"] = Fact("data", value, Effect.NONE)
+    for name, index in stage.sets.items():
+        effect = Effect.ORDER if name.startswith("train") else Effect.NONE
+        values: dict[str, Any] = {"": index}
+        if isinstance(index, Index):
+            values = {": digest": index.digest, ": samples": index.samples}
+            values |= {f": tar {shard.name}": shard.sha256 for shard in index.shards}
+            for label, count in enumerate(index.class_counts):
+                values[f": class {label}"] = f"{index.class_name(label)}, {count:,} samples"
+        for part, value in values.items():
+            gathered[f"set {name}{part}"] = Fact("data", value, effect)
+    # 3. Code and machines, as each attempt has recorded them.
+    gathered["code"] = Fact("code", stage.task.get("job", {}).get("code"), Effect.ROUNDING)
+    environment = stage.provenance.get("environment", {})
+    recorded: dict[str, tuple[str, list[Any]]] = {
+        "world size": ("world size", [start.get("world") for start in stage.starts]),
+        "hardware": ("hardware", [start.get("hardware") for start in stage.starts]),
+        "threads of a worker": ("hardware", [start.get("threads") for start in stage.starts]),
+        "shards left out": ("data", [sorted(start.get("drop") or []) for start in stage.starts]),
+        "code of an attempt": ("code", [start.get("code") for start in stage.starts]),
+        "machine": ("hardware", [environment.get("machine")]),
+    }
+    for package in sorted({name for start in stage.starts for name in start.get("versions", {})}):
+        recorded[package] = ("packages", [start.get("versions", {}).get(package) for start in stage.starts])
+    for package, version in environment.items():
+        if package != "machine":
+            recorded.setdefault(package, ("packages", [version]))
+    for name, (kind, values_of_attempts) in recorded.items():
+        # Attempts that are alike are one value: a restart alone is no difference.
+        distinct: list[Any] = []
+        for value in values_of_attempts:
+            if value is not None and value not in distinct[-1:]:
+                distinct.append(value)
+        if distinct:
+            effect = Effect.ORDER if name == "shards left out" else Effect.ROUNDING
+            gathered[name] = Fact(kind, ", then ".join(map(str, distinct)), effect)
+    for first, last in stage.left_out:
+        gathered[f"steps left out from {first} on"] = Fact("data", f"up to {last}", Effect.ORDER)
+    return gathered
+
+
+def differences(first: Stage, second: Stage) -> list[Difference]:
+    """Return what two stages do not share, what matters most first."""
+    facts_of_first = facts(first)
+    facts_of_second = facts(second)
+    nothing = Fact("", None, Effect.NONE)
+    differing: list[Difference] = []
+    many: dict[str, list[Difference]] = {}  # the tars of each set, and its classes
+    for name in facts_of_first | facts_of_second:
+        left = facts_of_first.get(name, nothing)
+        right = facts_of_second.get(name, nothing)
+        # In kind too: 1 is not true, and a missing fact is no null.
+        if (repr(left.value), left.kind == "") == (repr(right.value), right.kind == ""):
+            continue
+        known = left if left.kind else right
+        texts = ["not there" if not fact.kind else str(fact.value) for fact in (left, right)]
+        difference = Difference(known.kind, name, texts[0], texts[1], known.effect)
+        part_of_set = re.match(r"set .*: (tar|class) ", name)
+        if part_of_set is None:
+            differing.append(difference)
+        else:
+            many.setdefault(part_of_set[0], []).append(difference)
+    # Of a set that was packed anew every tar differs: some are named, the others counted.
+    for name, of_set in many.items():
+        differing += of_set[:NAMED]
+        if len(of_set) > NAMED:
+            rest = f"{len(of_set) - NAMED:,} more differ"
+            differing.append(Difference("data", f"{name}…", rest, rest, of_set[0].effect))
+    effects = list(Effect)
+    return sorted(differing, key=lambda difference: effects.index(difference.effect))
+
+
+def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
+    """Find the first step at which the losses of two stages differ, and the likeliest cause of it."""
+    losses = []
+    ledgers = []
+    for stage in (first, second):
+        steps = stage.steps
+        losses.append(dict(zip(steps.step[steps.kept].tolist(), steps.loss[steps.kept].tolist(), strict=True)))
+        ledgers.append({report["step"]: report["ledger"] for _, is_kept, report in stage.reports if is_kept})
+    common = sorted(losses[0].keys() & losses[1].keys())
+    step = None
+    for number in common:
+        # As text: two losses that are not a number are the same.
+        if repr(losses[0][number]) != repr(losses[1][number]):
+            step = number
+            break
+    ledger_before = 0
+    ledger_after = None
+    for number in sorted(ledgers[0].keys() & ledgers[1].keys()):
+        if ledgers[0][number] != ledgers[1][number]:
+            ledger_after = number
+            break
+        ledger_before = number
+    if step is None:
+        return Parting(len(common), ledger_before=ledger_before, ledger_after=ledger_after)
+
+    # What could have acted: before the first update only the model and its input, behind it first of all the updates.
+    at = (losses[0][step], losses[1][step])
+    before = [losses[0][number] for number in common[: common.index(step)]]
+    if not before:
+        effects = [Effect.FIRST, Effect.ROUNDING]
+        reason = "the losses differ before the first update"
+    elif max(before) - min(before) <= FLAT * abs(before[0]):
+        # Weights of a head that are zero hide the model and its input: any sample has the same loss.
+        effects = [Effect.FIRST, Effect.UPDATE, Effect.ROUNDING]
+        reason = "until then the loss had not moved, so that the parting shows where it could show first"
+    else:
+        effects = [Effect.UPDATE, Effect.FIRST, Effect.ROUNDING]
+        reason = "the losses were the same while they moved, so that the model and its input were the same"
+    # Ledgers are known at reports alone: the samples may differ at the step where the last equal one lies before it.
+    if ledger_after is not None and ledger_before < step:
+        effects.insert(0, Effect.ORDER)
+        reason = f"the ledgers part too, behind step {ledger_before}: other samples, or another order of them"
+    elif ledger_after is None:
+        reason += "; the ledgers are equal: both saw the same samples in the same order"
+    if abs(at[0] - at[1]) < TINY * abs(at[0]):
+        reason += "; so small a difference can come of another order of sums alone"
+    candidates: list[Difference] = []
+    for effect in effects:
+        of_effect = [difference for difference in differing if difference.effect is effect]
+        # A new seed, or another set, moves keys and digests along: the seed and the config say more than a digest.
+        candidates += sorted(of_effect, key=lambda difference: KINDS.index(difference.kind))
+    cause = candidates[0] if candidates else None
+    return Parting(len(common), step, at, ledger_before, ledger_after, cause, candidates[1:], reason)
+
+
+# Of differences with the same effect, the one to suspect first.
+KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")
+
+
+def curve(stage: Stage, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples seen and the values of the steps whose weights went on."""
+    kept = stage.steps.kept
+    return stage.steps.samples[kept], values[kept]

@@ -1,0 +1,123 @@
+"""The images of a run's page, as small JPEGs in base64: judged samples, the batch of a spike, figures of `analyze`.
+
+All of them together are `MOST` at the most, so that a page stays below two megabytes however many stages it shows.
+What cannot be read costs the page a picture, and the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from data.errors import PatchlineError
+from data.images.decode import BadImage, decode
+from data.index.document import load_index
+from data.page import THUMBNAIL, jpeg
+from data.shards.reader import ShardReader
+from jobs.report.reading import Stage
+from pipeline import artifacts
+
+MOST = 240  # pictures of a page; a thumbnail has about 4 kB
+OF_SPIKE = 16  # of the global batch
+SPIKES = 3  # the newest of a stage, whose batches are shown
+FIGURE = 800  # pixels of the longer side
+ANALYSES = 3  # folders of `analyze` that are shown
+
+
+class Picture(NamedTuple):
+    """An image with what is said of it."""
+
+    image: str
+    caption: str
+    is_wrong: bool = False
+
+
+class Gallery(NamedTuple):
+    """Pictures under a heading; a remark where some are missing, or what they are."""
+
+    title: str
+    pictures: list[Picture]
+    remark: str = ""
+
+
+class Album:
+    """Makes the pictures of one page, as many as it has room for."""
+
+    def __init__(self, *, with_replay: bool = True) -> None:
+        self.left = MOST
+        self.with_replay = with_replay  # imports torch, and decodes: a few seconds
+
+    def judged(self, stage: Stage) -> Gallery | None:
+        """Return samples of the newest evaluation with their predictions, the confident mistakes first."""
+        path = stage.folder / artifacts.EXAMPLES
+        if not path.exists():
+            return None
+        title = "Samples with predictions"
+        pictures = []
+        try:
+            examples = json.loads(path.read_text())
+            index = load_index(examples["set"])
+            if index.remote:
+                return Gallery(title, [], f"its images lie in a store: {index.directory}")
+            reader = ShardReader(index)
+            for example in islice(examples["samples"], self.left):
+                key, encoded, _ = reader.read(example["shard"], example["sample"])
+                names = [index.class_name(label) for label in example["labels"]]
+                is_wrong = example["predicted"] not in example["labels"]
+                said = f"{index.class_name(example['predicted'])} {example['confidence']:.0%}"
+                verdict = f"✗ {said}, it is {', '.join(names)}" if is_wrong else f"✓ {said}"
+                pictures.append(Picture(jpeg(decode(encoded), THUMBNAIL), f"{verdict} ({key})", is_wrong))
+            self.left -= len(pictures)
+        except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
+            return Gallery(title, pictures, f"the others cannot be shown: {first_line(error)}")
+        of_set = "/".join(Path(examples["set"]).parts[-2:])
+        remark = f"of step {examples['step']} on {of_set}: the confident mistakes first, then right ones"
+        return Gallery(title, pictures, remark)
+
+    def spikes(self, stage: Stage) -> list[Gallery]:
+        """Return the newest spikes, each with images of its batch as the model saw them."""
+        galleries = []
+        for spike in stage.of_kind("spike")[-SPIKES:]:
+            title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"
+            if spike["limit"] < 1e300:  # until enough norms are known there is no limit
+                title += f", usual up to {spike['limit']:.3g}"
+            command = f"python -m jobs replay {stage.folder} step={spike['step']}"
+            if not self.with_replay or self.left < OF_SPIKE:
+                galleries.append(Gallery(title, [], f"to see its batch: {command}"))
+                continue
+            pictures = []
+            remark = f"images of its batch, as the model saw them; all of them: {command} --to batch.npz"
+            try:
+                from pipeline.replay import rebuild_step  # with it comes torch
+
+                batch = rebuild_step(stage.folder, spike["step"], stage.records, most=OF_SPIKE)
+                for image, labels, (_epoch, shard, sample) in zip(batch.images, batch.labels, batch.ids, strict=True):
+                    names = [batch.source.class_name(int(label)) for label in labels if label >= 0]
+                    caption = f"{', '.join(names)} ({batch.source.shards[int(shard)].name}, {sample})"
+                    pictures.append(Picture(jpeg(image, THUMBNAIL), caption))
+                self.left -= len(pictures)
+            except Exception as error:  # a set that is gone, a store that does not answer, a changed config
+                remark = f"its batch cannot be rebuilt: {first_line(error)}"
+            galleries.append(Gallery(title, pictures, remark))
+        return galleries
+
+    def analyses(self, run: Path) -> list[Gallery]:
+        """Return the figures that `analyze` has left in the run's folder or in a stage's."""
+        galleries = []
+        for numbers in sorted([*run.glob("*/analysis.json"), *run.glob("*/*/analysis.json")])[:ANALYSES]:
+            pictures = []
+            remark = ""
+            for name in ("attention.png", "inside.png"):
+                try:
+                    pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), name))
+                except (OSError, BadImage) as error:
+                    remark = f"{name} cannot be shown: {first_line(error)}"
+            galleries.append(Gallery(str(numbers.parent.relative_to(run)), pictures, remark))
+        return galleries
+
+
+def first_line(error: BaseException) -> str:
+    """Return what is said of an error in a line."""
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,129 @@
+"""Who a worker or a node is, in code, packages and device; and which of several is unlike the others.
+
+    differences(workers, MUST_BE_EQUAL)  →  worker 1 on n2 has torch 2.12.0, 2 of 3 nodes 2.13.0
+
+Nobody's packages are the yardstick but those of most nodes, each of which counts once. Of two versions on equally many
+nodes neither is right: that is a tie, and said. The code has a yardstick: that of the driver.
+
+Torch is not imported here: a node is asked who it is without it.
+"""
+
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from pipeline.versions import ROOT, code_version, package_versions
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+DEVICE = ("device", "GPU driver")  # what workers should have alike beside packages
+DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
+NO_RANK = -1  # of a node that has no worker
+
+
+class Identity(TypedDict):
+    """Code, packages and device of one worker, or of a node without a worker; JSON."""
+
+    rank: int
+    node: str
+    root: str  # where its checkout lies
+    code: str  # the digest of that
+    packages: dict[str, str]
+    device: str  # "cpu", or the name of the GPU
+    driver: str  # version of the GPU's driver, "550.54.15"; "" without one
+
+
+def identity(device: str) -> Identity:
+    """Return the identity of this process, a worker on such a device or a node without a worker."""
+    driver = ""
+    # NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024
+    with suppress(OSError):
+        match = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", NVIDIA_DRIVER.read_text())
+        driver = match[1] if match else ""
+    return {
+        "rank": int(os.environ.get("RANK", NO_RANK)),
+        "node": socket.gethostname(),
+        "root": str(ROOT),
+        "code": code_version(),
+        "packages": package_versions(),
+        "device": device,
+        "driver": driver,
+    }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A property that not all nodes have alike, and those that are unlike most of them."""
+
+    name: str  # of the property: a package, "device", "GPU driver"
+    odd: Sequence[Identity]  # that have another value than most nodes, at least one
+    value: str  # of the first of these; "" where it has none
+    expected: str  # of most nodes
+    first: Identity  # that has the expected value
+    nodes: int  # that have it
+    of_nodes: int
+    is_tie: bool  # another value is on as many nodes: nobody can tell which is right
+
+    def __str__(self) -> str:
+        """Return "worker 1 on n2 (and 3 more) has torch 2.12.0, 5 of 7 nodes 2.13.0"."""
+        start = f"{named(self.odd[0], len(self.odd) - 1)} has {self.name} {self.value or 'none'}, "
+        expected = self.expected or "none"
+        if self.is_tie:
+            return f"{start}{named(self.first)} {expected}: a tie, each on {self.nodes} of {self.of_nodes} nodes"
+        return f"{start}{self.nodes} of {self.of_nodes} nodes {expected}"
+
+
+def differences(workers: Sequence[Identity], names: Sequence[str]) -> list[Difference]:
+    """Return a difference for each property that not all have alike: of packages, or of DEVICE."""
+    result = []
+    for name in names:
+        values = []
+        value_of_node: dict[str, str] = {}  # that of its first worker
+        for worker in workers:
+            of_worker = {**worker["packages"], "device": worker["device"], "GPU driver": worker["driver"]}
+            values.append(of_worker[name])
+            value_of_node.setdefault(worker["node"], of_worker[name])
+        if len(set(values)) <= 1:
+            continue
+        counts = Counter(value_of_node.values())
+        (expected, nodes), *others = counts.most_common()
+        odd = [number for number, value in enumerate(values) if value != expected]
+        difference = Difference(
+            name=name,
+            odd=[workers[number] for number in odd],
+            value=values[odd[0]],
+            expected=expected,
+            first=workers[values.index(expected)],
+            nodes=nodes,
+            of_nodes=len(value_of_node),
+            is_tie=any(count == nodes for _, count in others),
+        )
+        result.append(difference)
+    return result
+
+
+def other_code(workers: Sequence[Identity], code: str) -> str:
+    """Name the first worker that runs other code than the driver's, `code`; "" where all run that."""
+    others = [worker for worker in workers if worker["code"] != code]
+    if not others:
+        return ""
+    first = others[0]
+    return (
+        f"{named(first, len(others) - 1)} runs other code than this command: "
+        f"{first['code'][:DIGEST_CHARACTERS]} in {first['root']}, this command {code[:DIGEST_CHARACTERS]}"
+    )
+
+
+def named(worker: Identity, more: int = 0) -> str:
+    """Return how a worker is called in messages: "worker 1 on n2", with " (and 3 more)" where it stands for others."""
+    name = f"worker {worker['rank']} on {worker['node']}"
+    if worker["rank"] == NO_RANK:
+        name = f"node {worker['node']}"
+    if more:
+        name += f" (and {more} more)"
+    return name

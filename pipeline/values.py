@@ -1,0 +1,176 @@
+"""The values of a recipe: read as people write them, and shown in messages as they were written.
+
+    read_value("30min", float, "pretrain.timeout_s")      1800.0
+    read_value("80GB", int, "data.cache.limit_bytes")     80_000_000_000
+    read_value("10k", int | None, "pretrain.steps")       10_000
+    read_value("soon", float, "pretrain.timeout_s")       ConfigError, which names the key and the unit
+
+A key's name ends in its unit: `_s` seconds, `_gb` GiB, `_bytes` bytes. A GB is 10⁹ bytes here, a GiB 2³⁰.
+"""
+
+import re
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from data.errors import ConfigError
+
+BYTES = {
+    **{"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40},
+}
+GIB = {unit: size_bytes / 2**30 for unit, size_bytes in BYTES.items()}
+SECONDS = {
+    **{"ms": 0.001, "s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "minute": 60, "minutes": 60},
+    **{"h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400},
+}
+COUNTS = {"k": 1000, "M": 1_000_000}
+NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)")
+WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+EXPECTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts", int | str: "whole numbers or texts"}
+LONGEST = 80  # characters of a value that a message shows
+
+
+class Unit(NamedTuple):
+    """What a key's number counts, and what may be written behind the number instead."""
+
+    name: str
+    factors: Mapping[str, float]
+    examples: str
+
+
+UNITS = {  # by the end of a key's name
+    "_s": Unit("seconds", SECONDS, "90s, 30min or 2h"),
+    "_gb": Unit("GiB", GIB, "80GB or 80GiB"),
+    "_bytes": Unit("bytes", BYTES, "500MB, 80GB or 80GiB"),
+}
+
+
+def unit_of(key: str) -> Unit | None:
+    """Return the unit that the end of a key's name tells; None for a number of no unit, or of one of its own."""
+    for end, unit in UNITS.items():
+        if key.endswith(end):
+            return unit
+    return None
+
+
+def read_value(value: object, hint: Any, key: str) -> object:
+    """Return a value of a recipe as what a field of type `hint` holds; what it may be otherwise is left as it is.
+
+    Raises ConfigError, which names the key, the value and what was expected.
+    """
+    if hint is Any or value == "???":
+        return value
+    allowed = [kind for kind in get_args(hint) if kind is not NoneType]
+    is_optional = NoneType in get_args(hint)
+    if is_optional and value is None:
+        return None
+    if is_optional and value in ("None", "none"):
+        raise ConfigError(f"{key} is {value}, which YAML takes for a text\n  type {key}=null")
+    if is_optional and len(allowed) == 1:
+        hint = allowed[0]
+    origin = get_origin(hint)
+    result: object = None  # of these types, none holds None
+    if origin is Literal:
+        return read_choice(value, get_args(hint), key)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} is {shown(value)}, expected a section\n  type {key}.NAME=…")
+        return value
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            expected = f"expected a list of {PLURALS.get(get_args(hint)[0], 'values')}"
+            raise ConfigError(f"{key} is {shown(value)}, {expected}\n  type for example {key}=[{shown(value)}]")
+        entries = []
+        for entry in value:
+            entries.append(read_value(entry, get_args(hint)[0], key))
+        return entries
+    if isinstance(value, bool):
+        result = value if hint is bool else None
+    elif hint is bool:
+        result = WORDS.get(str(value).lower(), {"0": False, "1": True}.get(str(value)))
+    elif hint in (int, float) and isinstance(value, int | float | str):
+        result = read_number(value, key, whole=hint is int)
+    elif not isinstance(value, Mapping | list | tuple):
+        result = value
+    if result is None:
+        raise ConfigError(f"{key} is {shown(value)}, {expected_number(value, hint, key)}")
+    return result
+
+
+def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
+    """Return one of the choices that a field allows. Raises ConfigError, which suggests the nearest."""
+    if value in choices and not isinstance(value, bool):
+        return value
+    from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
+
+    hint = did_you_mean(str(value), map(str, choices))
+    nearest = hint if hint.startswith("; did you") else ""
+    raise ConfigError(f"{key} is {shown(value)}{nearest}\n  expected one of {', '.join(map(str, choices))}")
+
+
+def read_number(value: int | float | str, key: str, *, whole: bool) -> int | float | None:
+    """Return a number that may be written with a unit, 30min, or as a text; None where it is none.
+
+    A whole number may be written as 1e4 or 10k.
+    """
+    number: int | float | None = None
+    if not isinstance(value, str):
+        number = value
+    else:
+        unit = unit_of(key)
+        factors: Mapping[str, float] = COUNTS if whole else {}
+        if unit is not None:
+            factors = unit.factors
+        with_unit = NUMBER.fullmatch(value.strip())
+        if with_unit is not None and with_unit[2] in factors:
+            number = float(with_unit[1]) * factors[with_unit[2]]
+        else:
+            for kind in (int, float):
+                try:
+                    number = kind(value)
+                    break
+                except ValueError:
+                    continue
+    if whole and isinstance(number, float):
+        return int(number) if number.is_integer() else None
+    return number
+
+
+def expected_number(value: object, hint: Any, key: str) -> str:
+    """Return what a field holds, for a message on a value that it does not hold, and what may have been meant."""
+    unit = unit_of(key)
+    text = f"expected {EXPECTED.get(hint, 'another value')}"
+    if unit is not None and hint in (int, float):
+        text = f"expected a number of {unit.name}, or one with a unit: {unit.examples}"
+    # 10,000 and 0,001 and 50% are what people of many countries write.
+    if hint in (int, float) and isinstance(value, str):
+        for wrong, right in ((",", "" if hint is int else "."), ("%", "e-2"), ("_", ""), (" ", "")):
+            number = read_number(value.replace(wrong, right), key, whole=hint is int)
+            if wrong in value and number is not None:
+                return f"{text}\n  type {key}={number}"
+    return text
+
+
+def shown(value: object) -> str:
+    """Return a value as it would stand in a recipe on one line, a long one cut."""
+    text = flow_yaml(value)
+    if len(text) > LONGEST:
+        return f"{text[:LONGEST]}…"
+    return text
+
+
+def flow_yaml(value: object) -> str:
+    """Return a value as it would stand in a recipe, on one line."""
+    if value is None:
+        return "null"
+    # Before numbers: a bool is an int to Python, and YAML writes it in small letters.
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        entries = [f"{name}: {flow_yaml(entry)}" for name, entry in value.items()]
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(flow_yaml, value)) + "]"
+    return '""' if value == "" else str(value)

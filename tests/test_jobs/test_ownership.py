@@ -1,0 +1,153 @@
+"""The lease of a run: who holds it lives, or does not, told without a clock; real processes, killed and frozen."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import RunOwned
+from data.storage import Folder
+from jobs import ownership
+from jobs.ownership import Lease, judge, newest_lease
+from tests.drives import fork_context
+
+pytestmark = pytest.mark.quick
+
+PERIOD_S = 0.25
+LOST_S = ownership.LOST_PERIODS * PERIOD_S
+
+
+def hold(run: Path, machine: str, said: Path) -> None:
+    """Hold a run's lease until this process is ended; `machine` is where it says that it is, "" for here."""
+    ownership.PERIOD_S = PERIOD_S
+    signal.signal(signal.SIGTERM, lambda number, frame: said.with_name("asked").touch())
+    lease = Lease(Folder(run), print)
+    if machine:
+        lease.record["machine"] = machine
+    with lease:
+        said.touch()
+        while not said.with_name("asked").exists():
+            time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "PERIOD_S", PERIOD_S)
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+    """Start a process that holds the lease of tmp_path / "run"."""
+    started = []
+
+    def start(machine: str = "") -> Any:
+        said = tmp_path / f"held-{len(started)}"
+        process = fork_context().Process(target=hold, args=(tmp_path / "run", machine, said))
+        process.start()
+        started.append(process)
+        while not said.exists():
+            time.sleep(0.01)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize(
+    ("machine", "blow", "state", "waits"),
+    [
+        ("", None, "held", False),
+        ("", signal.SIGKILL, "lost", False),  # the kernel knows, though nobody has collected the dead process
+        ("", signal.SIGSTOP, "lost", True),
+        ("another", None, "held", True),
+        ("another", signal.SIGKILL, "lost", True),
+        ("another", signal.SIGSTOP, "lost", True),
+    ],
+)
+def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_changes(
+    machine, blow, state, waits, holder, tmp_path
+) -> None:
+    process = holder(machine)
+    if blow is not None:
+        os.kill(process.pid, blow)
+        time.sleep(LOST_S if blow == signal.SIGSTOP else 0.05)
+    began = time.monotonic()
+    found, seen = judge(Folder(tmp_path / "run"), lambda text: None)
+    took_s = time.monotonic() - began
+    assert found == state and seen is not None and f"process {process.pid} on " in seen.holder
+    assert took_s < LOST_S / 2 or (waits and (state == "held" or took_s >= LOST_S)), took_s
+
+
+def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:
+    storage = Folder(tmp_path / "run")
+    assert judge(storage, print) == ("free", None)
+    with Lease(storage, print) as first:
+        assert first.number == 1
+    state, seen = judge(storage, print)
+    assert state == "free" and seen is not None and seen.is_released
+    with Lease(storage, print) as second:
+        assert (second.number, second.last_token) == (2, first.record["token"])
+        assert sorted(storage.list("leases")) == ["leases/000002.json"], "the one before it is of no use any more"
+    (tmp_path / "run" / "leases" / "000002.json").write_text('{"token": ')
+    state, seen = judge(storage, print)
+    assert state == "lost" and seen is not None and "torn or altered" in seen.holder
+
+
+def test_a_holder_that_has_lost_the_run_is_told_once_and_does_not_touch_the_new_lease(tmp_path) -> None:
+    said: list[str] = []
+    signals: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        with Lease(Folder(tmp_path / "run"), said.append) as lost:
+            new = lost.content()
+            assert Folder(tmp_path / "run").create_once("leases/000002.json", new)
+            lost.thread.join(10)
+            assert "taken over, nothing of this command is committed any more" in said[-1]
+            for refused in (lost.check, lost.check_at_end, lost.confirm):
+                with pytest.raises(RunOwned, match=f"run is owned by process {os.getpid()} on"):
+                    refused()
+        assert (tmp_path / "run" / "leases" / "000002.json").read_bytes() == new
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert signals == [signal.SIGTERM]
+
+
+def test_a_holder_asks_the_storage_only_after_it_did_not_run_for_a_while(tmp_path, monkeypatch) -> None:
+    lease = Lease(Folder(tmp_path / "run"), print)
+    lease.take()
+    asked: list[float] = []
+    monkeypatch.setattr(lease, "check", lambda: asked.append(ownership.clock()))
+    monkeypatch.setattr(ownership, "clock", lambda: now)
+    now = lease.awake_s
+    for gap, expected in ((0.9, 0), (0.9, 0), (1.1, 1), (0.5, 1), (100.0, 2)):
+        now += gap * PERIOD_S
+        lease.confirm()
+        assert len(asked) == expected, gap
+
+
+def test_whoever_sees_the_storage_can_ask_a_holder_to_stop(holder, tmp_path) -> None:
+    process = holder("another")
+    storage = Folder(tmp_path / "run")
+    seen = newest_lease(storage)
+    assert seen is not None
+    said: list[str] = []
+    ownership.stop_holder(storage, seen, said.append, 30.0)
+    process.join(10)
+    assert process.exitcode == 0 and "has ended; see how" in said[-1]
+    assert sorted(storage.list("leases")) == ["leases/000001.json"]
+
+
+def test_a_full_disk_takes_a_renewal(tmp_path, monkeypatch) -> None:
+    with Lease(Folder(tmp_path / "run"), print) as lease:
+        file = tmp_path / "run" / "leases" / "000001.json"
+        size = file.stat().st_size
+        for count in range(9, 12):
+            lease.record["renewals"] = 10**count
+            lease.renew()
+            assert file.stat().st_size == size and newest_lease(lease.storage).record["renewals"] == 10**count + 1

@@ -1,0 +1,339 @@
+"""Mistakes that a newcomer makes, and what each is answered: what was found, what was expected, what to type next.
+
+Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders),
+`loose` (images alone), `tars` and `labelless` (tars without an index), `empty`, the sets `shards/train` and
+`shards/test`, and `weights` (a model of ours) with `weights.npz` (the same as an official file). An answer has the
+exit code of its kind, at most six lines, and nothing of our insides.
+"""
+
+import io
+import re
+import shlex
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import models
+from jobs.__main__ import main
+
+pytestmark = pytest.mark.quick
+
+TINY = """\
+run: runs/tiny
+cluster: {workers: 2, backend: processes}
+pretrain:
+  data: {train: shards/train, evaluate: shards/test}
+  model: {name: mu/8, image_size: 16, classes: 10}
+  optim: {lr: 2.0e-3, schedule: {warmup_steps: 5}}
+  loss: softmax
+  steps: 24
+  batch_size: 16
+  micro_batch: 4
+  precision: fp32
+"""
+MOST_LINES = 6
+INTERNALS = re.compile(
+    r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
+)
+
+# A line: exit code, what is typed after `python -m jobs`, and words of the answer behind =>, with | between.
+COMMANDS = """
+64 <none>                                     => Missing command
+64 train tiny.yaml                            => No such command 'train'|train is called run here
+64 runn tiny.yaml                             => Did you mean 'run'?
+64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits, folder
+64 run tiny.yaml --gpus 1                     => No such option: --gpus|typed without dashes: pretrain.optim.lr=1e-3
+64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
+78 run tiny.yaml pretrain.steps 100           => pretrain.steps is not an override|for example pretrain.steps=100
+78 run tiny.yaml pretrain.steps = 100         => without spaces, for example pretrain.steps=100
+78 run tiny.yaml pretrain.steps: 100          => for example pretrain.steps=100
+78 run tiny.yaml other.yaml                   => other.yaml is not an override|expected key=value
+78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
+78 run digist                                 => did you mean digits?
+78 run photos                                 => a folder, no recipe, at photos
+78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
+64 status tiny.yaml                           => no run at|expected the folder that `run` says
+64 checkpoints list runs/none                 => holds no checkpoints|name a run directory
+64 checkpoints verify runs/none --step ten    => Invalid value for '--step'
+64 replay runs/none step=120                  => no trained stage in|expected a run directory
+64 export weights out                         => Missing option '--format'|safetensors, npz, timm, hf
+64 export weights out --format onnx           => 'onnx' is not one of
+65 export runs/none out --format hf           => there is no file or folder runs/none
+65 export photos out --format hf              => cannot load photos|no folder with model.json
+64 analyze weights photos                     => Missing option '--output'
+64 analyze weights nowhere --output out       => no images in nowhere; give image files
+64 evaluate weights                           => Missing argument 'SET
+65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
+65 evaluate nowhere shards/test               => no weights.safetensors in nowhere|give a folder that holds one
+78 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
+65 import nowhere.npz out                     => there is no file or folder nowhere.npz
+65 import tiny.yaml out                       => cannot load tiny.yaml|convert them to safetensors first
+64 pack photos out                            => expected SOURCE PATH FOLDER, for example: pack folder photos/train
+78 pack photo photos out                      => pack.source is photo|expected one of folder, table, tars
+65 pack folder nowhere out                    => there is nothing at nowhere
+65 pack folder loose out                      => found 3 images|sort the images into folders
+65 pack folder tars out                       => 1 tars|python -m jobs index tars
+65 pack folder photos photos                  => expected a folder apart from it|type another one
+64 pack folder photos tiny.yaml               => tiny.yaml is a file|expected a folder
+65 pack folder photos shards/train            => a finished set|give another folder
+74 pack folder photos /sys/out                => /sys/out|a folder that this user may write
+65 pack table tiny.yaml out                   => expected columns path and label|begins with the line path,label
+65 pack table photos out                      => photos is a folder|expected a CSV or parquet file
+65 index photos                               => no *.tar here|python -m jobs pack folder photos photos-shards
+65 index nowhere                              => there is no such folder
+65 index labelless                            => no sample has a label|expected samples of an image
+65 data check photos                          => python -m jobs pack folder photos photos-shards
+65 data repair shards/train shards/train      => holds the set that is to be repaired|give another folder
+78 subset shards/train --output out           => no rule chooses samples|expected one or more of keep
+78 subset shards/train --shots 5 --output out => shots are drawn by a seed|expected a seed
+78 plan tiny.yaml --gpu v100                  => did you mean 'h100'?
+74 run tiny.yaml run=/sys/run                 => /sys/run|or name another folder: run=/elsewhere
+69 run tiny.yaml cluster.gpus_per_worker=99   => 2 workers want 198 GPUs|cluster.gpus_per_worker=0
+"""
+
+# The same of `plan tiny.yaml`, and what is typed behind it.
+KEYS = """
+78 lr=1e-3                          => lr is 0.001, expected a stage's section|type for example pretrain.optim.lr=0.001
+78 optim.lr=1e-3                    => optim is no stage, but a key of one: pretrain.optim
+78 Pretrain.steps=3                 => unknown stage or key Pretrain; did you mean 'pretrain'?
+78 pretrain.lr=1e-3                 => unknown key pretrain.lr; did you mean pretrain.optim.lr?
+78 pretrain.epochs=3                => did you mean pretrain.passes?
+78 pretrain.batchsize=3             => did you mean pretrain.batch_size?
+78 pretrain.num_classes=3           => did you mean pretrain.model.classes?
+78 pretrain.image_size=32           => did you mean pretrain.model.image_size?
+78 pretrain.optim.LR=1              => did you mean pretrain.optim.lr?
+78 pretrain.augmentation=true       => unknown key pretrain.augmentation; did you mean pretrain.data.augment?
+78 pretrain.zzz=1                   => unknown key pretrain.zzz|all keys: docs/configuration.md
+78 cluster.gpus=1                   => did you mean cluster.gpus_per_worker?
+78 pretrain.optim=1e-3              => expected a section with the keys name, lr|pretrain.optim.lr=0.001
+78 pretrain.data=shards/train       => type for example pretrain.data.train=shards/train
+78 pretrain.optim.lr.peak=1e-3      => pretrain.optim.lr is {peak: 0.001}, expected a number
+78 cluster=4                        => cluster is 4, expected a section with the keys workers
+78 pretrain.model.dropuot=0.1       => no field 'dropuot'; did you mean 'dropout'?
+78 pretrain.model=S16               => did you mean S/16?
+78 pretrain.model=vit_small_patch16_224 => did you mean S/16?|expected a size and a patch
+78 pretrain.model.name=Z/16         => no size 'Z'
+78 'pretrain.model={name: mu/8, image_size: 16' => needs quotes of the shell around all of it
+65 pretrain.model.classes=2         => labels up to 9, the model has 2 classes|set pretrain.model.classes=10
+78 pretrain.model.classes=ten       => classes must be a whole number
+78 pretrain.model.image_size=20     => nearest image_size: 16 or 24
+78 pretrain.model.image_size=224x224 => one positive whole number or two
+78 pretrain.model.heads=5           => not a multiple of 5 heads; nearest: 30 or 35
+78 pretrain.model.dropout=50%       => dropout must be a number, found 50%
+78 pretrain.model.pool=avg          => pool must be one of token, gap, map
+78 pretrain.steps=many              => pretrain.steps is many, expected a whole number
+78 pretrain.steps=1.5               => pretrain.steps is 1.5, expected a whole number
+78 pretrain.steps=-5                => steps is -5, expected more than 0
+78 pretrain.steps=10,000            => type pretrain.steps=10000
+78 pretrain.steps=3                 => 5 warm-up steps are more than|warmup_steps=0
+78 pretrain.passes=3                => give steps or passes, one of them
+78 pretrain.optim.lr=0,001          => expected a number|type pretrain.optim.lr=0.001
+78 pretrain.optim.lr=fast           => pretrain.optim.lr is fast, expected a number
+78 pretrain.optim.lr=-1             => optim.lr is -1.0, expected more than 0
+78 pretrain.label_smoothing=10%     => type pretrain.label_smoothing=0.1
+78 pretrain.timeout_s=soon          => expected a number of seconds, or one with a unit: 90s, 30min or 2h
+78 pretrain.timeout_s=5GB           => expected a number of seconds
+78 pretrain.data.cache.limit_bytes=2h => expected a number of bytes, or one with a unit: 500MB, 80GB or 80GiB
+78 pretrain.compile=maybe           => pretrain.compile is maybe, expected true or false
+78 pretrain.data.augment.flip=2     => pretrain.data.augment.flip is 2, expected true or false
+78 pretrain.zero=5                  => zero is 5, expected a ZeRO stage 0, 1, 2 or 3
+78 pretrain.precision=fp16          => did you mean 'bf16'?|expected one of bf16, fp32
+78 pretrain.optim.name=adamw        => did you mean 'adam'?
+78 pretrain.objective=masked        => has no labels: leave out
+78 pretrain.batch_size=10           => nearest: 8 or 16|uneven=true
+78 pretrain.batch_size=2            => set micro_batch=1
+78 pretrain.keep=0                  => keep is 0, expected 2 or more
+78 pretrain.probe.shots=5           => expected a list of whole numbers|pretrain.probe.shots=[5]
+78 pretrain.data.drop=a.tar         => type for example pretrain.data.drop=[a.tar]
+78 pretrain.data.augment.crop=center => expected one of inception, random, none
+78 pretrain.data.augment.min_area=2 => min_area is 2.0, expected 1
+78 pretrain=null                    => pretrain is null, expected a stage's section
+78 pretrain.init=None               => pretrain.init is None, which YAML takes for a text|type pretrain.init=null
+78 cluster.workers=two              => cluster.workers is two, expected a whole number
+78 cluster.workers=0                => workers is 0, expected 1 or more
+78 cluster.workers=3                => not a multiple of micro_batch 4 × 3 workers = 12; nearest: 12 or 24
+78 cluster.backend=local            => expected one of ray, processes
+78 cluster.environment.WANDB_API_KEY=abc => looks like a secret|secrets belong to the nodes
+78 cluster.environment=NCCL_DEBUG   => type cluster.environment.NAME=…
+78 pretrain.data.decode=gpu         => cluster.gpus_per_worker is 0|type pretrain.data.decode=cpu
+65 pretrain.data.train=nowhere      => nowhere: there is no such index|expected a folder
+65 pretrain.data.train=photos       => python -m jobs pack folder photos photos-shards, then name photos-shards
+65 pretrain.data.train=photos/cat   => name the folder above
+65 pretrain.data.train=photos/cat/0.jpg => photos/cat/0.jpg is an image
+65 pretrain.data.train=loose        => images without folders of classes|loose/cat/1.jpg
+65 pretrain.data.train=tars         => type python -m jobs index tars
+65 pretrain.data.train=tars/a.tar   => is a tar, one shard of a set|type python -m jobs index tars
+65 pretrain.data.train=empty        => neither tars nor images
+65 pretrain.data.train=shards       => name one of shards/test, shards/train
+65 pretrain.data.train=s3://bucket/train => python -m jobs index URL --output FOLDER
+78 pretrain.data.train=@shards/train => pretrain.data.train is @shards, no such stage; known: pretrain
+78 pretrain.data.train=@pretrain    => the stage itself|expected another stage, or a path
+78 pretrain.data.train=null         => pretrain.data.train is missing|type pretrain.data.train=FOLDER
+65 pretrain.init=nowhere            => no weights.safetensors in nowhere|give a folder that holds one
+65 pretrain.init=weights.npz        => python -m jobs import weights.npz FOLDER
+65 pretrain.init=weights/weights.safetensors => give its folder: weights
+78 pretrain.init=weights pretrain.model.name=Ti/8 => width: 32 -> 192|leave these keys, and the name, out of `model`
+78 pretrain.deepspeed=nowhere.json  => No such file|deepspeed=null does without
+78 run=                             => run is empty, expected a folder
+78 run=tiny.yaml                    => tiny.yaml is a file|give the run another name
+78 run=~nobody-here/x               => no user of this name is known here
+78 run=s3://bucket                  => type run=s3://BUCKET/NAME
+"""
+
+# The recipe's text, exit code of `plan recipe.yaml`, words of the answer.
+RECIPES: dict[str, tuple[str | bytes, int, str]] = {
+    "empty": ("", 78, "recipe.yaml names no stage|expected a section of pack, pretrain"),
+    "a list": ("- pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
+    "a text": ("pretrain\n", 78, "holds no mapping|expected `key: value` lines"),
+    "tabs": (TINY.replace("  steps", "\tsteps"), 78, "line 8: found a tab|expected spaces"),
+    "a key twice": (TINY + "  steps: 30\n", 78, "line 12: found duplicate key steps|take one of them out"),
+    "one space more": (TINY.replace("  steps", "   steps"), 78, "line 8|the keys of a section in the same column"),
+    "no indentation": (TINY.replace("\n  ", "\n"), 78, "pretrain is null|indent its keys below it"),
+    "no space behind a colon": (TINY.replace("steps: 24", "steps:24"), 78, "line 8|steps:24|with a space behind"),
+    "an equals sign": (TINY.replace("steps: 24", "steps = 24"), 78, "line 8|steps = 24|expected `key: value`"),
+    "an open brace": (TINY.replace("classes: 10}", "classes: 10"), 78, "line 5|closes what one has opened"),
+    "an open quote": (TINY.replace("shards/train", '"shards/train'), 78, "line 4|a quote that closes"),
+    "@ without quotes": (TINY.replace("shards/train", "@shards/train"), 78, 'line 4|"@shards/train"'),
+    "backslashes": (TINY.replace("shards/train", '"C:\\photos"'), 78, "line 4|single quotes"),
+    "a variable of the shell": (TINY.replace("shards/train", "$PHOTOS"), 65, "$PHOTOS: there is no such index"),
+    "an unknown variable": (
+        TINY.replace("runs/tiny", "${oc.env:NO_SUCH}"),
+        78,
+        "variable 'NO_SUCH' not found\n  in run\n  set it",
+    ),
+    "Latin-1": (TINY.replace("runs/tiny", "runs/größe").encode("latin-1"), 78, "not UTF-8 text: byte 12, in line 1"),
+    "UTF-16": (TINY.encode("utf-16"), 78, "not UTF-8 text|an editor saves it as UTF-8"),
+    "a control character": (TINY.replace("tiny", "ti\x07ny"), 78, "text without control characters"),
+    "a list for a section": (TINY.replace("optim: {", "optim: [{").replace("}}", "}}]"), 78, "expected a section"),
+    "a stage without content": (TINY + "finetune:\n", 78, "finetune is null, expected a stage's section"),
+    "a stage of no kind": (TINY + "mine: {steps: 3}\n", 78, "unknown stage or key mine|mine.kind=…, one of pack"),
+    "a kind that is none": (TINY + "mine: {kind: training}\n", 78, "mine.kind is training|expected one of pack"),
+    "a name with a space": (TINY + "my stage: {kind: pretrain}\n", 78, "a stage is called 'my stage'|rename it"),
+    "a circle": (TINY + '  init: "@finetune"\nfinetune: {init: "@pretrain"}\n', 78, "in a circle: pretrain ← finetune"),
+    "a misspelt reference": (TINY + 'resize: {init: "@pretain"}\n', 78, "@pretain, no such stage; did you mean"),
+    "finetune from nothing": (TINY + "finetune: {data: {train: shards/train}}\n", 78, "model.name is missing|S/16"),
+    "resize from nothing": (TINY + "resize: {image_size: 24}\n", 78, "resize.init is missing|type resize.init=…"),
+    "an odd size": (TINY + 'resize: {init: "@pretrain", image_size: 25}\n', 78, "nearest image_size: 24 or 32"),
+    "a model without a size": (re.sub("model: {.*}", "model: mu/8", TINY), 78, "model.image_size is missing"),
+    "a set that cannot be packed": (
+        TINY + "pack: {sets: {train: {path: loose}}}\n",
+        65,
+        "found 3 images|sort the images",
+    ),
+    "a sweep over one value": (TINY + "  sweep: {grid: {optim.lr: 1e-3}}\n", 78, "expected a list of values"),
+}
+
+# Values that are taken as they are meant, and recipes of other editors.
+TAKEN = ["pretrain.steps=10k", "pretrain.timeout_s=30min", "pretrain.data.cache.limit_bytes=80GB", "pretrain.steps=1e4"]
+TAKEN_RECIPES = {
+    "UTF-8 with a byte order mark": TINY.encode("utf-8-sig"),
+    "Windows line ends": TINY.replace("\n", "\r\n").encode(),
+    "a number in quotes": TINY.replace("batch_size: 16", 'batch_size: "16"').encode(),
+    "a number that YAML takes for a text": TINY.replace("2.0e-3", "2e-3").encode(),
+    "a boolean word in quotes": (TINY + '  compile: "no"\n').encode(),
+}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """The folder of a newcomer; the mistakes leave it as it is."""
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "tiny.yaml").write_text(TINY)
+    shutil.copytree(shards, folder / "shards")
+    for name in ("photos/cat", "photos/dog", "loose", "empty", "tars", "labelless"):
+        (folder / name).mkdir(parents=True)
+    for place in ("photos/cat", "photos/dog", "loose"):
+        for number in range(3):
+            Image.new("RGB", (20, 20), (number * 50, 0, 99)).save(folder / place / f"{number}.jpg")
+    image = (folder / "loose" / "0.jpg").read_bytes()
+    for name, members in (("tars", {"0.jpg": image, "0.cls": b"1"}), ("labelless", {"0.jpg": image})):
+        with tarfile.open(folder / name / "a.tar", "w") as tar:
+            for member, content in members.items():
+                entry = tarfile.TarInfo(member)
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+    model = models.build("mu/8", image_size=16, classes=10)
+    models.save(model, folder / "weights", "safetensors")
+    models.save(model, folder / "weights.npz", "npz")
+    return folder
+
+
+def mistakes() -> list[tuple[str, int, str]]:
+    """(what is typed, exit code, words of the answer) of the two tables of lines."""
+    rows = []
+    for table, before in ((COMMANDS, ""), (KEYS, "plan tiny.yaml ")):
+        for line in filter(None, table.splitlines()):
+            typed, words = line.split("=> ")
+            code, typed = typed.strip().split(" ", 1)
+            rows.append((before + typed.replace("<none>", ""), int(code), words))
+    return rows
+
+
+def check_answer(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    """Compare what was said with the words of the table, and with what holds of every answer."""
+    # A slow machine says meanwhile what it does.
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("plan: reading")]
+    answer = "\n".join(lines)
+    for part in words.split("|"):
+        assert part in answer, answer
+    assert len(lines) <= MOST_LINES, answer
+    assert not INTERNALS.search(answer), answer
+
+
+@pytest.mark.parametrize(("typed", "code", "words"), mistakes(), ids=[row[0] for row in mistakes()])
+def test_a_mistake_is_answered_with_the_way_out(desk, monkeypatch, capsys, typed, code, words):
+    monkeypatch.chdir(desk)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(shlex.split(typed)) == code
+    check_answer(capsys, words)
+    # What was refused has written nothing.
+    assert not [path for path in desk.iterdir() if path.name.startswith(("out", "photos-shards"))]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, capsys, name):
+    text, code, words = RECIPES[name]
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("jobs.command_line.words.WAIT_S", 60)
+    (desk / "recipe.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["plan", "recipe.yaml"]) == code
+    check_answer(capsys, words)
+
+
+@pytest.mark.parametrize("kind", ["finetune", "resize"])
+def test_a_stage_that_the_recipe_lacks_is_answered_with_those_that_it_has(desk, monkeypatch, capsys, kind):
+    monkeypatch.chdir(desk)
+    assert main(["tiny.yaml"], kind=kind) == 78
+    check_answer(capsys, f"the recipe has no stage of kind {kind}|its stages: pretrain")
+
+
+def test_what_goes_wrong_without_an_error_is_said(desk, monkeypatch, capsys):
+    """More workers than cores, and an evaluation on the training set: both run, and neither is what was meant."""
+    monkeypatch.chdir(desk)
+    assert main(["plan", "tiny.yaml", "cluster.workers=64", "pretrain.batch_size=256"]) == 0
+    assert "64 workers of 1 CPUs take turns on" in capsys.readouterr().out
+    assert main(["plan", "tiny.yaml", "pretrain.data.evaluate=shards/train"]) == 0
+    assert "data.evaluate is a set that is trained on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("override", TAKEN)
+def test_a_value_is_taken_as_people_write_it(desk, monkeypatch, capsys, override):
+    monkeypatch.chdir(desk)
+    assert main(["plan", "tiny.yaml", override, "--resolved"]) == 0
+    assert {"10k": "10000", "1e4": "10000", "30min": "1800.0", "80GB": "80000000000"}[
+        override.partition("=")[2]
+    ] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TAKEN_RECIPES)
+def test_a_recipe_of_another_editor_is_taken_as_it_is_meant(desk, monkeypatch, capsys, name):
+    monkeypatch.chdir(desk)
+    (desk / "recipe.yaml").write_bytes(TAKEN_RECIPES[name])
+    said = []
+    for recipe in ("recipe.yaml", "tiny.yaml"):
+        assert main(["plan", recipe, "--resolved"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]

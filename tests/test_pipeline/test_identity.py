@@ -1,0 +1,61 @@
+"""Which of several workers and nodes is unlike the others: by the majority of the nodes, and a tie is said as one."""
+
+from typing import Any
+
+import pytest
+
+from pipeline import identity
+from pipeline.identity import DEVICE, NO_RANK, differences, other_code
+from pipeline.versions import MUST_BE_EQUAL
+from tests.identities import worker
+
+
+def torch(*versions: str) -> list[Any]:
+    """Workers with these versions of torch, "a" to "z"; each on a node of its own."""
+    return [worker(rank, packages={"torch": version}) for rank, version in enumerate(versions)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        (torch("a", "a", "b"), "worker 2 on n2 has torch b, 2 of 3 nodes a"),
+        ([{**torch("b")[0], "rank": NO_RANK}, *torch("a", "a", "a")[1:]], "node n0 has torch b, 2 of 3 nodes a"),
+        (torch("b", "a", "a"), "worker 0 on n0 has torch b, 2 of 3 nodes a"),
+        (torch("b", "a", "c", "a", "b", "a"), "worker 0 on n0 (and 2 more) has torch b, 3 of 6 nodes a"),
+        (torch("a", "b"), "worker 1 on n1 has torch b, worker 0 on n0 a: a tie, each on 1 of 2 nodes"),
+        (torch("b", "b", "a", "a", "c"), "worker 2 on n2 (and 2 more) has torch a, worker 0 on n0 b: a tie, each on 2"),
+        # Eight workers of a node are one node.
+        (
+            [{**each, "node": "n0"} for each in torch(*"bbbbbbbb")] + torch(*"aaaaaaaaaaa")[8:],
+            "worker 0 on n0 (and 7 more) has torch b, 3 of 4 nodes a",
+        ),
+        # A node without a worker has a vote.
+        ([*torch("a", "b"), {**torch("b")[0], "rank": NO_RANK, "node": "s"}], "worker 0 on n0 has torch a, 2 of 3"),
+    ],
+)  # fmt: skip
+def test_the_odd_one_out_is_named_by_the_majority_of_the_nodes(workers, said) -> None:
+    (difference,) = differences(workers, MUST_BE_EQUAL)
+    assert str(difference).startswith(said)
+    assert difference.is_tie == ("a tie" in said)
+
+
+def test_other_code_and_other_devices_are_named() -> None:
+    group = [worker(0), worker(1, code="b" * 64), worker(2, code="c" * 64)]
+    assert other_code(group, "a" * 64) == (
+        "worker 1 on n1 (and 1 more) runs other code than this command: bbbbbbbbbbbb in /p, this command aaaaaaaaaaaa"
+    )
+    devices = [worker(0, device="H100", driver="550"), worker(1, device="A100"), worker(2, device="H100")]
+    assert [str(difference) for difference in differences(devices, DEVICE)] == [
+        "worker 1 on n1 has device A100, 2 of 3 nodes H100",
+        "worker 0 on n0 has GPU driver 550, 2 of 3 nodes none",
+    ]
+
+
+def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "version"
+    monkeypatch.setattr(identity, "NVIDIA_DRIVER", path)
+    assert identity.identity("cpu")["driver"] == ""
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC …")
+    assert identity.identity("cpu")["driver"] == "550.54.15"
+    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (x)")
+    assert identity.identity("cpu")["driver"] == "570.86.10"

@@ -1,0 +1,90 @@
+"""Values as people write them; every number on the right was computed by hand."""
+
+from typing import Any, Literal
+
+import pytest
+
+from data.errors import ConfigError
+from pipeline.config import with_overrides
+from pipeline.values import read_value, shown
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("written", "hint", "key", "value"),
+    [
+        ("30min", float, "timeout_s", 1800.0),
+        ("2h", float, "timeout_s", 7200.0),
+        ("1.5 h", float | None, "wait_s", 5400.0),
+        ("250ms", float, "backoff_s", 0.25),
+        (90, float, "timeout_s", 90),
+        ("80GB", int, "limit_bytes", 80_000_000_000),
+        ("80GiB", int, "limit_bytes", 85_899_345_920),
+        ("0.5TB", int, "limit_bytes", 500_000_000_000),
+        ("80GiB", float | None, "gpu_memory_gb", 80.0),
+        ("80GB", float | None, "gpu_memory_gb", 74.50580596923828),
+        ("512MiB", float | None, "activation_gb", 0.5),
+        ("10k", int | None, "steps", 10_000),
+        ("1.5M", int, "steps", 1_500_000),
+        (1e4, int, "steps", 10_000),
+        ("64", int, "steps", 64),
+        ("1e-3", float, "lr", 0.001),
+        ("yes", bool, "compile", True),
+        ("off", bool, "compile", False),
+        (1, bool, "compile", True),
+        (None, int | None, "steps", None),
+        ([1, "5"], tuple[int, ...], "shots", [1, 5]),
+        ("adam", Literal["adam", "sgd"], "name", "adam"),
+        ({"a": 1}, Any, "values", {"a": 1}),
+        (7, str, "entity", 7),  # a text of digits, as OmegaConf makes it
+    ],
+)
+def test_a_value_is_read_as_people_write_it(written: object, hint: Any, key: str, value: object) -> None:
+    read = read_value(written, hint, key)
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("written", "hint", "key", "message"),
+    [
+        ("80", int, "x", None),
+        ("80G", int, "limit_bytes", "limit_bytes is 80G, expected a number of bytes, or one with a unit"),
+        ("30min", int, "steps", "steps is 30min, expected a whole number"),
+        ("10k", float, "lr", "lr is 10k, expected a number"),
+        ("1.5", int, "steps", "steps is 1.5, expected a whole number"),
+        ("3,5", float, "lr", "lr is 3,5, expected a number\n  type lr=3.5"),
+        (True, int, "steps", "steps is true, expected a whole number"),
+        (True, float, "lr", "lr is true, expected a number"),
+        ("maybe", bool, "flip", "flip is maybe, expected true or false"),
+        (None, int, "steps", "steps is null, expected a whole number"),
+        ([1], float, "lr", r"lr is \[1\], expected a number"),
+        (["x"], list[int], "shots", "shots is x, expected a whole number"),
+        ("x", dict[str, str], "environment", "environment is x, expected a section\n  type environment.NAME=…"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_what_was_expected(
+    written: object, hint: Any, key: str, message: str | None
+) -> None:
+    if message is None:
+        assert read_value(written, hint, key) == 80
+        return
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        read_value(written, hint, key)
+
+
+def test_a_value_is_shown_as_a_recipe_has_it() -> None:
+    assert shown({"a": None, "b": [True, "", 1.5]}) == '{a: null, b: [true, "", 1.5]}'
+    assert shown("x" * 200) == "x" * 80 + "…"
+
+
+def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
+    """A width that the recipe gave its own model would make S/16 another model without a word."""
+    recipe = {"pretrain": {"model": {"name": "mu/8", "width": 192, "image_size": 64, "classes": 3}}}
+    written_as_text = {"pretrain": {"model": "mu/8"}}
+    another = with_overrides(recipe, ["pretrain.model=S/16", "pretrain.model.dropout=0.1"])
+    assert another == {"pretrain": {"model": {"name": "S/16", "image_size": 64, "classes": 3, "dropout": 0.1}}}
+    both = with_overrides(written_as_text, ["pretrain.model.classes=3"])
+    assert both == {"pretrain": {"model": {"name": "mu/8", "classes": 3}}}
+    replaced = with_overrides(recipe, ["pretrain.model={name: B/16}"])
+    assert replaced["pretrain"]["model"]["width"] == 192  # a section is merged, as any other
