@@ -4,9 +4,9 @@
 
 Starts a Ray head on this machine that counts eight CPUs for each bundle of the largest group, and asks for one group of
 so many bundles after the other, through what a campaign asks with (RayNodes). A row each: the seconds until Ray has
-placed it, what the driver asks once a second (`status`) and before an attempt (`nodes_held`), the seconds until it is
-given back, and the memory of Ray's processes and of this one. All bundles lie on one node: on a cluster `status` grows
-with the nodes too.
+placed it, what the driver asks once a second (`status`), the seconds until it is given back, the driver's CPU for a
+round of as many heartbeats (of four actors), and the memory of Ray's processes and of this one. All bundles lie on
+one node: on a cluster `status` grows with the nodes too.
 """
 
 import argparse
@@ -14,36 +14,49 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from concurrent.futures import wait
+from typing import Any
 
 import psutil
 import ray
 from ray.util.placement_group import placement_group_table
 
+from jobs.cluster.agent import NodeReport, WorkerState
+from jobs.cluster.ray_agent import call_actor
 from jobs.cluster.ray_nodes import RayNodes
 from jobs.cluster_config import ClusterConfig
+from pipeline.monitoring.watchdog import Place
 
 CPUS = 8  # of a bundle
 REPEATS = 5
+ACTORS = 4
 
 
-def memory_mib(words: tuple[str, ...]) -> dict[str, float]:
-    """Return the private memory of Ray's processes with these names, and of this one."""
-    memory = {"driver": psutil.Process().memory_full_info().uss / 2**20}
+def memory_mib() -> str:
+    """Return the private memory of Ray's processes and of this one, in words."""
+    sizes = [f"driver {psutil.Process().memory_full_info().uss / 2**20:.0f}"]
     for process in psutil.Process().children(recursive=True):
-        if process.name() in words:
-            memory[process.name()] = process.memory_full_info().uss / 2**20
-    return memory
+        if process.name() in ("gcs_server", "raylet"):
+            sizes.append(f"{process.name()} {process.memory_full_info().uss / 2**20:.0f}")
+    return ", ".join(sizes)
 
 
-def median_ms(call: Callable[[], object]) -> float:
-    """Return the median time of a few calls."""
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times)
+class Answerer:
+    """Stands in for the agents of a quarter of the nodes."""
+
+    def poll(self, wait_s: float) -> NodeReport:
+        """Answer as an agent with eight workers does."""
+        time.sleep(wait_s)
+        place = Place(812, "reduce", 1200, "")
+        return NodeReport(1, [WorkerState(rank, 4711, place=place) for rank in range(8)])
+
+
+def heartbeat_cpu_ms(actors: list[Any], nodes: int) -> float:
+    """Return the driver's CPU time of a round of polls, one a node, that are answered within a second."""
+    began = time.process_time()
+    answers = [call_actor(actors[node % len(actors)], "poll", 1.0) for node in range(nodes)]
+    wait(answers)
+    return 1000 * (time.process_time() - began)
 
 
 def main() -> int:
@@ -53,25 +66,29 @@ def main() -> int:
     numbers = parser.parse_args().bundles
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray.init(num_cpus=CPUS * max(numbers), include_dashboard=False, log_to_driver=False)
-    print("bundles  placed s  status ms  held ms  given back s   memory MiB", flush=True)
-    for number in [0, *numbers]:
-        cluster = ClusterConfig(workers=max(1, number), cpus_per_worker=CPUS, backend="ray")
+    remote: Any = ray.remote(Answerer).options(num_cpus=0, max_concurrency=max(numbers) // ACTORS + 1)
+    actors = [remote.remote() for _ in range(ACTORS)]
+    heartbeat_cpu_ms(actors, ACTORS)
+    print("bundles  placed s  status ms  given back s  round, CPU ms   memory MiB", flush=True)
+    for number in numbers:
+        cluster = ClusterConfig(workers=number, cpus_per_worker=CPUS, backend="ray")
         nodes = RayNodes(cluster, is_embedded=False)
-        placed_s = 0.0
-        if number:
-            began = time.perf_counter()
-            nodes.reserve(f"/runs/{number}", [number], print, lambda: None)
-            placed_s = time.perf_counter() - began
-        status_ms = median_ms(nodes.status)
-        held_ms = median_ms(lambda nodes=nodes, number=number: nodes.nodes_held(number))  # type: ignore[misc]
-        memory = memory_mib(("gcs_server", "raylet"))
+        began = time.perf_counter()
+        nodes.reserve(f"/runs/{number}", [number], print, lambda: None)
+        placed_s = time.perf_counter() - began
+        began = time.perf_counter()
+        for _ in range(REPEATS):
+            nodes.status()
+        status_ms = 1000 * (time.perf_counter() - began) / REPEATS
+        round_ms = statistics.median([heartbeat_cpu_ms(actors, number) for _ in range(REPEATS)])
+        memory = memory_mib()
         began = time.perf_counter()
         nodes.release()
         while any(row["state"] == "CREATED" for row in placement_group_table().values()):
             time.sleep(0.01)
         removed_s = time.perf_counter() - began
-        sizes = ", ".join(f"{name} {size:.0f}" for name, size in sorted(memory.items()))
-        print(f"{number:7} {placed_s:9.2f} {status_ms:10.1f} {held_ms:8.1f} {removed_s:13.2f}   {sizes}", flush=True)
+        row = f"{number:7} {placed_s:9.2f} {status_ms:10.1f} {removed_s:13.2f} {round_ms:14.0f}"
+        print(f"{row}   {memory}", flush=True)
     ray.shutdown()
     return 0
 

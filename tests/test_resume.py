@@ -12,7 +12,7 @@ import pytest
 
 from data.storage import Folder
 from jobs.__main__ import main
-from jobs.cluster.ray_nodes import WORKER_GAUGE
+from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.cluster.worker import records
 from jobs.commands.demo import step_losses
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT

@@ -16,13 +16,11 @@ there is room for more, between two attempts.
 
 import math
 import secrets
-import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,17 +29,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
-from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from data.errors import ClusterError
-from jobs.cluster.agent import Agent
 from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
 from jobs.cluster.every_node import run_on_nodes
 from jobs.cluster.nodes import Log, NodeAgent, NodesStatus, Tick
 from jobs.cluster.ray import WAITING
-from jobs.cluster.worker import outlive
+from jobs.cluster.ray_agent import RayAgent, call_actor
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, identity
 
@@ -59,43 +55,6 @@ AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
 IDENTITY_S = 60.0  # for all nodes to say who they are: Ray starts a process on each
 ANSWER_S = 2.0  # for a node that is alive to take a connection: TCP asks at 0 and 1 s, and then not before 3 s
 ASKED_AT_ONCE = 64  # nodes
-GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
-WORKER_GAUGE = "patchline_worker"
-
-
-class RayAgent(Agent):
-    """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
-
-    def __init__(self, has_gpus: bool) -> None:
-        super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
-        # Who stops a node signals all its processes, and this one still has to report what the workers do.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, outlive)
-        threading.Thread(target=self.show_workers, daemon=True).start()
-
-    def show_workers(self) -> None:
-        """Set the gauge again and again; Prometheus joins it with what Ray says of each node, by `instance`."""
-        gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
-        while True:
-            with self.changed:
-                news = self.news
-                ranks = list(self.workers)
-                # An attempt's folder is <run>/<stage>-<key>/attempts/attempt-000001.
-                *_, run, stage_and_key, _, _ = ("", "", "", "", *self.folder.parts)
-            stage, _, _ = stage_and_key.rpartition("-")
-            for rank in ranks:
-                gauge.set(1.0, tags={"run": run, "stage": stage, "rank": str(rank)})
-            # At once where something has happened, because an attempt may be shorter than the interval.
-            deadline = time.monotonic() + GAUGE_EVERY_S
-            with self.changed:
-                while self.news == news and time.monotonic() < deadline:
-                    self.changed.wait(max(0.0, deadline - time.monotonic()))
-
-
-def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
-    """Call a method of an agent; what it returns comes in the future."""
-    future: Future[Any] = getattr(actor, method).remote(*arguments).future()
-    return future
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""The agent as an actor of Ray, which also tells Prometheus which workers are on its node."""
+
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.util.metrics import Gauge
+
+from jobs.cluster.agent import Agent
+from jobs.cluster.worker import outlive
+
+GAUGE_EVERY_S = 10.0  # Ray forgets a gauge that is not set again for about 25 s (measured with 2.60)
+WORKER_GAUGE = "patchline_worker"
+
+
+class RayAgent(Agent):
+    """The agent as an actor: it also tells Prometheus which workers are on its node (ray_patchline_worker is 1)."""
+
+    def __init__(self, has_gpus: bool) -> None:
+        super().__init__(ray.util.get_node_ip_address(), has_gpus=has_gpus)
+        # Who stops a node signals all its processes, and this one still has to report what the workers do.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, outlive)
+        threading.Thread(target=self.show_workers, daemon=True).start()
+
+    def show_workers(self) -> None:
+        """Set the gauge again and again; Prometheus joins it with what Ray says of each node, by `instance`."""
+        gauge = Gauge(WORKER_GAUGE, "1 for each worker on this node", tag_keys=("run", "stage", "rank"))
+        while True:
+            with self.changed:
+                news = self.news
+                ranks = list(self.workers)
+                # An attempt's folder is <run>/<stage>-<key>/attempts/attempt-000001.
+                *_, run, stage_and_key, _, _ = ("", "", "", "", *self.folder.parts)
+            stage, _, _ = stage_and_key.rpartition("-")
+            for rank in ranks:
+                gauge.set(1.0, tags={"run": run, "stage": stage, "rank": str(rank)})
+            # At once where something has happened, because an attempt may be shorter than the interval.
+            deadline = time.monotonic() + GAUGE_EVERY_S
+            with self.changed:
+                while self.news == news and time.monotonic() < deadline:
+                    self.changed.wait(max(0.0, deadline - time.monotonic()))
+
+
+def call_actor(actor: Any, method: str, *arguments: object) -> "Future[Any]":
+    """Call a method of an agent; what it returns comes in the future."""
+    future: Future[Any] = getattr(actor, method).remote(*arguments).future()
+    return future
