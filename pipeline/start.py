@@ -256,7 +256,7 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
     if cfg.evaluate_on == "spare":
         needed = partial(async_evaluation.requested, Path(job.directory))
     elif cfg.keep_best is not None:
-        needed = partial(steps_of_best, Path(job.directory), cfg.keep_best, joined.checkpoints)
+        needed = partial(steps_of_best, Path(job.directory), cfg.keep_best, joined.checkpoints.committed_steps)
     saver = Saver(
         joined.checkpoints,
         joined.telemetry,

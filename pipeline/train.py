@@ -379,7 +379,7 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     kept: Kept | None = None
     metric = worker.cfg.keep_best
     if metric is not None:
-        best = best_commit(directory, metric, worker.saver.checkpoints)
+        best = best_commit(directory, metric, worker.saver.checkpoints.committed_steps())
         # The last step is committed and has been evaluated, but a full disk may have refused all records of it.
         if best is None:
             raise CheckpointError(

@@ -259,6 +259,6 @@ def prune(path: str, keep: int, keep_every: int) -> None:
             needed = async_evaluation.requested(folder)
             if (folder / artifacts.TASK).exists():
                 metric = artifacts.read_record(folder / artifacts.TASK)["config"].get("keep_best")
-                needed += steps_of_best(folder, metric, checkpoints)
+                needed += steps_of_best(folder, metric, checkpoints.committed_steps)
             for name in checkpoints.prune(keep, keep_every, needed):
                 echo(f"{checkpoints.stage}: {name} deleted")

@@ -7,11 +7,10 @@ In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at 
 Out: {"accuracy": {"value": 0.93, "step": 40}}; with patience 1 the stage ends at step 60, and keep_best keeps step 40
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
-from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.evaluation.async_evaluation import OF_ONE_SEED
 from pipeline.monitoring.telemetry import Record, read_metrics
 
@@ -58,19 +57,18 @@ def best_of(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, Best]:
     return best
 
 
-def best_commit(stage: Path, metric: str, checkpoints: StageCheckpoints) -> Best | None:
+def best_commit(stage: Path, metric: str, committed: Collection[int]) -> Best | None:
     """Return the best evaluation of a step whose checkpoint is there; None before the first."""
-    committed = checkpoints.committed_steps()
     evaluations = evaluations_of(read_metrics(stage, None))
     of_commits = {step: scores for step, scores in evaluations.items() if step in committed}
     return best_of(of_commits).get(metric)
 
 
-def steps_of_best(stage: Path, metric: str | None, checkpoints: StageCheckpoints) -> list[int]:
+def steps_of_best(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
     """Return the step whose checkpoint stays as the best so far; none without a metric and before the first."""
     best = None
     if metric is not None:
-        best = best_commit(stage, metric, checkpoints)
+        best = best_commit(stage, metric, committed())
     return [] if best is None else [best["step"]]
 
 
