@@ -14,8 +14,6 @@ BIN := .venv/bin
 MINUTES ?= 60
 STAMP := .venv/.installed
 
-# On a GPU only the wheel that is called exactly 2.13.0 has CUDA; elsewhere pip prefers 2.13.0+cpu where it finds one.
-TORCH := torch$(if $(shell command -v nvidia-smi),===,==)2.13.0
 REQUIREMENTS := $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
 
@@ -26,12 +24,8 @@ env: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer; install one, or name it: make env PYTHON=/path/to/python3.11"; exit 69; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt '$(TORCH)'
 	$(REQUIREMENTS) > $(STAMP).txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
-	@# timm imports torchvision; 0.28 is the one for torch 2.13. Beside torch 2.13.0+cpu the package registry has no build
-	@# of it that loads: there the tests declare the operators that it misses (README, "Contributing").
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm torchvision
 	@# the command $(BIN)/patchline, which runs this very checkout
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $(STAMP)

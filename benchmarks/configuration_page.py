@@ -29,9 +29,7 @@ from jobs.resolved_recipe import StageKind
 from jobs.stages.kinds import ALL
 from jobs.stages.training import PRETRAIN
 from jobs.trackers_config import TrackersConfig
-from models import resnet, vit
-from models.catalog import FAMILIES
-from models.masked import MaskedConfig
+from models import configs
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
 from pipeline.training_config import TrainConfig
 from pipeline.values import BYTES, PLURALS, flow_yaml, unit_of
@@ -48,9 +46,9 @@ TYPES: dict[object, str] = {
 }
 # A recipe names these of every model that starts from nothing, although the classes have defaults for a notebook.
 REQUIRED: dict[Kind, tuple[str, ...]] = {
-    config: ("image_size", "classes") for config, _module in FAMILIES.values() if config is not MaskedConfig
+    config: ("image_size", "classes") for config in configs.CONFIGS.values() if config is not configs.MaskedConfig
 }
-REQUIRED[MaskedConfig] = ("image_size",)
+REQUIRED[configs.MaskedConfig] = ("image_size",)
 TOOL_COMMENTS = re.compile(r"#\s*(type: ignore|noqa)\S*")  # which are not for people
 HEADER = ["| key | default | values | on resume | meaning |", "|---|---|---|---|---|"]
 
@@ -155,7 +153,7 @@ def sections_of(
         written = "required" if default == "???" or field.name in REQUIRED.get(kind, ()) else f"`{flow_yaml(default)}`"
         inner = section_kind(hint)
         if inner is None:
-            values = type_text(hint, vit.CHOICES.get(field.name))
+            values = type_text(hint, configs.CHOICES.get(field.name))
             unit = unit_of(field.name)
             if unit is not None:
                 values = f"{values}, {unit.name}"
@@ -356,8 +354,8 @@ def configuration_page() -> str:
             lines += table(section.keys)
 
     # Models: their names, their sizes, and the fields of each family.
-    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in resnet.STEMS)
-    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in resnet.UNITS)
+    hybrids = ", ".join(f"`{stem}+B/{stride}`" for stem, stride in configs.STEMS)
+    depths = ", ".join(f"`BiT-R{depth}x1`" for depth in configs.UNITS)
     lines += [
         "## The section `model`",
         "",
@@ -374,15 +372,15 @@ def configuration_page() -> str:
         "| size | width | depth | mlp | heads |",
         "|---|---|---|---|---|",
     ]
-    for size, (width, depth, mlp, heads) in vit.SIZES.items():
+    for size, (width, depth, mlp, heads) in configs.SIZES.items():
         lines.append(f"| `{size}` | {width} | {depth} | {mlp} | {heads} |")
     lines.append("")
-    vit_keys = all_keys(vit.ViTConfig)
-    for family, (model_kind, _) in FAMILIES.items():
+    vit_keys = all_keys(configs.ViTConfig)
+    for family, model_kind in configs.CONFIGS.items():
         assert dataclasses.is_dataclass(model_kind)
         keys = all_keys(model_kind)
         lines += [f"### Family `{family}`", ""]
-        if model_kind is not vit.ViTConfig and issubclass(model_kind, vit.ViTConfig):
+        if model_kind is not configs.ViTConfig and issubclass(model_kind, configs.ViTConfig):
             keys = [key for key in keys if key not in vit_keys]
             lines += ["It has the fields of `vit`, but for these:", ""]
         lines += table(keys)

@@ -9,7 +9,8 @@ cosmic-ray makes the mutants. A place in the code is drawn first and then one of
 replace one `-` would outweigh all else; annotations and mutants that are the same program are left out.
 A mutant stands in a copy of the repository, so that the workers a test starts read it too. The tests that reach its
 line run against it, the quickest first, until one fails. Lines that only workers reach are known to no test:
-`WORKER_TESTS` names who runs them. The results of 2026-11-22 are in docs/design/tests.md.
+`WORKER_TESTS` names who runs them; the file of tests that mirrors the module runs too. The results are in
+docs/design/tests.md.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import random
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,22 +34,18 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCOPE = (
-    "data/order.py",
-    "data/draws.py",
-    "data/index/*.py",
-    "data/remote/*.py",
-    "data/shards/*.py",
-    "pipeline/**/*.py",
+AGENT = tuple(f"jobs/cluster/{name}.py" for name in ("agent", "supervisor", "worker_group", "worker", "failure"))
+SCOPE: tuple[tuple[tuple[str, ...], int], ...] = (  # patterns of modules, and how many mutants are drawn of all these
+    (("pipeline/evaluation/*.py",), 60),
+    (("data/**/*.py",), 100),
+    (AGENT, 40),
 )
-SEED = 11
-MUTANTS = 250
-LEAST_OF_A_MODULE = 4
+SEED = 23
 TEST_TIMEOUT_S = 120
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.utils.tensorboard", "deepspeed", "ray", "pyarrow.parquet", "cv2"),
     *("webdataset", "omegaconf", "fsspec", "rich", "typer", "hypothesis", "matplotlib.pyplot"),
-    *("PIL.Image", "safetensors.torch", "jinja2", "xxhash"),
+    *("PIL.Image", "safetensors.torch", "jinja2", "xxhash", "scipy.stats", "sklearn.linear_model", "sklearn.datasets"),
 )
 
 # Which tests run which modules in processes of their own, where coverage does not see them; the beginnings of names.
@@ -63,7 +59,11 @@ OF_CHECKPOINTS = "tests/test_pipeline/checkpoints"
 CHECKPOINTS = (*SHORT, f"{OF_CHECKPOINTS}/test_stage_checkpoints.py", f"{OF_CHECKPOINTS}/test_crash.py", *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
 CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
+GROUP = "tests/test_jobs/cluster/test_worker_group.py"
 WORKER_TESTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(AGENT, (GROUP,)),
+    "data/decoder.py": ("tests/test_data/test_loader.py", "tests/test_data/remote"),
+    "data/evaluation.py": ("tests/test_data/test_loader.py",),
     "pipeline/batches.py": (*STOPS, *GOES_BACK, *SHORT, TWIN),
     "pipeline/engine/engine.py": (
         ENGINE,
@@ -79,7 +79,7 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/saver.py": (*CHECKPOINTS, f"{OF_CHECKPOINTS}/test_disk_space.py"),
     "pipeline/evaluate.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
     "pipeline/evaluation/worker.py": (*STOPS, *SHORT, *CAMPAIGN),
-    "pipeline/evaluation/probes.py": CAMPAIGN,
+    "pipeline/evaluation/probes.py": (*CAMPAIGN, "tests/test_layout.py::test_a_config_cannot_be_changed"),
     "pipeline/artifacts.py": ("tests/test_pipeline/test_artifacts.py",),
     "pipeline/monitoring/telemetry.py": (
         *SHORT,
@@ -186,23 +186,19 @@ def changed_lines(source: str, text: str) -> str:
 
 
 def draw(folder: Path, seed: int) -> None:
-    paths = sorted({str(path.relative_to(ROOT)) for pattern in SCOPE for path in ROOT.glob(pattern)})
-    places = {path: mutants_of(path) for path in paths}
     (folder / "texts").mkdir(exist_ok=True)
-    total = sum(len(of_path) for of_path in places.values())
     drawn: list[dict[str, Any]] = []
-    for path in paths:
-        if not places[path]:
-            continue
-        generator = random.Random(f"{seed} {path}")
-        share = max(LEAST_OF_A_MODULE, round(MUTANTS * len(places[path]) / total))
-        order = sorted(places[path], key=str)
-        generator.shuffle(order)
+    for patterns, wanted in SCOPE:
+        paths = sorted({str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)})
+        places = [(path, place, mutants) for path in paths for place, mutants in mutants_of(path).items()]
+        places.sort(key=lambda row: (row[0], str(row[1])))
+        generator = random.Random(f"{seed} {patterns}")
+        generator.shuffle(places)
         made = 0
-        for place in order:
-            if made == share:
+        for path, _, mutants in places:
+            if made == wanted:
                 break
-            mutant = generator.choice(places[path][place])
+            mutant = generator.choice(mutants)
             text = mutated(mutant)
             if text is None:
                 continue
@@ -210,9 +206,8 @@ def draw(folder: Path, seed: int) -> None:
             (folder / "texts" / f"{len(drawn)}.py").write_text(text)
             after = changed_lines((ROOT / path).read_text(), text)
             drawn.append(vars(mutant) | {"number": len(drawn), "after": after})
-        count = sum(len(mutants) for mutants in places[path].values())
-        print(f"{path:45} {count:5} mutants  {len(places[path]):5} places  {made:3} drawn")
-    print(f"{total} places, {len(drawn)} drawn")
+        count = sum(len(mutants) for _, _, mutants in places)
+        print(f"{' '.join(patterns)}: {count} mutants at {len(places)} places of {len(paths)} files, {made} drawn")
     (folder / "mutants.json").write_text(json.dumps(drawn, indent=1))
 
 
@@ -225,7 +220,8 @@ class Measuring:
     def __init__(self, copy: Path) -> None:
         import coverage
 
-        self.coverage = coverage.Coverage(data_file=None, include=[f"{copy}/data/*", f"{copy}/pipeline/*"])
+        ours = [f"{copy}/{package}/*" for package in ("data", "pipeline", "jobs")]
+        self.coverage = coverage.Coverage(data_file=None, include=ours)
         self.copy = copy
         self.seconds: dict[str, float] = {}
         self.not_passed: set[str] = set()
@@ -274,7 +270,9 @@ class Chosen:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.failed = self.failed or report.nodeid
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = crash.message.splitlines()[0] if crash and crash.message else ""
+            self.failed = self.failed or f"{report.nodeid}: {reason}"
             self.all_failed.append(report.nodeid)
 
 
@@ -386,7 +384,9 @@ def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) ->
     seconds_of = reaching if is_in_a_function(mutant) else reaching | touching
     chosen = sorted(seconds_of, key=lambda test: seconds_of[test])
     # A file's tests stay together, because they may share workers that one of them started.
-    for test in WORKER_TESTS.get(mutant.path, ()):
+    package, *folders, name = Path(mutant.path).parts
+    its_own = "/".join(("tests", f"test_{package}", *folders, f"test_{name}"))
+    for test in (its_own, *WORKER_TESTS.get(mutant.path, ())):
         chosen += [name for name in tests if name.startswith(test) and name not in chosen]
     kept = []
     seconds = 0.0
@@ -397,7 +397,7 @@ def tests_for(mutant: Mutant, tests: dict[str, Any], seconds_a_mutant: float) ->
     return kept
 
 
-def run(folder: Path, paths: list[str], seconds_a_mutant: float, most: int) -> None:
+def run(folder: Path, paths: list[str], seconds_a_mutant: float) -> None:
     """Write results.json: of every mutant, the test that failed, "" where none did, "hang" where none ended."""
     copy = copy_of_the_repository(folder)
     import_what_takes_long()
@@ -405,11 +405,7 @@ def run(folder: Path, paths: list[str], seconds_a_mutant: float, most: int) -> N
     tests = json.loads((folder / "tests.json").read_text())
     results_path = folder / "results.json"
     results: dict[str, Any] = json.loads(results_path.read_text()) if results_path.exists() else {}
-    done: Counter[str] = Counter()
     for mutant in mutants:
-        done[mutant.path] += 1
-        if done[mutant.path] > most:
-            continue
         earlier = results.get(str(mutant.number), {"failed": "", "budget": 0.0})
         if earlier["failed"] or earlier["budget"] >= seconds_a_mutant or (paths and mutant.path not in paths):
             continue
@@ -452,17 +448,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="test files to measure; modules whose mutants to run")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=90.0, help="of tests a mutant, as measured without it")
-    parser.add_argument("--most", type=int, default=MUTANTS, help="mutants of a module: the first that were drawn")
     arguments = parser.parse_intermixed_args()
     folder = arguments.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.command == "draw":
         draw(folder, SEED)
     elif arguments.command == "measure":
-        every_file = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
+        every_file = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
         measure(folder, arguments.names or every_file)
     else:
-        run(folder, arguments.names, arguments.seconds, arguments.most)
+        run(folder, arguments.names, arguments.seconds)
 
 
 if __name__ == "__main__":

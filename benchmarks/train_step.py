@@ -65,7 +65,6 @@ def fused_attention(name: str) -> torch.nn.Module:
 
 def timm_model(name: str, act_layer: str = "gelu") -> torch.nn.Module:
     """timm's VisionTransformer, by default with its own erf GELU."""
-    declare_vision_operators()
     from timm.models.vision_transformer import VisionTransformer
 
     c = models.config_of(name)
@@ -82,7 +81,6 @@ def timm_compiled(name: str) -> torch.nn.Module:
 
 def transformers_model(name: str) -> torch.nn.Module:
     """transformers' ViT with fused attention."""
-    declare_vision_operators()
     from transformers import ViTConfig, ViTForImageClassification
 
     c = models.config_of(name)
@@ -101,14 +99,6 @@ CONTENDERS: dict[str, Callable[[str], torch.nn.Module]] = {
     "timm, compiled": timm_compiled,
     "transformers": transformers_model,
 }
-
-
-def declare_vision_operators() -> None:
-    """torchvision, which both peers import, asks for two compiled operators that a CPU torch lacks."""
-    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms"):
-        library = declare_vision_operators.library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def training_step(build: Callable[[str], torch.nn.Module], setting: Setting) -> Step:

@@ -4,7 +4,7 @@
 
 The templates lie in data/templates; each fills the body of base.html. Nothing on a page is asked of anybody: its policy
 (CSP) forbids scripts and requests. Names come out of files that others made: every value is escaped, and written as
-`printable` text, which cannot turn the direction of the line.
+`printable` text, which cannot turn the direction of the line; `| lines` is for texts of several.
 
 A chart is a matplotlib Figure drawn in INK, GRID and LINES. They stand for the page's own colours, light or dark.
 """
@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from data.checks import printable_lines
+from data.checks import printable, printable_lines
 from data.files import write_whole
 from data.images.decode import decode
 
@@ -83,13 +83,14 @@ def render(template: str, **values: object) -> str:
     """Return the text of a page."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
+    environment.filters["lines"] = lambda text: escape(printable_lines(text))
     return environment.get_template(template).render(values)
 
 
 def shown(value: object) -> object:
-    """Return a value of a template as it is shown: markup of ours as it is, all other text printable."""
+    """Return a value of a template as it is shown: markup of ours as it is, all other text printable, in one line."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return printable_lines(value)
+        return printable(value)
     return value
 
 

@@ -27,6 +27,7 @@ from data.errors import ExitCode, exit_code
 from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, leaks, shards, weights
 from jobs.command_line.words import make_group
+from jobs.progress import activity
 from jobs.terminal import write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -37,6 +38,8 @@ EXIT_CODES = (
     "78 configuration · 130 interrupted (a run: twice)"
 )
 
+STREAMS = {"demo", "logs", "run"}  # commands that print what others write, and show that they live
+LONGEST_ACTIVITY = 60  # characters of the words that say what a command does
 # Our commands, and what people who come from other programs call them.
 OTHER_COMMANDS = {
     "run": "train fit start launch resume pretrain finetune",
@@ -71,6 +74,8 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         parser.main(prog_name=program)
     try:
         with parser.make_context(program, list(words), obj=kind) as context:
+            if not STREAMS.intersection(words[:1]) and kind is None:
+                activity.now(f"{' '.join(words)[:LONGEST_ACTIVITY]} …")
             return parser.invoke(context) or ExitCode.DONE
     except typer.Exit as end:  # after --help
         return end.exit_code
@@ -85,7 +90,10 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         # The reader of our output is gone, as with `patchline plan … | head`: a message would not be seen.
         return ExitCode.IO
     except Exception as error:
+        activity.end()
         return report(error, with_traceback="--debug" in words)
+    finally:
+        activity.end()
 
 
 def report_usage(error: TyperException, words: Sequence[str]) -> int:

@@ -1,30 +1,38 @@
 """How far a long count has come: a live bar on a terminal, a line every few seconds anywhere else.
 
-with ProgressMeter("samples", total=60_000) as progress:
+    progress = ProgressMeter("samples", total=60_000)
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
+
+Every command says what it does from its second second on (`activity`), also where it has nothing to count.
 """
 
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Self, TextIO
+from typing import TextIO
 
+from data.checks import printable_lines
 from pipeline.monitoring.telemetry import amount, duration
+
+WAIT_S = 1.0  # after which a command says what it does
 
 
 class LiveBar:
-    """One bar at the bottom of a terminal, below whatever is said meanwhile."""
+    """One bar at the bottom of a terminal, below whatever is said meanwhile; it turns while the process lives."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Draw on stdout, or on another stream."""
         # rich takes 0.1 s to import, for which a command without a bar does not wait.
         from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[count]}"),
             TimeRemainingColumn(),
         )
@@ -34,9 +42,10 @@ class LiveBar:
         self.rich.start()
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        count = str(done)
+        """Move the bar; without a total it swings."""
+        count = amount(done) if done else ""
         if total:
-            count += f"/{total}"
+            count = f"{done}/{total} eta"
         self.rich.update(self.task, completed=done, total=total, description=text, count=count, visible=True)
 
     def write(self, text: str) -> None:
@@ -48,15 +57,65 @@ class LiveBar:
         self.rich.stop()
 
 
+class Activity:
+    """Shows what this process does: a bar on a terminal, elsewhere a line on stderr, both after WAIT_S."""
+
+    def __init__(self) -> None:
+        self.text = ""  # "" where nothing is to be said
+        self.bar: LiveBar | None = None
+        self.timer = threading.Timer(0, str)
+        self.lock = threading.RLock()  # the timer's thread speaks too
+
+    def now(self, text: str) -> None:
+        """Do something else from now on."""
+        with self.lock:
+            self.text = printable_lines(text)
+            self.timer.cancel()
+            if self.bar is not None:
+                self.bar.update(0, None, self.text)
+                return
+            self.timer = threading.Timer(WAIT_S, self.speak)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def speak(self) -> None:
+        """Say what has taken longer than WAIT_S."""
+        with self.lock:
+            if self.text and not self.show(0, None, self.text):
+                print(self.text, file=sys.stderr, flush=True)
+
+    def show(self, done: int, total: int | None, text: str) -> bool:
+        """Show how far it has come; returns whether stdout is a terminal, which alone can show it."""
+        with self.lock:
+            if self.bar is None and sys.stdout.isatty():
+                self.bar = LiveBar()
+            if self.bar is not None:
+                self.bar.update(done, total, text)
+            return self.bar is not None
+
+    def end(self) -> None:
+        """Take the bar away, and say nothing any more."""
+        with self.lock:
+            self.text = ""
+            self.timer.cancel()
+            if self.bar is not None:
+                self.bar.close()
+            self.bar = None
+
+
+activity = Activity()  # of this process: a terminal has one bar at its bottom
+
+
 class ProgressMeter:
-    """Shows how much of a count is done; with `log`, always as lines, at most one every `every_s` seconds."""
+    """Shows how much of a count is done: by `show`, or where that cannot, by a line every `every_s` seconds at most."""
 
     def __init__(
         self,
         unit: str,
         total: int | None = None,
         *,
-        log: Callable[[str], None] | None = None,
+        log: Callable[[str], None] = print,
+        show: Callable[[int, int | None, str], bool] = activity.show,
         every_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,30 +123,19 @@ class ProgressMeter:
         self.total = total
         self.every_s = every_s
         self.clock = clock
-        self.log = log or print
-        self.bar: LiveBar | None = None
-        # A caller that logs lines elsewhere (a stage, into its campaign's log) shows its own bar, if any.
-        if log is None and sys.stdout.isatty():
-            self.bar = LiveBar()
+        self.log = log
+        self.show = show
         self.began = clock()
         self.last_line = self.began
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show that so many are done; `note` is what else there is to say of them."""
         now = self.clock()
         # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
-        if self.bar is not None:
-            # The bar itself shows the count and the time that is left.
-            parts = [self.unit, note, f"{amount(rate)}/s"]
-            self.bar.update(done, self.total, "  ".join(filter(None, parts)))
+        # The bar itself shows the count and the time that is left.
+        parts = [self.unit, note, f"{amount(rate)}/s"]
+        if self.show(done, self.total, "  ".join(filter(None, parts))):
             return
         if now - self.last_line < self.every_s:
             return

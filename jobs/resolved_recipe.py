@@ -215,6 +215,8 @@ class Context:
     poll: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
     stop_requested: Callable[[], bool]  # this process is to end
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
+    # (done, total, text) → whether a terminal shows it, below the lines
+    show_progress: Callable[[int, int | None, str], bool] = lambda done, total, text: False
     check_owned: Callable[[], None] = lambda: None  # before an attempt; raises RunOwned where the run was taken over
 
     @property

@@ -17,14 +17,16 @@ import os
 import queue
 import select
 import sys
+import textwrap
 import threading
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
 from data.checks import printable_lines
-from jobs.progress import LiveBar
+from jobs.progress import LiveBar, activity
 
 MOST_WAITING = 10_000  # lines; some 2 MB
+LONGEST_LINE = 100  # characters on a terminal; what is redirected stays one line
 CLOSE_S = 3.0  # for the lines that are left at the end: a terminal may be slow, and need not be stuck
 
 
@@ -32,8 +34,12 @@ class BarPlace(NamedTuple):
     """Where the bar is to stand."""
 
     done: int
-    total: int
+    total: int | None
     text: str
+
+
+class MoveBar:
+    """Stands in the queue for the bar's next move, to wherever it is to stand when the thread comes to it."""
 
 
 class Terminal:
@@ -43,9 +49,11 @@ class Terminal:
         self.stream = stream
         self.handle = handle_of(stream)
         # Of Python's queues only SimpleQueue may be used in a signal handler that interrupts a `put`.
-        self.waiting: queue.SimpleQueue[str | BarPlace | None] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[str | MoveBar | None] = queue.SimpleQueue()
         self.dropped = 0  # lines, all in all
         self.dropped_said = 0  # of them, those that the terminal has been told of
+        self.bar_place: BarPlace | None = None
+        self.is_move_waiting = False
         self.has_bar = self.handle is not None and stream.isatty()
         self.thread = threading.Thread(target=self.work, name="terminal", daemon=True)
         if self.handle is not None:
@@ -63,10 +71,14 @@ class Terminal:
         else:
             self.dropped += 1
 
-    def move_bar(self, done: int, total: int, text: str) -> None:
-        """Have the bar moved; where something else waits it is left where it is, until the next time."""
-        if self.has_bar and self.waiting.empty():
-            self.waiting.put(BarPlace(done, total, text))
+    def move_bar(self, done: int, total: int | None, text: str) -> None:
+        """Have the bar moved, once the lines before it are written; one move waits, however often it is called."""
+        if not self.has_bar:
+            return
+        self.bar_place = BarPlace(done, total, printable_lines(text))
+        if not self.is_move_waiting:
+            self.is_move_waiting = True
+            self.waiting.put(MoveBar())
 
     def close(self) -> int:
         """Wait for the lines that are left, and take the bar away; returns how many lines were never written."""
@@ -77,7 +89,7 @@ class Terminal:
         lost = self.dropped - self.dropped_said
         if self.thread.is_alive():
             # The None stands for the line that the thread has taken out and cannot get rid of.
-            lost += self.waiting.qsize()
+            lost += self.waiting.qsize() - self.is_move_waiting
             # The bar has put streams of its own there, which are as stuck as the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
@@ -98,9 +110,11 @@ class Terminal:
             dropped = self.dropped - self.dropped_said
             # A terminal or pipe that is closed must not end the run.
             with suppress(OSError):
-                if isinstance(item, BarPlace):
-                    assert bar is not None
-                    bar.update(*item)
+                if isinstance(item, MoveBar):
+                    # First: a move that is asked for from now on is another one.
+                    self.is_move_waiting = False
+                    assert bar is not None and self.bar_place is not None
+                    bar.update(*self.bar_place)
                     continue
                 if dropped:
                     self.put(bar, f"({dropped} lines are not shown: this terminal took none; log.txt has them)")
@@ -113,10 +127,19 @@ class Terminal:
     def put(self, bar: LiveBar | None, text: str) -> None:
         """Write one line."""
         if bar is not None:
-            bar.write(text)
+            for line in text.splitlines() or [""]:
+                bar.write(folded(line, min(LONGEST_LINE, bar.rich.console.width)))
         else:
             assert self.handle is not None
             write_all(self.handle, f"{text}\n".encode(self.stream.encoding, "replace"))
+
+
+def folded(line: str, width: int) -> str:
+    """Return a line as several of at most so many characters, all but the first further to the right."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return "\n".join(
+        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    )
 
 
 def handle_of(stream: TextIO | None) -> int | None:
@@ -140,7 +163,12 @@ def write_all(handle: int, content: bytes) -> None:
 
 def echo(line: str) -> None:
     """Print a line of a command's answer at once, without what a terminal would obey."""
-    print(printable_lines(line), flush=True)
+    text = printable_lines(line)
+    # Above the bar, whose stdout would break a long line; people copy commands from the answers.
+    if activity.bar is not None:
+        activity.bar.write(text)
+    else:
+        print(text, flush=True)
 
 
 def write_last(text: str) -> None:

@@ -8,7 +8,7 @@ The supervisor takes one of them at each attempt, and the batch is the same for 
 
 from data.errors import ConfigError
 from jobs.cluster_config import ClusterConfig
-from pipeline.start import engine_settings
+from pipeline.engine.settings import engine_settings
 from pipeline.training_config import TrainConfig, batch_arithmetic
 
 

@@ -5,27 +5,40 @@ models.load(path), models.save(model, path, format)   a module from and to files
 models.transfer(weights, source, target)              the same weights for another size or head
 """
 
-from models import masked
-from models.catalog import (
-    Model,
-    ModelConfig,
-    blocks,
-    build,
-    compile_blocks,
-    config_of,
-    decayed,
-    from_config,
-    from_dict,
-    macs_of,
-    parameters_of,
-    to_dict,
-    training_flops,
-)
-from models.positions import resize_positions
-from models.transfer import TransferReport, check_architecture, keeps_head, transfer
-from models.vit import ViT, ViTConfig
-from models.weights.files import load, load_class_names, load_preprocessing, load_weights, save, save_weights
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from models.configs import ModelConfig, ViTConfig, check_architecture, config_of, from_dict, keeps_head, to_dict
+from models.weights.folder import load_class_names, load_preprocessing
 from models.weights.preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from models import masked
+    from models.catalog import (
+        Model,
+        blocks,
+        build,
+        compile_blocks,
+        decayed,
+        from_config,
+        macs_of,
+        parameters_of,
+        training_flops,
+    )
+    from models.positions import resize_positions
+    from models.vit import ViT
+    from models.weight_transfer import TransferReport, transfer
+    from models.weights.files import load, load_weights, save, save_weights
+
+# What stands above for mypy alone imports torch, which takes a second: it is imported when it is first used. No module
+# is called as one of these names: once imported, it would stand in its place.
+LATER = {
+    "models.catalog": "Model blocks build compile_blocks decayed from_config macs_of parameters_of training_flops",
+    "models.positions": "resize_positions",
+    "models.weight_transfer": "TransferReport transfer",
+    "models.vit": "ViT",
+    "models.weights.files": "load load_weights save save_weights",
+}
 
 __all__ = [
     "Model",
@@ -57,3 +70,13 @@ __all__ = [
     "training_flops",
     "transfer",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of LATER, or the module `masked`, at its first use (PEP 562)."""
+    if name == "masked":
+        return import_module("models.masked")
+    for module, names in LATER.items():
+        if name in names.split():
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'models' has no attribute {name!r}")

@@ -1,13 +1,6 @@
-"""Names to configs to modules, configs to plain values and back, and what a model costs.
+"""Configs to modules, and what a model costs (configs.py has the names, and the configs of all families).
 
-How a name becomes a module:
-1. NAME splits it:           "R50+B/16" -> stem R50, size B, patch 16
-2. the tables of the family turn the parts into fields: B -> width 768, depth 12; (R50, 16) -> stem (3, 4, 9), patch 1
-3. the caller's fields win over these, and the config's own checks look at the whole
-4. `empty` makes the module on the meta device, `from_config` gives it memory and first values
-
-    config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
-    to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
+`empty` makes a module on the meta device, `from_config` gives it memory and first values.
 
     config = config_of("B/16")
     parameters_of(config)                         86_567_656
@@ -18,130 +11,33 @@ How a name becomes a module:
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Generator, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import initial, masked, resnet, vit
-from models.checks import did_you_mean
+from models.configs import ImageSize, ModelConfig, config_of
 
-# Another architecture is a file with its config and its module, and one entry in each of these three. A module has
-# `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
+# Another architecture is a config in configs.py, a file with its module, and one entry in each of these two. A module
+# has `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
 # `family`, `image_size`, `classes`, `head_bias`, `head_fields`, `absent` and `with_new_head()`.
-ModelConfig = vit.ViTConfig | resnet.BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
 Model = vit.ViT | masked.MaskedViT | resnet.BiT  # AxialViT is a ViT
-# The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
-FAMILIES: dict[str, tuple[type[ModelConfig], type[Model]]] = {  # family: (config, module)
-    "vit": (vit.ViTConfig, vit.ViT),
-    "bit": (resnet.BiTConfig, resnet.BiT),
-    "axial": (vit.AxialConfig, vit.AxialViT),
-    "masked": (masked.MaskedConfig, masked.MaskedViT),
+MODULES: dict[str, type[Model]] = {  # by the config's family
+    "vit": vit.ViT,
+    "bit": resnet.BiT,
+    "axial": vit.AxialViT,
+    "masked": masked.MaskedViT,
 }
 
-ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
-ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
-Config = TypeVar("Config", bound=ModelConfig)
-
-# The paper writes "ViT-B/16", so that "ViT-" may stand before a size. In the name of a hybrid the number after the
-# slash is the total stride, not a patch size (SPEC 1.6).
-NAME = re.compile(
-    r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
-    r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
-)
-NEARLY_A_SIZE = re.compile(
-    r"(?:^|[-_ ])(tiny|small|base|large|huge|Ti|[SMBLHG])(?:_?patch|[-_ /])?(\d+)?(?:[-_ ]|$)", re.IGNORECASE
-)
-SPELT_SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
-VIT_KINDS: dict[str | None, type[vit.ViTConfig]] = {  # what stands before the size in a name
-    "Axial": vit.AxialConfig,
-    "Masked": masked.MaskedConfig,
-    None: vit.ViTConfig,
-}
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
-
-
-def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
-    """Return the config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
-    parts = NAME.fullmatch(name)
-    if parts is None:
-        # S16, ViT-S, and vit_small_patch16_224 of timm.
-        close = NEARLY_A_SIZE.search(name)
-        nearest = ""
-        if close is not None:
-            word = close[1].lower()
-            nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
-        raise ValueError(
-            f"{name} is not a model's name{nearest}\n"
-            "  expected a size and a patch, as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
-        )
-    # The caller's fields come last in each merge, so that they win over what the name stands for.
-    caller_fields = {"image_size": image_size, "classes": classes, **config}
-    if parts["resnet"]:
-        # "BiT-R50x2" is a ResNet of 50 layers, all channels times 2.
-        layers = int(parts["resnet"])
-        if layers not in resnet.UNITS:
-            known = ", ".join(f"BiT-R{depth}" for depth in resnet.UNITS)
-            raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
-        named: ConfigFields = {"units": resnet.UNITS[layers], "width": 64 * int(parts["factor"])}
-        return checked(resnet.BiTConfig, {**named, **caller_fields})
-
-    # "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16".
-    size = parts["size"]
-    if size not in vit.SIZES:
-        raise ValueError(f"{parts[0]!r}: no size {size!r}{did_you_mean(size, vit.SIZES)}")
-    width, depth, mlp, heads = vit.SIZES[size]
-    named = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
-    if parts["stem"]:
-        # STEMS tells which patch on the stem's map makes this total stride; most often it is 1.
-        stem = (parts["stem"], int(parts["patch"]))
-        if stem not in resnet.STEMS:
-            known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in resnet.STEMS)
-            raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
-        named["stem"], named["patch"] = resnet.STEMS[stem]
-    return checked(VIT_KINDS[parts["kind"]], {**named, **caller_fields})
-
-
-def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
-    """Make a config from plain values; unknown names are a ValueError with the nearest one."""
-    types = {field.name: field.type for field in fields(kind)}
-    known = list(types)
-    hashable: ConfigFields = {}
-    for name, value in values.items():
-        if name not in known and name in kind.absent and value == kind.absent[name]:
-            continue
-        if name not in known:
-            raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
-        if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{name} must be a number, found {value}")
-        # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.
-        hashable[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**hashable)
-
-
-def to_dict(config: ModelConfig) -> ConfigFields:
-    """Return plain values with the family's name: what stands in model.json."""
-    return {"family": config.family, **asdict(config)}
-
-
-def from_dict(values: Mapping[str, object]) -> ModelConfig:
-    """Return the config `to_dict` was given, also after a trip through JSON."""
-    config_fields = dict(values)
-    family = config_fields.pop("family", None)
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"no model family {family!r}; known: {', '.join(FAMILIES)}")
-    kind, _ = FAMILIES[family]
-    return checked(kind, config_fields)
 
 
 def empty(config: ModelConfig) -> Model:
     """Return the module on the meta device: names and shapes, no memory."""
     module: Any  # mypy cannot know that the table pairs each config with a module that takes it
-    _, module = FAMILIES[config.family]
+    module = MODULES[config.family]
     # torch's layers draw first values of their own when they are made. On meta that costs nothing.
     with torch.device("meta"):
         return module(config)

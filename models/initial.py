@@ -13,8 +13,7 @@ import re
 import torch
 from torch import Generator, Tensor, nn
 
-from models.resnet import BiTConfig
-from models.vit import ViTConfig
+from models.configs import BiTConfig, ViTConfig
 
 # Standard deviation of a normal cut at two sigma: JAX divides by it so that the result has the one asked for.
 CUT_NORMAL_STD = 0.87962566103423978

@@ -15,51 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from models import checks
-from models.vit import ViT, ViTConfig
+from models.configs import CELLS, MaskedConfig
+from models.vit import ViT
 
 # B batch, N patches, K corrupted patches of an image, D width, S colours predicted for a patch
 Predict = Callable[[Tensor, Generator | None], tuple[Tensor, Tensor]]  # a MaskedViT, or an engine around it
 
-CELLS = {"mean_color": 1, "downsized": 4}  # a patch is predicted as cells x cells mean colours
 COLORS = 512  # 3 bits a channel
-
-
-@dataclass(frozen=True)
-class MaskedConfig(ViTConfig):
-    classes: int = 0  # always: whatever classes the data has, the prediction is the only head
-    target: str = "mean_color"  # mean_color, the reported one; downsized: 4 x 4 colours; pixels: the whole patch
-    corrupted: float = 0.5  # share of the patches
-    masked: float = 0.8  # share of those replaced by the mask embedding
-    swapped: float = 0.1  # share replaced by another patch of the image; the rest stays
-
-    family = "masked"
-
-    def __post_init__(self) -> None:
-        # `config_of` passes a number of classes to every model: here it is ignored, not refused.
-        object.__setattr__(self, "classes", 0)
-        super().__post_init__()
-        # The loss reads tokens before pooling, so that a MAP head or a tanh layer would never get a gradient.
-        checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
-        if self.representation:
-            raise ValueError(f"a masked model has no classifier: leave out representation={self.representation}")
-        if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
-            raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
-        # With a single patch there is no other one to swap with.
-        if math.prod(self.grid) < 2:
-            raise ValueError(f"masked prediction needs 2 patches or more, found a grid of {self.grid}")
-
-    @property
-    def vit(self) -> ViTConfig:
-        """Return the config of the ordinary ViT inside."""
-        shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
-        return ViTConfig(**shared)
 
 
 class Corruption(nn.Module):

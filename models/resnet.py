@@ -6,68 +6,19 @@ sides. Each has its own epsilons, and each adds them in another place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import checks
+from models.configs import GROUPS, BiTConfig
 
 # B batch, C channels; images and maps are (B, C, rows, columns)
 
-UNITS = {  # bottleneck units of the four stages: He et al. 2016; big_vision models/bit.py, get_block_desc
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-    200: (3, 24, 36, 3),
-}
-STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_jax configs/models.py:252-328
-    ("R50", 16): ((3, 4, 9), 1),
-    ("R50", 32): ((3, 4, 6, 3), 1),
-    ("R26", 32): ((2, 2, 2, 2), 1),
-    # The original says that its stem makes this /16. The code halves twice, so that it is /32: 49 tokens at 224 pixels
-    # (SPEC 1.6).
-    ("R", 16): ((), 8),
-}
 EXPANSION = 4  # a bottleneck gives out 4 times its inner channels: He et al. 2016
-GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
 # Each code base has its own: vit_jax models_resnet.py for the stem, bit_pytorch for BiT.
 STEM_NORM_EPS = 1e-6
 BIT_NORM_EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class BiTConfig:
-    """The architecture of one BiT; the defaults are BiT-R50x1."""
-
-    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
-    classes: int = 1000  # 0: no head
-    units: tuple[int, ...] = UNITS[50]  # bottleneck units of each stage
-    width: int = 64  # channels of the root: 64 times the width factor
-    pool_padding: str = "zero"  # of the root's max-pool: zero (bit_pytorch, bit_jax) or -inf (big_vision)
-    head_bias: float = 0.0  # initial
-
-    family = "bit"
-    head_fields = ("classes",)  # weights that differ in one of these cannot share a head
-    # Fields that a ResNet does without. These values say so, and a recipe for weights of any family may give them.
-    absent: ClassVar[Mapping[str, object]] = {"representation": None, "dropout": 0.0, "drop_path": 0.0}
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
-        checks.choices(self, {"pool_padding": ("zero", "-inf")})
-        checks.at_least(self, 0, ("classes",))
-        checks.at_least(self, 1, ("width",))
-        checks.multiple("width", self.width, GROUPS, f"{GROUPS} groups")
-        if not self.units or not all(map(checks.is_integer, self.units)):
-            raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
-
-    def with_new_head(self) -> BiTConfig:
-        """Return the config of the same model with a new head: a ResNet's is one layer, of the same shape."""
-        return self
 
 
 def same_padding(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
@@ -205,14 +156,6 @@ class Stem(nn.Module):
         # TF's SAME is uneven at even sizes, which `max_pool2d` cannot pad by itself: 0 before and 1 behind.
         x = F.max_pool2d(same_padding(x, 3, 2, value=float("-inf")), 3, 2)
         return self.stages(x)
-
-
-def stem_stride(units: tuple[int, ...] | None) -> int:
-    """Return the pixels between neighbours on the stem's map; 1 without a stem."""
-    # The root halves twice, and each stage behind the first once.
-    if units is None:
-        return 1
-    return 4 * 2 ** max(len(units) - 1, 0)
 
 
 class BiT(nn.Module):

@@ -3,10 +3,9 @@
     model = models.build("B/16", image_size=224, classes=1000)
     logits = model(images)             # images (B, 3, height, width) in [-1, 1]
 
-1. `ViTConfig`                                          the fields of an architecture, checked
-2. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    the layers; none of them knows the config
-3. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
-4. `AxialViT`                                           the same model with blocks that attend along rows and columns
+1. `PatchEmbedding`, `Prefix`, `Attention`, `Mlp`, …    the layers; none of them knows the config
+2. `Block`, `MapHead`, `ViT`                            the model: embed, encode, features, head
+3. `AxialViT`                                           the same model with blocks that attend along rows and columns
 
 Every parameter sits in a submodule that is called, never on the model itself: ZeRO-3 gathers parameters
 when the module that owns them runs, so `features` and `encode` work there too.
@@ -14,141 +13,15 @@ when the module that owns them runs, so `features` and `encode` work there too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import checks, positions, resnet
+from models import positions, resnet
+from models.configs import ACTIVATIONS, AxialConfig, ViTConfig
 
 # B batch, N patches, T tokens (prefix + N), D width, H heads, C channels, P patch
-
-SIZES = {  # width, depth, mlp, heads
-    "mu": (32, 1, 128, 2),  # big_vision models/vit.py:297, for tests
-    "Ti": (192, 12, 768, 3),  # vit_jax configs/models.py
-    "S": (384, 12, 1536, 6),
-    "M": (512, 12, 2048, 8),
-    "B": (768, 12, 3072, 12),  # Dosovitskiy et al. 2021, table 1
-    "L": (1024, 24, 4096, 16),
-    "H": (1280, 32, 5120, 16),
-    "So400m": (1152, 27, 4304, 16),  # big_vision models/vit.py:297-300
-    "g": (1408, 40, 6144, 16),
-    "g-opt": (1536, 40, 6144, 16),
-    "G": (1664, 48, 8192, 16),
-    "G-opt": (1536, 48, 8192, 16),
-    "e": (1792, 56, 15360, 16),
-}
-ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # the paper's code, and the erf of timm and Hugging Face
-CHOICES = {
-    "pool": ("token", "gap", "map"),
-    "positions": ("none", *positions.KINDS),
-    "positions_at": ("stem", "every", "shared"),
-    "activation": tuple(ACTIVATIONS),
-}
-
-
-@dataclass(frozen=True)
-class ViTConfig:
-    """The architecture of one ViT; the defaults are the paper's B/16."""
-
-    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
-    patch: tuple[int, int] = (16, 16)  # height, width of a patch in pixels; after a stem, in its output's
-    classes: int = 1000  # 0: no head, the logits are the features
-    width: int = 768  # of a token
-    depth: int = 12  # transformer blocks
-    mlp: int = 3072  # hidden width of a block's MLP
-    heads: int = 12  # attention heads of a block
-    pool: str = "token"  # token: a class token; gap: mean of the patches; map: attention from a probe
-    representation: int | None = None  # size of the tanh layer before the head, used at pre-training
-    positions: str = "learned"  # kind of position embedding (paper, D.4)
-    positions_at: str | None = None  # None: the stem; relative, which acts inside attention: every layer
-    class_slot: bool = True  # prefix tokens have position entries (vit_jax) or none (big_vision)
-    position_std: float | None = None  # None: 0.02, or width**-0.5 in big_vision's layouts (slotless, MAP)
-    registers: int = 0  # extra learned tokens, ignored by pooling
-    dropout: float = 0.0  # SPEC 1.3: after positions, attention, GELU and the second MLP layer
-    drop_path: float = 0.0  # stochastic depth of the last block, rising linearly from 0
-    head_bias: float = 0.0  # initial; -10 for sigmoid losses on ImageNet-21k and JFT (SPEC 1.5)
-    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: by erf, as timm and Hugging Face
-    norm_eps: float = 1e-6  # added to the variance in LayerNorm
-    stem: tuple[int, ...] | None = None  # units of the stages of a ResNet before the patches; None: plain ViT
-    stem_width: int = 64  # channels of its root
-
-    family = "vit"
-    head_fields = ("classes", "pool", "representation")  # weights that differ in one of these cannot share a head
-    absent: ClassVar[Mapping[str, object]] = {}  # fields that the family does without, and the values that say so
-
-    def __post_init__(self) -> None:
-        # First of all what may be written shorter is filled in: the checks below calculate with pairs. A frozen
-        # dataclass can be set in no other way.
-        object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
-        object.__setattr__(self, "patch", checks.pair("patch", self.patch))
-        if self.positions_at is None and self.positions == "relative":
-            object.__setattr__(self, "positions_at", "every")
-        elif self.positions_at is None:
-            object.__setattr__(self, "positions_at", "stem")
-
-        checks.choices(self, CHOICES)
-        checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
-        checks.at_least(self, 0, ("classes", "registers"))
-        if self.stem is not None and not all(map(checks.is_integer, self.stem)):
-            raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
-        checks.multiple("stem_width", self.stem_width, resnet.GROUPS, f"{resnet.GROUPS} groups")
-        # A rate of 1 would drop everything.
-        for name in ("dropout", "drop_path"):
-            rate = getattr(self, name)
-            if not 0.0 <= rate < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
-        for name in ("norm_eps", "position_std"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_default = name == "position_std" and value is None
-            if not is_default and not (is_number and 0 <= value < math.inf):
-                raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
-        if self.representation is not None:
-            checks.at_least(self, 1, ("representation",))
-        checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
-        # sincos2d has four parts, sin and cos of x and of y; learned2d has two, a table of x and one of y.
-        if self.positions == "sincos2d":
-            checks.multiple("width", self.width, 4, "4 position parts")
-        elif self.positions == "learned2d":
-            checks.multiple("width", self.width, 2, "2 position parts")
-        # The patches cover the image exactly.
-        for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
-            checks.multiple(f"image {side}", pixels, step, f"the patch stride {step}", "nearest image_size")
-
-    def with_new_head(self) -> ViTConfig:
-        """Return the config of the same model with a new head: without the tanh layer of pretraining (paper, 3.1)."""
-        return replace(self, representation=None)
-
-    @property
-    def stride(self) -> tuple[int, int]:
-        """Return the pixels between neighbouring patches, (rows, columns)."""
-        stem = resnet.stem_stride(self.stem)
-        return self.patch[0] * stem, self.patch[1] * stem
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Return the rows and columns of patches."""
-        return self.image_size[0] // self.stride[0], self.image_size[1] // self.stride[1]
-
-    @property
-    def prefix_tokens(self) -> int:
-        """Return how many tokens stand before the patches: the class token, where it is pooled, and the registers."""
-        class_tokens = 1 if self.pool == "token" else 0
-        return class_tokens + self.registers
-
-    @property
-    def position_slots(self) -> int:
-        """Return how many prefix tokens have an entry in the position table; a sincos table has none."""
-        if self.class_slot and self.positions != "sincos2d":
-            return self.prefix_tokens
-        return 0
-
 
 # ------------------------------------------------------------------------------------------------ layers
 
@@ -456,25 +329,6 @@ def position_table(state: dict[str, Tensor], config: ViTConfig) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ axial
-
-
-@dataclass(frozen=True)
-class AxialConfig(ViTConfig):
-    """The architecture of one Axial ViT (paper D.6); its tokens form a 2-D grid.
-
-    A class token or a register has no place on the grid, so that pooling is by mean or MAP.
-    """
-
-    pool: str = "gap"
-
-    family = "axial"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prefix_tokens:
-            raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
-        if self.positions == "relative":
-            raise ValueError("relative positions run over the whole sequence; an Axial ViT takes added tables")
 
 
 class AxisAttention(Attention):

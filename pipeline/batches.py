@@ -30,7 +30,7 @@ from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
 from pipeline import config
 from pipeline.evaluation.features import normalise
-from pipeline.optimization import LOSSES, dense_targets, mixup
+from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
 from pipeline.token_dropping import kept_patches, phase_at, phases
 

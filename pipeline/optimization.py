@@ -1,4 +1,4 @@
-"""The optimizers, the learning rate and the losses, as pure functions and small configs.
+"""The optimizers and the learning rate, as pure functions and small configs; losses.py has the losses.
 
 - Adam with decoupled decay on kernels only, and SGD with momentum: the paper's optimizers in torch terms.
 - The learning rate is a pure function of the step. Steps count from 0: the first update of a warm-up has rate 0. The
@@ -6,23 +6,22 @@
 
       learning_rate(step=5_000, steps=100_000, peak=8e-4, cfg=ScheduleConfig(warmup_steps=10_000))  →  4e-4
 
-- Losses over dense targets, and how padded label lists and mixup make those targets.
+Nothing here imports torch but `build_optimizer`: a recipe is checked without it.
 """
 
 import math
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from data.checks import at_least, more_than_0
 from pipeline.config import Tags, require, tags
 
-# B batch, C classes, L labels a sample at most
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Loss = Literal["sigmoid", "softmax"]  # the keys of losses.LOSSES, which imports torch
 
 # What the optimizer keeps per element of a parameter, fp32; a checkpoint holds it under these names of torch's.
 STATE = {
@@ -89,11 +88,13 @@ class OptimConfig:
             require(0 <= value < 1, f"optim.{name} is {value}, expected 0 ≤ {name} < 1")
 
 
-def build_optimizer(model: nn.Module, decayed: Set[str], cfg: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: "nn.Module", decayed: Set[str], cfg: OptimConfig) -> "torch.optim.Optimizer":
     """Build the optimizer with a parameter group for each strength of decay; `decayed` names those that decay at all.
 
     The rate is set by the loop before every step.
     """
+    import torch
+
     # Torch has one decay a group. Groups are by value, so equal decays of head and body make a single group.
     by_decay: dict[float, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -134,54 +135,3 @@ def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> fl
         # The last update, step steps − 1, still has a rate above 0.
         rate *= min(1.0, (steps - step) / cfg.cooldown_steps)
     return rate
-
-
-# ------------------------------------------------------------------------------------------------ losses
-
-
-def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
-    """(B, L) class ids padded with −1 → (B, C) multi-hot float32, smoothed to t·(1 − s) + s/C."""
-    # Padding goes to a column more than there are classes, which is cut off again: scatter must write somewhere.
-    targets = torch.zeros(len(labels), classes + 1, device=labels.device)
-    targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
-    targets = targets[:, :classes]
-    if not smoothing:
-        return targets
-    return targets * (1 - smoothing) + smoothing / classes
-
-
-def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, C), (B, C) → (B,): summed over classes, as big_vision utils.sigmoid_xent does."""
-    # In fp32 also where the model computes in bf16: the sum is over up to some 20,000 classes.
-    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
-
-
-def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """(B, C), (B, C) → (B,): targets need not sum to 1 (big_vision utils.softmax_xent)."""
-    return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)
-
-
-Loss = Literal["sigmoid", "softmax"]  # the keys below
-LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
-    "sigmoid": sigmoid_cross_entropy,  # ImageNet-21k and JFT (authors, vision_transformer issue 34)
-    "softmax": softmax_cross_entropy,  # fine-tuning (paper, B.1.1)
-}
-
-
-def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Blend every image and target with its neighbour in the batch (big_vision utils.get_mixup).
-
-    One a ~ Beta(p, p) is drawn for the whole call, then a = max(a, 1 − a); the partner is the batch rolled by one.
-    `seed` makes it a pure function: give it (seed, step) so that all workers of a step draw the same a.
-    """
-    drawn = float(np.random.default_rng(seed).beta(p, p))
-    a = max(drawn, 1 - drawn)  # the image itself always has the larger share
-    mixed_images = a * images + (1 - a) * images.roll(1, 0)
-    mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)
-    return mixed_images, mixed_targets
-
-
-def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, C), (B, L) → (B,) bool: the top-1 prediction is one of the labels (single-label accuracy, ReaL)."""
-    predicted = logits.argmax(-1, keepdim=True)
-    return (labels == predicted).any(-1)

@@ -33,12 +33,12 @@ from data.storage import Storage, open_storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.checkpoints import restore
-from pipeline.checkpoints.manifest import Manifest, attempt_folder, attempt_of_stage
+from pipeline.checkpoints.manifest import Manifest, attempt_folder
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.engine.settings import Settings, deepspeed_config
+from pipeline.engine.settings import engine_settings
 from pipeline.evaluation import async_evaluation
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
@@ -327,21 +327,6 @@ def build_model(cfg: TrainConfig, init: str | None, model_config: ModelConfig, t
     return model
 
 
-def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
-    """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
-
-    Raises ConfigError where the user's DeepSpeed file holds more than tuning.
-    """
-    return deepspeed_config(
-        zero=cfg.zero,
-        precision=cfg.precision,
-        micro_batch=cfg.micro_batch,
-        accumulation=accumulation,
-        clip=cfg.optim.clip,
-        user_file=cfg.deepspeed,
-    )
-
-
 def build_engine(cfg: TrainConfig, model: nn.Module, accumulation: int) -> Engine:
     """Put the model under DeepSpeed; in exact mode its sums have a fixed order."""
     settings = engine_settings(cfg, accumulation)
@@ -373,9 +358,8 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
     if manifest is not None:
         ignored = f"init {job.init}" if job.init else "random weights"
-        attempt = attempt_of_stage(Path(job.directory), manifest.attempt)
         text = (
-            f"resumed from step {manifest.step} (attempt {attempt}, {manifest.world} workers, "
+            f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
         )
     elif job.init:
@@ -389,7 +373,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         if worker.engine.sums_in == "bf16":
             precision += " over micro-batches, in bf16 over workers"
     worker.telemetry.log(
-        f"attempt {attempt_of_stage(Path(job.directory), job.attempt)}: {text}; "
+        f"attempt {job.attempt}: {text}; "
         f"{worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
         f"batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} {precision}"

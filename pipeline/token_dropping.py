@@ -15,16 +15,17 @@ docs/fewer-flops.md says what it does to accuracy, and what was measured.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 import models
 from data.draws import key_of, mix
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # b samples of a micro-batch, N patches of an image, K of them kept
 
@@ -169,11 +170,13 @@ def describe(phase: Phase) -> str:
     return text
 
 
-def kept_patches(seed: int, step: int, ids: Tensor, patches: int, kept: int) -> Tensor:
+def kept_patches(seed: int, step: int, ids: "Tensor", patches: int, kept: int) -> "Tensor":
     """Draw (b, K) patches to keep of every sample, in rising order; `ids` (b, 3) are epoch, shard and sample.
 
     Any K of the N are equally likely. What is drawn for a sample does not depend on those beside it.
     """
+    import torch  # not above: a recipe is checked without it
+
     epochs, shards, samples = ids.numpy().T
     keys = key_of(seed, PATCH_DROPOUT, step, epochs, shards, samples)
     counters = np.arange(1, patches + 1, dtype=np.uint64) * GOLDEN

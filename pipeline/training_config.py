@@ -21,7 +21,7 @@ from data.order import Mixture, Order
 from data.order import shares as check_shares  # raises ValueError where a set would get none
 from data.remote.cache import CacheConfig, remote_ahead
 from models import ModelConfig
-from models.masked import MaskedConfig
+from models.configs import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import Loss, OptimConfig

@@ -258,7 +258,7 @@ def adds_up(run: Path) -> bool:
     print(f"cluster-soak: {last.step} steps; {account(read_metrics(folder, None)).line()}")
     incidents = []
     if (folder / "incidents.txt").exists():
-        incidents = [line for line in (folder / "incidents.txt").read_text().splitlines() if " worker " in line[:32]]
+        incidents = [line for line in (folder / "incidents.txt").read_text().splitlines() if " worker " in line[:44]]
     print("cluster-soak: incidents:", *incidents, sep="\n  ")
 
     index = load_index(next(run.glob("shards-*")) / "train")

@@ -1,6 +1,5 @@
 """Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
-import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -53,29 +52,17 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def vision_operators() -> Any:
-    """torchvision's compiled operators do not load beside a CPU torch; declared, it imports all the same."""
-    if importlib.util.find_spec("torchvision") is None:
-        return None
-    import torch  # not at the top: many tests need none of it
+def timm() -> Any:
+    import timm  # not at the top: with torchvision it takes two seconds, and few tests need it
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
+    return timm
 
 
 @pytest.fixture(scope="session")
-def timm(vision_operators: Any) -> Any:
-    if vision_operators is None:
-        pytest.skip("timm needs torchvision, which is not installed")
-    return pytest.importorskip("timm")
+def transformers() -> Any:
+    import transformers
 
-
-@pytest.fixture(scope="session")
-def transformers(vision_operators: Any) -> Any:
-    return pytest.importorskip("transformers")
+    return transformers
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

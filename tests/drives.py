@@ -227,6 +227,6 @@ def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
 
 
 def incidents(folder: Path) -> list[str]:
-    """The first lines of a stage's incidents, without their dates."""
-    lines = (folder / "incidents.txt").read_text().splitlines()
-    return [line[20:] for line in lines if re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d worker ", line)]
+    """The first lines of a stage's incidents, without their dates and attempts."""
+    text = (folder / "incidents.txt").read_text()
+    return re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt \d+: (worker .*)", text, re.MULTILINE)

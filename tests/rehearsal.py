@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_leaves
 import models
 from data.loader import Batch, Wait, copied, moved_ahead
 from models import vit
-from models.catalog import FAMILIES
+from models.catalog import MODULES
 from pipeline import config
 from pipeline.batches import OBJECTIVES
 from pipeline.checkpoints.saver import host_memory
@@ -245,7 +245,7 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         FakeTensorMode(allow_non_fake_inputs=True),
         Looking(streams) as look,
     ):
-        _, module = FAMILIES[model_config.family]
+        module = MODULES[model_config.family]
         with torch.device("cuda"):
             network = module(model_config)
         network.recomputed_blocks = step["recomputed"]

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -13,11 +12,8 @@ from setuptools import find_packages
 
 from data.errors import Preempted
 from jobs.__main__ import main
-from jobs.cluster import embedded
 from jobs.cluster.fork_server import IMPORTS
 from jobs.recipe import campaign
-from jobs.run import early_start
-from pipeline.config import read_recipe
 
 pytestmark = pytest.mark.quick
 
@@ -79,6 +75,52 @@ def test_status_imports_no_torch_and_a_fork_server_the_compiler_for_all_workers(
     assert lines == ["False", "True", "False"]
 
 
+MISTAKES = """
+import shlex
+import sys
+from jobs.__main__ import main
+
+for line in sys.stdin:
+    code = main(shlex.split(line))
+    heavy = {"torch", "deepspeed", "ray"} & set(sys.modules)
+    assert not heavy, (line, heavy)
+    print("exit code", code, flush=True)
+"""
+
+
+def test_a_mistake_is_answered_before_torch_deepspeed_or_ray_are_imported(tmp_path):
+    """Torch alone takes a second and more; the rest of an answer takes half of one (CPU)."""
+    wrong = {
+        "--help": 0,
+        "rnu digits": 64,
+        "run": 64,
+        "run nosuch": 78,
+        "run digits pretrain.optim.lrr=1": 78,
+        "run digits pretrian.seed=1": 78,
+        "run digits pretrain.optim.lr=abc": 78,
+        "run digits pretrain.steps=-1": 78,
+        "run digits pretrain.model.name=Q/16": 78,
+        "run digits pretrain.model.heds=3": 78,
+        "run digits finetune.init=@pretrian": 78,
+        "run digits pretrain.batch_size=100 pretrain.micro_batch=64": 78,
+        "run digits cluster.workers=0": 78,
+        "run digits shards.sets.train.source=foldr": 78,
+        f"run digits run={tmp_path}/run pretrain.data.train=/nowhere": 65,
+        "plan digits pretrain.stepz=3": 78,
+        "trial digits pretrain.stepz=3": 78,
+        "preflight digits pretrain.stepz=3": 78,
+        "submit digits pretrain.stepz=3": 78,
+        "status runs/none": 64,
+        "pack foldr x y": 78,
+        "subset /nowhere --output x --shots 1 --seed 0": 65,
+    }
+    asked = subprocess.run(
+        [sys.executable, "-c", MISTAKES], cwd=ROOT, input="\n".join(wrong), capture_output=True, text=True
+    )
+    answers = [line for line in asked.stdout.splitlines() if line.startswith("exit code")]
+    assert answers == [f"exit code {code}" for code in wrong.values()], asked.stderr
+
+
 FORK_SERVER_SEEN = """
 import os
 import sys
@@ -103,7 +145,7 @@ import sys
 import tempfile
 
 def look(process, command, **options):
-    heavy = {"torch", "deepspeed", "ray", "numpy"} & set(sys.modules)
+    heavy = {"torch", "deepspeed", "ray"} & set(sys.modules)
     print("guard", sorted(heavy), command[3], command[-1], flush=True)
     os._exit(0)
 
@@ -116,64 +158,21 @@ sys.exit(main())
 
 @pytest.mark.parametrize("address", ["", "local"])
 def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(recipe, address):
-    script = [sys.executable, "-c", EMBEDDED_SEEN, "run", str(recipe), "cluster.backend=ray", "cluster.workers=99"]
+    script = [sys.executable, "-c", EMBEDDED_SEEN, "run", str(recipe), "cluster.backend=ray"]
     environment = os.environ | {"RAY_ADDRESS": address}
-    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "guard [] jobs.cluster.embedded 99\n", done.stderr
-
-
-def test_a_cluster_that_is_joined_is_not_touched_early(recipe, monkeypatch):
-    monkeypatch.setattr(embedded.subprocess, "Popen", Mock(side_effect=AssertionError))
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    early_start.start_early(read_recipe(recipe, ["cluster.backend=ray"]))
-    assert not embedded.is_started()
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "guard [] jobs.cluster.embedded 2\n", done.stderr
 
 
 @pytest.mark.parametrize("command", ["run", "pretrain"])
 def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, command):
-    """Both import it for a second and a half, and so do it at the same time (benchmarks/README.md)."""
+    """Both import it for a second, and so do it at the same time (benchmarks/README.md)."""
     words = [str(recipe), "cluster.backend=processes"]
     if command == "run":
         words.insert(0, "run")
     script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == f"fork server [] {IMPORTS}\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("overrides", "kind", "is_started"),
-    [
-        ([], None, True),
-        ([], "resize", False),  # the driver itself resizes
-        ([], "pretrain", True),
-        (["cluster.gpus_per_worker=x"], None, False),  # refused with the whole recipe
-    ],
-)
-def test_the_recipes_text_tells_whether_workers_will_be_wanted(recipe, monkeypatch, overrides, kind, is_started):
-    asked = []
-    monkeypatch.setattr(early_start.placement, "start_early", asked.append)
-    early_start.start_early(read_recipe(recipe, overrides), kind)
-    assert bool(asked) == is_started
-
-
-@pytest.mark.parametrize(
-    ("status", "is_started"),
-    [
-        (None, True),
-        ('{"exit_code": null}', True),
-        ('{"exit_code": 75}', True),
-        ('{"exit_code": 0}', False),
-        ("{", True),
-    ],
-)
-def test_a_run_that_is_done_is_not_started_early(recipe, tmp_path, monkeypatch, status, is_started):
-    asked = []
-    monkeypatch.setattr(early_start.placement, "start_early", asked.append)
-    if status is not None:
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "status.json").write_text(status)
-    early_start.start_early(read_recipe(recipe))
-    assert bool(asked) == is_started
 
 
 @pytest.mark.parametrize(
@@ -302,7 +301,7 @@ def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys,
         raise error
 
     monkeypatch.setattr("jobs.commands.status.status", fail)
-    monkeypatch.setattr("pipeline.config.read_recipe", fail)
+    monkeypatch.setattr("jobs.recipe.campaign.read_recipe", fail)
     assert main(words) == code
     assert capsys.readouterr().err.startswith(message)
 

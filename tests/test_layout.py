@@ -181,6 +181,40 @@ def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
             assert not across, f"{module} imports {min(across)}"
 
 
+@pytest.mark.parametrize("module", ["models", "jobs.recipe.campaign", "jobs.run.session"])
+def test_a_recipe_is_checked_without_torch(module: str) -> None:
+    """Torch takes a second to import, for which a recipe with a wrong key shall not wait."""
+    modules = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
+    ways = {module: module}  # to each module that is imported with this one
+    waiting = [module]
+    while waiting:
+        importer = waiting.pop()
+        source = modules[importer].read_text()
+        at_the_top = imported_at_the_top(ast.parse(source).body)
+        assert "torch" not in {name.split(".")[0] for name in at_the_top}, f"{ways[importer]} → torch"
+        # With a module come the packages that it lies in.
+        for name in at_the_top:
+            parts = name.split(".")
+            for length in range(1, len(parts) + 1):
+                imported = ".".join(parts[:length])
+                if imported in modules and imported not in ways:
+                    ways[imported] = f"{ways[importer]} → {imported}"
+                    waiting.append(imported)
+
+
+def imported_at_the_top(body: list[ast.stmt]) -> list[str]:
+    """Return what is imported with a module: not by its functions, nor for mypy alone."""
+    names = []
+    for node in body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Try | ast.With):
+            names += imported_at_the_top(node.body)
+    return names
+
+
 def test_jobs_uses_no_private_name_of_ray() -> None:
     """Ray may change such a name in any release, and a run would end where it is used first."""
     problems = []
@@ -222,6 +256,19 @@ def private_names(source: str, library: str) -> list[tuple[int, str]]:
         if parts[0] == library and (is_private or is_inside):
             hidden.append((line, name))
     return hidden
+
+
+def test_a_config_cannot_be_changed() -> None:
+    """A key, a digest or a line of the log that was made of it would not be true any more."""
+    found = 0
+    for package in PACKAGES:
+        for name, path in modules_of(package).items():
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+                    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                    assert not decorators or "dataclass(frozen=True)" in decorators, f"{name}.{node.name}"
+                    found += decorators != []
+    assert found > 20
 
 
 def test_no_package_is_reached_by_a_path_trick() -> None:

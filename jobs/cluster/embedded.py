@@ -11,7 +11,7 @@
    all of Ray's are, and removes the directory.
 
 Ray's own fate sharing is not enough: when the head is killed, its agents stay for 40 s and more, and the directory for
-ever. Ray is not imported here, so that the driver can start the cluster before anything else (jobs/run/early_start.py).
+ever. Ray is not imported here, so that the driver can start the cluster before that (jobs/run/session.py).
 Facts about Ray that this rests on were measured with 2.60.
 """
 

@@ -33,10 +33,14 @@ from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-# Imported once for all workers, and DeepSpeed with torch's compiler behind them. The first brings what the workers'
-# functions import. With the second, which brings sympy, every worker works out shapes on the meta device when it makes
-# its model and counts its products; rank 0 writes event files with the third.
-PRELOAD = ("jobs.stages.fewshot", "torch.fx.experimental.symbolic_shapes", "torch.utils.tensorboard")
+# Imported once for all workers, and DeepSpeed with torch's compiler behind them.
+PRELOAD = (
+    "pipeline.train",  # with the next: what the workers' functions import
+    "jobs.stages.evaluation_worker",
+    # It brings sympy, with which a worker works out shapes on the meta device, and counts the products of its model.
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.tensorboard",  # with which rank 0 writes event files
+)
 IMPORTS = "imports"  # the word by which a fork server is told to import all this
 # For workers on CPUs, which keep the memory that a step frees (keep_freed_memory in pipeline/process_group.py):
 # - One arena for all threads. Another thread's heaps hold 64 MB at most: whatever is larger goes back to the kernel at

@@ -125,7 +125,7 @@ def supervise(
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
-                write_incident(context, error, group.places())
+                write_incident(context, number, error, group.places())
             # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
             # is raised below. A store that is gone would be asked for a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
@@ -226,8 +226,8 @@ def restart_point(context: Context) -> str:
 # ------------------------------------------------------------------------ an attempt has ended
 
 
-def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
-    """Append to the log of incidents that a person can read: when, which worker, in which of `places`, and why."""
+def write_incident(context: Context, attempt: int, failure: WorkerGroupError, places: Mapping[int, Place]) -> None:
+    """Append to incidents.txt, for people: when, in which attempt, which worker, in which of `places`, and why."""
     # These go into the failure itself, because the log and the stage's error say them too.
     if failure.rank is not None and failure.rank in places:
         failure.place = str(places[failure.rank])
@@ -237,7 +237,7 @@ def write_incident(context: Context, failure: WorkerGroupError, places: Mapping[
     clock = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         with open(context.directory / "incidents.txt", "a") as file:
-            file.write(f"{clock} {failure}\n{failure.traceback}\n")
+            file.write(f"{clock} attempt {attempt}: {failure}\n{failure.traceback}\n")
     except OSError as refused:
         # A full disk may be the incident itself: say it, and let the supervisor go on.
         context.log(f"the incident log could not be written ({refused}): {failure}")

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError, UsageError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, Waiting, make_group
+from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.progress import activity
 from jobs.terminal import echo
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+
+TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
 
 commands = make_group()
 single_stage = make_group()
@@ -25,17 +28,11 @@ single_stage = make_group()
 @commands.command()
 def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debug: Debug = False) -> None:
     """Run a campaign, or go on with it: the same command resumes."""
-    # Imported here and not above, as in every command: `--help` answers without loading torch and Ray.
-    from jobs.run.early_start import started_early
-    from pipeline.config import read_recipe
+    campaign = load_campaign(recipe, overrides)
+    # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
+    from jobs.run.session import run_campaign
 
-    document = read_recipe(recipe_path(recipe), overrides or [])
-    with started_early(document):
-        # Only now, because it imports torch: what was just started gets ready meanwhile, on another core.
-        from jobs.recipe.campaign import resolve
-        from jobs.run.session import run_campaign
-
-        run_campaign(resolve(document), fresh=fresh)
+    run_campaign(campaign, fresh=fresh)
 
 
 @commands.command()
@@ -49,9 +46,7 @@ def new(
     _debug: Debug = False,
 ) -> None:
     """Look at images and write a recipe that trains on them as it is."""
-    # To import torch takes seconds.
-    with Waiting(f"new: looking at {folder} …"):
-        from jobs.commands import new
+    from jobs.commands import new
 
     new.new(folder, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
 
@@ -66,26 +61,20 @@ def run_stage(
     _debug: Debug = False,
 ) -> None:
     """Run one stage of a recipe alone; what it reads must be there."""
-    from jobs.run.early_start import started_early
-    from pipeline.config import read_recipe
+    campaign = load_campaign(recipe, overrides)
+    from jobs.run.session import run_campaign
 
-    document = read_recipe(recipe_path(recipe), overrides or [])
-    with started_early(document, kind=context.obj):
-        from jobs.recipe.campaign import resolve
-        from jobs.run.session import run_campaign
-
-        campaign = resolve(document)
-        if stage is None:
-            # All runs of a sweep are one section of the recipe, which is run whole.
-            names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
-            if not names:
-                others = ", ".join(dict.fromkeys(stage.source for stage in campaign.stages))
-                raise ConfigError(f"the recipe has no stage of kind {context.obj}\n  its stages: {others}")
-            if len(names) > 1:
-                there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
-                raise ConfigError(f"the recipe has {there}; --stage names one")
-            stage = names[0]
-        run_campaign(campaign, fresh=fresh, only=campaign.stage(stage).name)
+    if stage is None:
+        # All runs of a sweep are one section of the recipe, which is run whole.
+        names = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == context.obj))
+        if not names:
+            others = ", ".join(dict.fromkeys(stage.source for stage in campaign.stages))
+            raise ConfigError(f"the recipe has no stage of kind {context.obj}\n  its stages: {others}")
+        if len(names) > 1:
+            there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
+            raise ConfigError(f"the recipe has {there}; --stage names one")
+        stage = names[0]
+    run_campaign(campaign, fresh=fresh, only=campaign.stage(stage).name)
 
 
 @commands.command()
@@ -107,50 +96,49 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
-    # To import torch takes seconds, and so may what follows.
-    with Waiting(f"plan: reading {recipe} …") as waiting:
-        from jobs.commands.plan import plan
-        from jobs.commands.plan_training import Assumptions
-        from jobs.recipe import render
-        from jobs.recipe.validate import refuse, validate_all
-        from jobs.resolved_recipe import INPUTS, MEMORY
-        from jobs.run.stale_evaluations import with_new_evaluations
-        from jobs.run.sync import looked_at
+    campaign = load_campaign(recipe, overrides)
+    from jobs.recipe import render
 
-        campaign = load_campaign(recipe, overrides)
-        if resolved:
-            # YAML ends its last line itself.
-            print(render.resolved(campaign), end="")
-            return
-        assumed = Assumptions(gpu, price, mtbf)
-        with looked_at(campaign.storage) as folder:
-            campaign = with_new_evaluations(replace(campaign, run=folder))
-            # As `run` does before its first stage: a plan promises nothing that would be refused.
-            results = validate_all(campaign, campaign.stages, fresh=fresh)
-            refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
-            plan(campaign, assumed, waiting.now)
-            for result in results:
-                if result.level != "FAIL":
-                    echo(result.text)
-            # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
-            missing = [result for result in results if result.subject == INPUTS]
-            if missing and without_data:
-                refuse(result for result in results if result not in missing)
-                echo("")
-                echo(
-                    f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65"
-                )
-            else:
-                refuse(results)
+    if resolved:
+        activity.end()
+        # YAML ends its last line itself.
+        print(render.resolved(campaign), end="")
+        return
+    # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
+    from jobs.commands.plan import plan
+    from jobs.commands.plan_training import Assumptions
+    from jobs.recipe.validate import refuse, validate_all
+    from jobs.resolved_recipe import INPUTS, MEMORY
+    from jobs.run.stale_evaluations import with_new_evaluations
+    from jobs.run.sync import looked_at
+
+    assumed = Assumptions(gpu, price, mtbf)
+    with looked_at(campaign.storage) as folder:
+        campaign = with_new_evaluations(replace(campaign, run=folder))
+        # As `run` does before its first stage: a plan promises nothing that would be refused.
+        results = validate_all(campaign, campaign.stages, fresh=fresh)
+        refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+        plan(campaign, assumed, activity.now)
+        for result in results:
+            if result.level != "FAIL":
+                echo(result.text)
+        # Missing inputs and memory are refused last: all but a few lines of the plan can be told without them.
+        missing = [result for result in results if result.subject == INPUTS]
+        if missing and without_data:
+            refuse(result for result in results if result not in missing)
+            echo("")
+            echo(f"planned without {len(missing)} missing inputs: until they are there `run` ends with exit code 65")
+        else:
+            refuse(results)
 
 
 @commands.command()
 def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
+    campaign = load_campaign(recipe, overrides)
     from jobs.cluster.ray import disconnect
     from jobs.commands import preflight
 
-    campaign = load_campaign(recipe, overrides)
     try:
         return preflight.preflight(campaign)
     finally:
@@ -165,9 +153,10 @@ def trial(
     _debug: Debug = False,
 ) -> None:
     """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
+    campaign = load_campaign(recipe, overrides)
     from jobs.commands import trial
 
-    trial.trial(load_campaign(recipe, overrides), stage)
+    trial.trial(campaign, stage)
 
 
 @commands.command()
@@ -198,7 +187,7 @@ def report(
     from jobs.report.kept import NAME
     from jobs.report.page import write_report
 
-    with Waiting(f"report: reading {', '.join(runs)} …"), ExitStack() as copies:
+    with ExitStack() as copies:
         paths = []
         for run in runs:
             if "://" in run:
@@ -220,7 +209,7 @@ def report(
 
 @commands.command()
 def replay(
-    run: Run,
+    run: TrainedStage,
     step: Annotated[str, typer.Argument(help="step=N, as the log counts them.")],
     to: Annotated[str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids there.")] = None,
     _debug: Debug = False,
@@ -252,9 +241,10 @@ def demo(
 
 def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
+    path = recipe_path(recipe)
     from jobs.recipe.campaign import load
 
-    return load(recipe_path(recipe), overrides or [])
+    return load(path, overrides or [])
 
 
 def recipe_path(recipe: str) -> Path:

@@ -8,7 +8,9 @@ import typer
 from data.errors import UsageError
 from jobs.command_line.words import Debug, make_group
 
-SavedRun = Annotated[str, typer.Argument(help="Run directory, a stage's folder in it, or one step-* folder; or s3://…")]
+SavedRun = Annotated[
+    str, typer.Argument(help="Run directory, a stage in it (RUN/STAGE), or one step-* folder; or s3://…")
+]
 Step = Annotated[int | None, typer.Option(help="Of this step; else the newest, or all.")]
 OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="The run or checkpoint to compare with.")]
 OtherStep = Annotated[int | None, typer.Option("--with-step", help="The step to compare with.")]

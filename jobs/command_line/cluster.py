@@ -39,7 +39,6 @@ def submit(
     from jobs.ownership import judge, owned_by
     from jobs.recipe.campaign import resolve
     from jobs.recipe.render import VARIABLE, portable
-    from jobs.submit import submission
     from pipeline.config import read_recipe
     from pipeline.versions import COMMIT_VARIABLE, git_commit
 
@@ -52,6 +51,8 @@ def submit(
     document = read_recipe(recipe_path(recipe), overrides or [])
     storage = resolve(document).storage  # a wrong recipe stops here, not on the cluster
     run = storage.address()
+    from jobs.submit import submission  # it imports Ray
+
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
     text, changed = portable(document, run, Path.cwd())

@@ -70,7 +70,8 @@ def leaks(
         refuse_missing(weights)
         verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        with stoppable(), ProgressMeter("shards, by their features") as progress:
+        progress = ProgressMeter("shards, by their features")
+        with stoppable():
             model = load(weights, {}).to(device)
             # They are known by their content, whatever file they came from.
             digest = sha256()
@@ -90,7 +91,8 @@ def leaks(
             )
 
     # Then the pictures themselves. The same call again goes on after a kill, here too.
-    with stoppable(), ProgressMeter("shards, those of the test sets first") as progress:
+    progress = ProgressMeter("shards, those of the test sets first")
+    with stoppable():
         found_leaks = find_leaks(
             train_sets,
             test_sets,

@@ -170,7 +170,8 @@ def pack(
     numbering = Numbering()
     if not unlabelled:
         numbering = numbering_of(cfg, name or folder.name)
-    with stoppable(), ProgressMeter("samples", expected_samples(cfg)) as progress:
+    progress = ProgressMeter("samples", expected_samples(cfg))
+    with stoppable():
         index = pack(
             samples_of(cfg, numbering),
             folder,
@@ -228,7 +229,8 @@ def index(
 
     # One word that is no tar stands for many: a folder, or a URL with a pattern.
     is_folder_or_pattern = len(tars) == 1 and not tars[0].endswith(".tar")
-    with stoppable(), ProgressMeter("shards") as progress:
+    progress = ProgressMeter("shards")
+    with stoppable():
         index = build_index(
             tars[0] if is_folder_or_pattern else tars,
             output=output,
@@ -291,7 +293,8 @@ def subset(
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
     rule = subset.Rule(tuple(classes), only, but, part, shots, seed)
     parent = load_index(path)
-    with stoppable(), ProgressMeter("shards", len(parent.shards)) as progress:
+    progress = ProgressMeter("shards", len(parent.shards))
+    with stoppable():
         index = subset.make_subset(
             parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
         )
@@ -374,7 +377,8 @@ def repair(
     # The shards and their index may lie in two folders; neither may be written into.
     if folder.resolve() in (Path(index.directory), index.tables):
         raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
-    with stoppable(), ProgressMeter("samples", index.samples) as progress:
+    progress = ProgressMeter("samples", index.samples)
+    with stoppable():
         repaired = repair(
             index,
             folder,
@@ -417,8 +421,8 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
     # A page that cannot be written is found out now, not after hours of looking.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
-    with ProgressMeter("shards", len(index.shards)) as progress:
-        return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
+    progress = ProgressMeter("shards", len(index.shards))
+    return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
 
 
 def summary(index: "Index") -> list[str]:

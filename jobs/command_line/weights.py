@@ -17,6 +17,7 @@ import typer
 
 from data.errors import UsageError
 from jobs.command_line.words import Debug, make_group
+from jobs.named_stages import find_stage
 from jobs.terminal import echo
 
 STAGE = "evaluate"
@@ -35,7 +36,7 @@ ClassList = Annotated[
     str | None,
     typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
 ]
-OurFolder = Annotated[str, typer.Argument(help="Our weights: a stage's folder, or what `import` wrote.")]
+OurFolder = Annotated[str, typer.Argument(help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")]
 Target = Annotated[str, typer.Argument(help="The file (npz) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
 Preprocess = Annotated[
@@ -45,7 +46,7 @@ Preprocess = Annotated[
         help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
     ),
 ]
-AnyWeights = Annotated[str, typer.Argument(help="A folder of weights, or a file that `import` takes.")]
+AnyWeights = Annotated[str, typer.Argument(help="RUN/STAGE, a folder of weights, or a file that `import` takes.")]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
 Limit = Annotated[int, typer.Option(help="At most so many images; the paper takes 128.")]
@@ -85,19 +86,20 @@ def export(
     directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
 ) -> None:
     """Write our weights as official, timm or transformers ones."""
-    from jobs.commands import stored_runs
+    refuse_as_weights(directory, "export")
+    directory = find_stage(directory)
     from jobs.commands.weights import export_weights
 
-    stored_runs.refuse_as_weights(directory, "export")
     export_weights(directory, path, format, preprocess)
 
 
 @commands.command()
 def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> None:
     """Draw what a ViT looks at: the paper's figures 6, 7 and 11."""
-    from jobs.commands import analyze, stored_runs
+    refuse_as_weights(weights, "analyze")
+    weights = find_stage(weights)
+    from jobs.commands import analyze
 
-    stored_runs.refuse_as_weights(weights, "analyze")
     analyze.analyze(weights, images, output, limit)
 
 
@@ -110,6 +112,7 @@ def evaluate(
     _debug: Debug = False,
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
+    weights = find_stage(weights)
     import torch
 
     from data.files import write_whole
@@ -172,3 +175,13 @@ def name_of(path: str) -> str:
     last = path.rstrip("/").rpartition("/")[2] or "weights"
     stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)
+
+
+def refuse_as_weights(path: str, command: str) -> None:
+    """Raise UsageError, which names the command that helps, where weights are to be read at a run's URL."""
+    if "://" in path:
+        raise UsageError(
+            f"{command} takes weights on a disk, found {path}\n"
+            "  fetch those of a run in a store first\n"
+            f"  type: python -m jobs checkpoints export {path} --to weights/NAME, then {command} weights/NAME"
+        )

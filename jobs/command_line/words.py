@@ -1,19 +1,14 @@
-"""The parts that several commands share: words, groups, a wait that is explained, and a stop by SIGTERM."""
+"""The parts that several commands share: words, groups, and a stop by SIGTERM."""
 
 import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated, Self
+from typing import Annotated
 
 import typer
 
-from data.checks import printable_lines
 from data.errors import Preempted
-
-WAIT_S = 1.0  # after which a wait says what it waits for
 
 # `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
@@ -47,24 +42,3 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-class Waiting:
-    """Prints to stderr what a command waits for, where a wait within its block takes longer than WAIT_S."""
-
-    def __init__(self, text: str) -> None:
-        self.timer = threading.Timer(0, str)
-        self.now(text)
-
-    def now(self, text: str) -> None:
-        """Wait for something else from now on."""
-        self.timer.cancel()
-        self.timer = threading.Timer(WAIT_S, print, [printable_lines(text)], {"file": sys.stderr, "flush": True})
-        self.timer.daemon = True
-        self.timer.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()

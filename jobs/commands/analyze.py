@@ -29,10 +29,11 @@ from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
 from data.sources.tars import tars
 from jobs.commands.weights import load, refuse_missing, verify
+from jobs.progress import ProgressMeter, activity
 from jobs.terminal import echo
 from models import analysis
+from models.configs import ViTConfig
 from models.positions import ADDED
-from models.vit import ViTConfig
 from pipeline.evaluation.features import normalise
 
 SHOWN = 8  # images in attention.png
@@ -70,6 +71,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
         if not images:
             raise UsageError(f"no images in {', '.join(paths)}; give image files, folders of them or tar shards")
         attention = look_at(model, config, images)
+        activity.now("analyze: looking inside, drawing …")
         inside = look_inside(model)
     except ValueError as error:
         raise UsageError(f"{weights} cannot be analysed: {error}") from None
@@ -132,7 +134,9 @@ def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) 
     maps = []
     distances = []
     renormalised = []
-    for pixels in images.values():
+    progress = ProgressMeter("images looked at", len(images))
+    for number, pixels in enumerate(images.values()):
+        progress(number)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # (height, width, 3) → (1, 3, height, width)
         weights = analysis.attention_weights(model, normalise(batch, torch.float32, device()))
         maps.append(analysis.attention_map(weights, config)[0].cpu())

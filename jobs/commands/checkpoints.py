@@ -17,9 +17,10 @@ import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
 from jobs.commands.stored_runs import OpenedRun, opened
+from jobs.progress import activity
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.checkpoints.manifest import attempt_of_stage, read_manifest, step_of
+from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
@@ -95,10 +96,10 @@ def list_all(path: str) -> None:
                 except (CheckpointError, OSError) as error:
                     echo(f"  {name}  BAD: {run.in_words(str(error))}")
                     continue
-                attempt = attempt_of_stage(checkpoints.storage.local / checkpoints.stage, manifest.attempt)
                 line = (
                     f"  {name}  {manifest.total_bytes / 1e6:9.1f} MB in {len(manifest.files)} files  "
-                    f"world {manifest.world}  ZeRO {manifest.zero}  attempt {attempt}  ledger {manifest.ledger[:12]}"
+                    f"world {manifest.world}  ZeRO {manifest.zero}  attempt {manifest.attempt}  "
+                    f"ledger {manifest.ledger[:12]}"
                 )
                 for score, value in evaluations.get(manifest.step, {}).items():
                     is_score = isinstance(value, float) and score not in ("time", "seconds")
@@ -122,6 +123,7 @@ def verify_all(path: str, step: int | None) -> None:
         for saved in selected(run, step):
             # Two stages may have a checkpoint of the same step.
             title = f"{saved.checkpoints.stage}/{saved.name}"
+            activity.now(f"reading {title} …")
             began = time.monotonic()
             try:
                 saved.checkpoints.verify(saved.name)

@@ -149,8 +149,7 @@ def new(
         )
 
     # 1. The images.
-    with ProgressMeter("images") as progress:
-        train, test = survey(place, unlabelled=unlabelled, report=progress)
+    train, test = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
     describe(train.path, train)
     if test is not None:
         describe(test.path, test)

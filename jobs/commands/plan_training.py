@@ -23,7 +23,7 @@ from jobs.commands.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.worlds import allowed_worlds, in_words
 from models.checks import did_you_mean
-from pipeline.engine.settings import reduction_line
+from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan import memory
 from pipeline.plan.cost import (
@@ -40,7 +40,6 @@ from pipeline.plan.cost import (
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.plan.trial import read_trials
 from pipeline.process_group import memory_free
-from pipeline.start import engine_settings
 from pipeline.token_dropping import describe, flops_of, phases
 from pipeline.training_config import TrainConfig, batch_arithmetic, cache_line, steps_of, training_order
 

@@ -1,6 +1,7 @@
 """The work of `patchline replay RUN step=N`: rebuild a step's global batch to look for what broke the step.
 
-pipeline/replay.py rebuilds it. A path is a run directory with one trained stage, or a stage's folder.
+pipeline/replay.py rebuilds it. A path is a run directory with one trained stage, or a stage: RUN/STAGE, or its folder
+(jobs/named_stages.py).
 """
 
 from collections import Counter
@@ -10,9 +11,9 @@ import numpy as np
 
 from data.errors import UsageError
 from data.files import whole_file
+from jobs.named_stages import find_stage
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.checkpoints.manifest import attempt_of_stage
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.replay import rebuild_step, reports_of
 
@@ -31,7 +32,11 @@ def replay(run: Path, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file} is a folder\n  expected a file's name, as {file / 'batch.npz'}")
         if not file.parent.is_dir():
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
-    folder = stage_of(run)
+    folder = Path(find_stage(str(run), artifacts.TASK, one_name=True))
+    if not (folder / artifacts.TASK).exists():
+        raise UsageError(
+            f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder: RUN/STAGE"
+        )
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
@@ -50,19 +55,17 @@ def replay(run: Path, step: str, target: str | None) -> None:
     for spike in records:
         if spike["kind"] != "spike":
             continue
-        attempt = attempt_of_stage(folder, spike["attempt"])
         # It holds the steps before it too, which tell how it came.
         for recent in spike["recent"]:
             if recent["step"] == number:
                 echo(
-                    f"attempt {attempt}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
+                    f"attempt {spike['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
                     f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
                 )
     # A report holds the losses of all steps since the one before it.
     for report in reports_of(records, number):
         first_step = report["step"] - len(report["losses"]) + 1
-        attempt = attempt_of_stage(folder, report["attempt"])
-        echo(f"attempt {attempt}: loss {report['losses'][number - first_step]:.6f}")
+        echo(f"attempt {report['attempt']}: loss {report['losses'][number - first_step]:.6f}")
     echo(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
     echo(f"labels {dict(sorted(labels.items()))}")
     for sample in batch.bad:
@@ -78,18 +81,3 @@ def replay(run: Path, step: str, target: str | None) -> None:
         )
     if target:
         echo(f"written: {target}")
-
-
-def stage_of(run: Path) -> Path:
-    """Return the folder of the one trained stage. Raises UsageError, which names them, where there are several."""
-    if (run / artifacts.TASK).exists():
-        return run
-    folders = sorted(task.parent for task in run.glob("*/task.json"))
-    if not folders:
-        raise UsageError(
-            f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder"
-        )
-    if len(folders) > 1:
-        names = ", ".join(str(folder) for folder in folders)
-        raise UsageError(f"{run} has {len(folders)} trained stages: {names}\n  name the folder of one")
-    return folders[0]

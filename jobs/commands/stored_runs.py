@@ -15,6 +15,7 @@ from data.errors import UsageError
 from data.files import MANIFEST, write_whole
 from data.storage import Folder, Storage
 from jobs.commands import status as status_command
+from jobs.named_stages import CHECKPOINTS, find_stage
 from jobs.run.sync import fetch_small_files
 from pipeline.artifacts import EXAMPLES, EXCLUDED_STEPS
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
@@ -47,7 +48,10 @@ def opened(name: str) -> Iterator[OpenedRun]:
             yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
         return
 
-    path = Path(name).resolve()
+    path = Path(name)
+    if not path.exists():
+        path = Path(find_stage(name, CHECKPOINTS))
+    path = path.resolve()
     if (path / MANIFEST).exists():
         checkpoints = checkpoints_in(path.parent)
         yield OpenedRun(name, checkpoints.storage, [checkpoints], path.name)
@@ -112,13 +116,3 @@ def status(url: str) -> None:
                 content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
                 write_whole(checkpoints.local / name / MANIFEST, content or b"")
         status_command.status(store.local / stage, store)
-
-
-def refuse_as_weights(path: str, command: str) -> None:
-    """Raise UsageError, which names the command that helps, where weights are to be read at a run's URL."""
-    if "://" in path:
-        raise UsageError(
-            f"{command} takes weights on a disk, found {path}\n"
-            "  fetch those of a run in a store first\n"
-            f"  type: python -m jobs checkpoints export {path} --to weights/NAME, then {command} weights/NAME"
-        )

@@ -21,9 +21,10 @@ import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
 from data.index.names import read_class_list, some
+from jobs.progress import activity
 from jobs.stages import any_weights
 from jobs.terminal import echo
-from models.weights.files import CONFIG
+from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.config import differences, require
 from pipeline.evaluation.protocols import check_ops, preprocessing_of
@@ -98,6 +99,7 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     # 2. The weights, written; what the format cannot hold exactly is warned of.
     verification: list[str] = []
     verify(directory, verification.append)
+    activity.now(f"export: reading {directory} …")
     model = load(directory, {})
     names = class_names(directory)
     config = model.config
@@ -114,6 +116,7 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     with warnings.catch_warnings(record=True) as inexact:
         warnings.simplefilter("always")
         try:
+            activity.now(f"export: writing {path} …")
             models.save(model, path, format, writing=whole_file, class_names=names, preprocessing=preprocessing)
         except ValueError as error:
             raise UsageError(f"{directory} cannot be exported as {format}: {error}") from None
@@ -123,6 +126,7 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     changes: dict[str, object] = {}
     if format == "npz":
         changes["image_size"] = config.image_size
+    activity.now(f"export: reading {path} back, and comparing …")
     exported = load(path, changes)
     if format == "safetensors":
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}

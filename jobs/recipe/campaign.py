@@ -24,6 +24,7 @@ from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
+from jobs.named_stages import find_stage
 from jobs.ownership import check_place
 from jobs.recipe import key, sweeps
 from jobs.recipe.validate import refuse, validate
@@ -89,8 +90,15 @@ def parse(recipe: Recipe) -> Campaign:
         sections.pop(name, None)
     require(bool(sections), f"{recipe.source} names no stage\n  expected a section of {', '.join(KINDS)}")
     stages = {}
+    found_stages: dict[str, str] = {}
     for name, written in sweeps.expand(sections, read_section).items():
         kind, stage_config = read_section(name, written.values)
+        # `init` may name a stage of another run without its key.
+        init = getattr(stage_config, "init", None)
+        if init is not None and reference(init) is None and init != "???":
+            if init not in found_stages:
+                found_stages[init] = find_stage(init)
+            stage_config = replace(stage_config, init=found_stages[init])  # type: ignore[call-arg]
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
     ordered = in_order(stages)
 

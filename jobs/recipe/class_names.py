@@ -16,7 +16,7 @@ from data.index.names import Names, agreed
 from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
 from jobs.stages import any_weights
-from models.weights.files import CLASSES, CONFIG
+from models.weights.folder import CLASSES, CONFIG
 
 
 def check(stage: Stage, there: Available) -> None:

@@ -22,7 +22,7 @@ from jobs.stages import any_weights
 from jobs.stages.kinds import KINDS
 from models import ModelConfig
 from models.checks import did_you_mean
-from models.weights.files import CONFIG
+from models.weights.folder import CONFIG
 from pipeline import artifacts, config
 from pipeline.config import require
 

@@ -18,6 +18,7 @@ import numpy as np
 from markupsafe import Markup
 
 from data import page
+from data.checks import one_line
 from data.errors import PatchlineError
 from data.index.index import Index
 from jobs.report import charts
@@ -151,7 +152,7 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         drawn.append(chart)
     values["charts"] = drawn
     values["numbers"] = [row for row in numbers if row]
-    values["restarts"] = [f"attempt {number}: {start['text']}" for number, start in enumerate(stage.starts, 1)]
+    values["restarts"] = [f"attempt {start['attempt']}: {start['text']}" for start in stage.starts]
     values["left_out"] = [f"steps {first:,} to {last:,}" for first, last in stage.left_out]
     values["spikes"] = album.spikes(stage)
     # 2. Where the wall time went.
@@ -165,10 +166,10 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     # 3. Samples and incidents.
     values["judged"] = album.judged(stage)
     values["incidents"] = stage.incidents
-    values["failures"] = [
-        f"step {record['step']:,}: {record['kind'].replace('_', ' ')}: {record.get('error') or record.get('reason')}"
-        for record in stage.of_kind(*FAILURES)
-    ]
+    values["failures"] = []
+    for record in stage.of_kind(*FAILURES):
+        why = one_line(str(record.get("error") or record.get("reason")))
+        values["failures"].append(f"step {record['step']:,}: {record['kind'].replace('_', ' ')}: {why}")
     # 4. Data and provenance.
     values["bad"] = stage.reports[-1][2]["bad_samples"] if stage.reports else 0
     values["named_bad"] = stage.named_bad_samples

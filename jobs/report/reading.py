@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.checks import one_line
 from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
@@ -42,7 +43,7 @@ class Steps(NamedTuple):
     samples: np.ndarray  # seen when the step was done; those of left-out stretches are not counted
     loss: np.ndarray
     grad_norm: np.ndarray
-    attempt: np.ndarray  # from 1
+    attempt: np.ndarray  # its number in the run
     kept: np.ndarray  # bool
 
 
@@ -86,7 +87,7 @@ class Stage:
 
     @cached_property
     def reports(self) -> list[tuple[int, bool, Record]]:
-        """Return (attempt from 1, whether its last step went on, record) of every report of steps."""
+        """Return (attempt, whether its last step went on, record) of every report of steps."""
         kept_up_to = [math.inf] * len(self.starts)
         for number in reversed(range(len(self.starts) - 1)):
             kept_up_to[number] = min(kept_up_to[number + 1], self.starts[number + 1]["step"])
@@ -95,7 +96,7 @@ class Stage:
         for record in self.of_kind("train"):
             number = numbers.get(record["attempt"], 0)
             is_kept = not kept_up_to or record["step"] <= kept_up_to[number]
-            reports.append((number + 1, is_kept, record))
+            reports.append((record["attempt"], is_kept, record))
         return reports
 
     @cached_property
@@ -162,10 +163,10 @@ class Stage:
             # The clock has whole seconds: an attempt that began within the same second is a later one.
             happened = time.mktime(time.strptime(clock, "%Y-%m-%d %H:%M:%S"))
             consequence = "no attempt has trained since"
-            for number, start in enumerate(self.starts[1:], 2):
+            for start in self.starts[1:]:
                 if start["time"] >= happened:
                     after = duration(start["time"] - happened)
-                    consequence = f"attempt {number} went on {after} later with {start['world']} workers: "
+                    consequence = f"attempt {start['attempt']} went on {after} later with {start['world']} workers: "
                     consequence += start["text"]
                     break
             incidents.append(Incident(clock, first_line[20:], traceback.strip(), consequence))
@@ -259,7 +260,7 @@ def read_stage(folder: Path) -> Stage:
         stage.records = read_metrics(folder, None)
         _ = stage.steps, stage.incidents  # an altered record is met here, and not amid the page
     except (DataError, OSError, ValueError, KeyError, TypeError) as error:
-        stage.problem = str(error) or type(error).__name__
+        stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
         stage.records = []
     return stage

@@ -18,7 +18,9 @@ from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
 from jobs.monitor.status_poller import size_of
+from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
+from jobs.progress import activity
 from jobs.stages.sweep import DIVERGED
 from jobs.terminal import CLOSE_S, Terminal, write_last
 from pipeline.evaluation.async_evaluation import without_single_seeds
@@ -45,6 +47,8 @@ class RunLog:
         self.last_wait: tuple[str, Path] | None = None  # the wait that was reported last, and in which attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
         self.spoke = time.monotonic()
+        # What the command has shown of itself until now ends: a terminal has one bar.
+        activity.end()
         self.terminal = None if quiet else Terminal(sys.stdout)
 
     def __call__(self, text: str) -> None:
@@ -68,16 +72,27 @@ class RunLog:
         if self.terminal is not None:
             self.terminal.write(printable_lines(text))
 
+    def show_progress(self, done: int, total: int | None, text: str) -> bool:
+        """Move the bar, which is the sign of life; returns whether there is one."""
+        if self.terminal is None or not self.terminal.has_bar:
+            return False
+        self.terminal.move_bar(done, total, text)
+        return True
+
     def skip(self, directory: Path) -> None:
         """Count what a stage's log holds now as shown: earlier commands have shown it."""
         log = directory / "log.txt"
         self.shown_bytes.setdefault(log, size_of(log))
 
     def poll(self, attempt_folder: Path, number: int) -> None:
-        """Show what the worker group has logged since the last call; after a long silence, report what it waits for."""
+        """Show what an attempt has logged since the last call and how far it is; after a silence, what it waits for."""
         # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
         directory = attempt_folder.parents[1]
         stage = directory.name
+        # On the terminal a stage goes by its name, which no other of the campaign has; log.txt has the key too.
+        name = stage
+        if parts := STAGE_FOLDER.fullmatch(stage):
+            name = parts["name"]
         last = last_metrics(directory)
         log = directory / "log.txt"
         shown = self.shown_bytes.get(log, 0)
@@ -92,26 +107,27 @@ class RunLog:
                 # The driver's own lines were shown when they were logged.
                 if not line.startswith(DRIVER_MARK):
                     self.keep(f"[{stage}] {line}")
-                    self.show(f"[{stage}] {line}")
-            if last is not None and self.terminal is not None and self.terminal.has_bar:
-                self.terminal.move_bar(last["step"], last["steps"], f"{stage}  loss {last['loss']:.4f}")
-            return
-        if time.monotonic() - self.spoke <= QUIET_S:
+                    self.show(f"[{name}] {line}")
+        # The newest report may be of the attempt before, which says nothing about these workers.
+        is_working = last is not None and last["attempt"] == number
+        if last is not None and is_working:
+            text = f"{name}  loss {last['loss']:.4f}"
+            # The time is that of rank 0's clock, which may be ahead of this one.
+            age = time.time() - last["time"]
+            if age > QUIET_S:
+                text += f"  {duration(age)} ago"
+            self.show_progress(last["step"], last["steps"], text)
+        else:
+            self.show_progress(0, None, f"{name}: before the first step")
+        if is_working or time.monotonic() - self.spoke <= QUIET_S:
             return
 
-        # Of a group that works: a sign of life for a person who watches; a log would fill with them. The newest report
-        # may be of the attempt before, which says nothing about these workers.
-        if last is not None and last["attempt"] == int(attempt_folder.name.rpartition("-")[2]):
-            # The time is that of rank 0's clock, which may be ahead of this one.
-            age = duration(max(0.0, time.time() - last["time"]))
-            self.show(f"[{stage}] working: step {last['step']}/{last['steps']} was {age} ago")
-            return
         # Of a group without a step: each wait once.
         started = len(list(attempt_folder.glob("rank-*.json")))
-        wait = f"[{stage}] {started} workers are up, waiting for the first step"
+        wait = f"[{name}] {started} workers are up, waiting for the first step"
         if not started:
             limit = duration(self.start_timeout_s)
-            wait = f"[{stage}] waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
+            wait = f"[{name}] waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
         if (wait, attempt_folder) != self.last_wait:
             self(wait)
         self.last_wait = (wait, attempt_folder)

@@ -20,12 +20,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from data.errors import Preempted
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.monitor.status_poller import StatusPoller
@@ -145,6 +146,7 @@ class Session:
                     campaign=self.campaign,
                     stage=stage,
                     log=log,
+                    show_progress=log.show_progress,
                     poll=self.poll,
                     stop_requested=stopper.is_asked,
                     check_owned=put_files,  # it looks first whether the run is still ours
@@ -164,6 +166,10 @@ class Session:
         """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
         log = self.log
         cluster = self.campaign.cluster
+        # What stages import here takes a second, of torch above all. On another core the fork server of plain processes
+        # imports it meanwhile, or the processes of an embedded Ray cluster start.
+        start_early(cluster)
+        import_module("pipeline.train")
         if cluster.backend == "ray":
             info = connect(cluster)
             kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
@@ -173,7 +179,6 @@ class Session:
             from jobs.monitor.gauges import Gauges  # ray takes seconds to import
 
             self.pollers.append(StatusPoller("monitoring", [Gauges(self.lease).show], log))
-        # The fork server of plain processes mostly runs since before our imports (early_start.py).
         nodes_of(cluster).warm_up()
         warn_of_unused_gpus(cluster, log)
 

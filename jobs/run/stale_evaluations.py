@@ -16,7 +16,7 @@ from jobs.recipe.records import changed_warnings
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import evaluate, sweep
-from pipeline.evaluation.probes import FewShotConfig
+from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
 
 # Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.

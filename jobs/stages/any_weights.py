@@ -17,7 +17,7 @@ import safetensors
 
 import models
 from data.errors import DataError
-from models.weights.files import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
+from models.weights.folder import CONFIG, THEIR_CONFIG, THEIR_PREPROCESSOR, THEIR_WEIGHTS
 from pipeline import artifacts
 
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
@@ -62,7 +62,7 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
     return hashlib.sha256(" ".join([digest, *described, part]).encode()).hexdigest()
 
 
-def load(path: str, overrides: Mapping[str, object]) -> models.Model:
+def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
     """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
     refuse_other_pixels(path)
     # JSON and YAML have lists where a model's config has tuples.

@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -32,24 +32,28 @@ from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
-from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from models import ModelConfig
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
-from pipeline.evaluation.probes import FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 from pipeline.evaluation.protocols import (
     FEATURES,
     PROTOCOLS,
+    FewShotConfig,
+    LinearConfig,
+    LogisticConfig,
+    NeighboursConfig,
     check_names,
     check_ops,
     check_shape,
     protocols_of,
     value_names,
 )
-from pipeline.evaluation.worker import Request
 from pipeline.versions import code_version
+
+if TYPE_CHECKING:
+    from pipeline.evaluation.worker import Request
 
 Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
 
@@ -130,7 +134,7 @@ class NamedRequest:
     """A request with the names that people see, and the digests that its result is known by."""
 
     name: str  # of the set, in the recipe
-    request: Request
+    request: "Request"
     digests: Digests
 
 
@@ -145,6 +149,9 @@ class LeaksFile:
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Compute the results that no earlier evaluation of this run has, and write the document."""
+    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+    from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+
     init = context.campaign.path_of(cfg.init)
     weights_digest = any_weights.digest_of(init, context.log)
     leaks = None
@@ -221,6 +228,8 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
 
     Raises DataError where a leaks.json is not about a set, or a test set is the training set.
     """
+    from pipeline.evaluation.worker import Request
+
     common: dict[str, Any] = {
         "preprocess": preprocess,
         "precision": cfg.precision,

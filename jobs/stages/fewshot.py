@@ -14,12 +14,10 @@ from data.files import write_whole
 from data.remote.cache import CacheConfig
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages import training
-from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
-from pipeline.evaluation.worker import Request
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,10 @@ class Config:
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
+    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+    from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+    from pipeline.evaluation.worker import Request
+
     worker_config = WorkerConfig(
         preprocess=cfg.preprocess or f"resize({context.model.image_size})",
         max_labels=1,

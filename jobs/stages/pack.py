@@ -111,14 +111,20 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             # The index of some of another set's samples; nothing is packed.
             assert set_config.path is not None, "SetConfig refuses a subset without a path"
             parent = load_index(set_config.path)
-            progress = ProgressMeter(f"shards looked at for {name}", len(parent.shards), log=context.log, every_s=10.0)
+            progress = ProgressMeter(
+                f"shards looked at for {name}",
+                len(parent.shards),
+                log=context.log,
+                show=context.show_progress,
+                every_s=10.0,
+            )
             rule = subset_rule(set_config)
             index = make_subset(parent, folder, rule, name=name, workers=cfg.workers, report=progress.of)
             for line in summary(index, parent):
                 context.log(f"{name}: {line}")
         elif set_config.source == "shards":
             assert set_config.path is not None, "SetConfig refuses shards without a path"
-            progress = ProgressMeter(f"shards of {name}", log=context.log, every_s=10.0)
+            progress = ProgressMeter(f"shards of {name}", log=context.log, show=context.show_progress, every_s=10.0)
             tars: str | list[str] = set_config.path
             if not Path(set_config.path).is_dir():
                 tars = list(map(str, files_of(set_config.path, "*.tar")))
@@ -136,7 +142,13 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             report_set(name, index, context)
         else:
             check_apart(set_config, folder)
-            progress = ProgressMeter(f"samples of {name}", expected_samples(set_config), log=context.log, every_s=10.0)
+            progress = ProgressMeter(
+                f"samples of {name}",
+                expected_samples(set_config),
+                log=context.log,
+                show=context.show_progress,
+                every_s=10.0,
+            )
             # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
             index = pack(
                 samples_of(set_config, numbering),

@@ -32,27 +32,12 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
-from jobs.stages.async_evaluation import AsyncEvaluation
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from pipeline import artifacts, config
-from pipeline.checkpoints.saver import check_disk_space
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
-from pipeline.health import EXCLUDED_STEPS
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.plan.memory import (
-    GIB,
-    BudgetTooSmall,
-    blocks_of,
-    check_fits,
-    need_if_traced,
-    smaller_micro_batches,
-    with_blocks,
-)
-from pipeline.plan.memory_traces import TraceFailed
-from pipeline.start import Job
-from pipeline.train import train
 from pipeline.training_config import TrainConfig, check_model, check_schedule, steps_of, trained_model
 from pipeline.versions import code_version
 
@@ -62,6 +47,12 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
 
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
+    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+    from jobs.stages.async_evaluation import AsyncEvaluation
+    from pipeline.checkpoints.saver import check_disk_space
+    from pipeline.health import EXCLUDED_STEPS
+    from pipeline.train import train
+
     campaign = context.campaign
     # 1. What is left out, and whether there is room for what is to come.
     if cfg.data.drop:
@@ -105,6 +96,9 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
+    from pipeline.plan.memory import need_if_traced, with_blocks
+    from pipeline.start import Job
+
     campaign = context.campaign
     is_gpu = campaign.cluster.gpus_per_worker > 0
     init = campaign.path_of(cfg.init)
@@ -350,8 +344,13 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     cfg: TrainConfig = stage.config
     model = stage.model
     assert model is not None, "of stages whose model is known"
-    limit = there.campaign.cluster.gpu_memory_gb
     is_gpu = there.campaign.cluster.gpus_per_worker > 0
+    limit = there.campaign.cluster.gpu_memory_gb if is_gpu else None
+    if cfg.activation_gb is None and limit is None:
+        return
+    from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, check_fits, smaller_micro_batches, with_blocks
+    from pipeline.plan.memory_traces import TraceFailed
+
     # What is traced is of whole images: of fewer patches nobody knows the need.
     has_whole_images = cfg.thinning.has_whole_images
     number_in_its_place = (
@@ -380,7 +379,7 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
                 f"{stage.name}.activation_gb={cfg.activation_gb:g}: how many blocks to recompute is not known: "
                 f"{error}\n  {number_in_its_place}"
             ) from None
-    if limit is None or not is_gpu:
+    if limit is None:
         return
     unknown = f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known"
     if not has_whole_images:

@@ -1,9 +1,4 @@
-"""Weights in and out of files: our own directory, and by `load` and `save` those of others.
-
-    weights.safetensors + model.json    ours: what passes from stage to stage; beside them, where they are known,
-    classes.json, preprocessing.json    what the classes are called, and how evaluation made the pixels
-    *.npz                               vit_jax, big_vision, BiT
-    model.safetensors + config.json     timm, Hugging Face
+"""Weights in and out of files: our own directory (folder.py), and by `load` and `save` those of others.
 
 How `load` finds what a path is, first match wins:
 1. a name with .npz in it is an official file;
@@ -26,23 +21,25 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from models import catalog
-from models.catalog import Model, ModelConfig
-from models.transfer import check_weights
+from models.catalog import Model
+from models.configs import ModelConfig, from_dict, to_dict
+from models.weight_transfer import check_weights
+from models.weights.folder import (
+    CLASSES,
+    CONFIG,
+    PREPROCESSING,
+    THEIR_CONFIG,
+    THEIR_PREPROCESSOR,
+    THEIR_WEIGHTS,
+    WEIGHTS,
+)
 from models.weights.preprocessing import Preprocessing
 
-WEIGHTS = "weights.safetensors"
-CONFIG = "model.json"
-CLASSES = "classes.json"  # the names of the classes, a list in the order of the outputs; only where they are known
-PREPROCESSING = "preprocessing.json"  # how the pixels were made that they were judged on; only where it is known
-THEIR_WEIGHTS = "model.safetensors"
-THEIR_CONFIG = "config.json"
-THEIR_PREPROCESSOR = "preprocessor_config.json"  # of transformers; in timm's folders it is a part of config.json
 # How a file comes to its name: given the final one, a context manager yields the name to write to. The default writes
 # in place, as a notebook wants it; a run passes `data.files.whole_file`, so that a file appears whole or not at all.
 Writing = Callable[[Path], AbstractContextManager[Path]]
@@ -87,7 +84,7 @@ def save_weights(
         with writing(directory / name) as target:
             target.write_text(text + "\n")
     with writing(directory / CONFIG) as target:
-        target.write_text(json.dumps(catalog.to_dict(config), indent=2) + "\n")
+        target.write_text(json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def write_tensors(path: Path, state: dict[str, Tensor], writing: Writing) -> None:
@@ -115,55 +112,10 @@ def load_weights(directory: str | Path) -> tuple[dict[str, Tensor], ModelConfig]
     for name in (CONFIG, WEIGHTS):
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory} holds no {name}; expected {CONFIG} and {WEIGHTS}")
-    config = catalog.from_dict(json.loads((directory / CONFIG).read_text()))
+    config = from_dict(json.loads((directory / CONFIG).read_text()))
     state = load_file(directory / WEIGHTS)
     check_weights(state, config)
     return state, config
-
-
-def load_class_names(path: str | Path) -> tuple[str, ...]:
-    """Return the class names of any supported file or directory, in the order of the outputs; none where it has none.
-
-    They are in classes.json of ours, in `id2label` of Hugging Face's config.json, in `label_names` of timm's. Raises
-    ValueError where they are no list of texts.
-    """
-    path = Path(path)
-    directory = path if path.is_dir() else path.parent
-    if ".npz" in path.name:
-        return ()
-    if (directory / CONFIG).is_file():
-        names = []
-        if (directory / CLASSES).is_file():
-            names = json.loads((directory / CLASSES).read_text())
-    elif (directory / THEIR_CONFIG).is_file():
-        from models.weights import hf, timm
-
-        described = json.loads((directory / THEIR_CONFIG).read_text())
-        names = hf.class_names(described) or timm.class_names(described)
-    else:
-        names = []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"the class names of {directory} are no list of texts")
-    return tuple(names)
-
-
-def load_preprocessing(path: str | Path) -> Preprocessing | None:
-    """Return how the pixels were made that weights of ours were judged on; None where nothing says so.
-
-    Raises ValueError where the file says something else than `save_weights` does.
-    """
-    path = Path(path)
-    file = (path if path.is_dir() else path.parent) / PREPROCESSING
-    if ".npz" in path.name or not file.is_file():
-        return None
-    fields: dict[str, Any] = {}
-    try:
-        # JSON has lists where the fields are tuples.
-        for name, value in json.loads(file.read_text()).items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
-        return Preprocessing(**fields)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is no record of a preprocessing: {error}") from None
 
 
 def module(state: dict[str, Tensor], config: ModelConfig) -> Model:
@@ -194,7 +146,7 @@ def load(path: str | Path, **config: object) -> Model:
     if (directory / CONFIG).is_file():
         # The caller's fields win; `module` then refuses those that the tensors do not fit.
         state, saved = load_weights(directory)
-        return module(state, catalog.from_dict({**catalog.to_dict(saved), **config}))
+        return module(state, from_dict({**to_dict(saved), **config}))
     if file.is_dir():
         file = file / THEIR_WEIGHTS
     if file.suffix != ".safetensors" or not file.is_file():

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from models.catalog import ConfigFields, ModelConfig
-from models.vit import ViTConfig
+from models.configs import ConfigFields, ModelConfig, ViTConfig
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 
 MODEL = (  # names on disk, which transformers 5 keeps although it renames them in memory

@@ -28,10 +28,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import catalog, checks, resnet
-from models.catalog import ConfigFields, ModelConfig
-from models.transfer import Shape, check_shapes
-from models.vit import SIZES, ViTConfig, position_table
+from models import catalog, checks
+from models.configs import SIZES, ConfigFields, ModelConfig, ViTConfig, checked, stem_stride
+from models.vit import position_table
+from models.weight_transfer import Shape, check_shapes
 
 ForeignConfig = dict[str, Any]  # a config.json of another project, as JSON gives it; its fields are theirs to choose
 CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H
@@ -188,7 +188,7 @@ def vit_config(stored: dict[str, Tensor], layout: Layout, known: ConfigFields) -
         if width not in heads_by_width and width % CHANNELS_PER_HEAD:
             raise ValueError(f"the number of heads of width {width} is not in the file: pass heads=")
         config["heads"] = heads_by_width.get(width, width // CHANNELS_PER_HEAD)
-    return catalog.checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
+    return checked(ViTConfig, with_positions(config, shapes.get("positions.0.table")))
 
 
 def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
@@ -204,7 +204,7 @@ def with_positions(config: ConfigFields, table: Shape | None) -> ConfigFields:
     length = table[1]
     class_tokens = 1 if config["pool"] == "token" else 0
     prefix = class_tokens + config["registers"]
-    stem = resnet.stem_stride(config.get("stem"))
+    stem = stem_stride(config.get("stem"))
     patch_height, patch_width = config["patch"]
     rows_stride = patch_height * stem
     columns_stride = patch_width * stem

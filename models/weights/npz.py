@@ -25,11 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import catalog
-from models.catalog import ConfigFields, ModelConfig
-from models.resnet import BiTConfig
-from models.transfer import Shape
-from models.vit import ViTConfig
+from models.configs import BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
+from models.weight_transfer import Shape
 from models.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5; 6.3 MB of zeros become 6 GB.
@@ -256,7 +253,7 @@ def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
         }
         if head in stored:
             known["classes"] = stored[head].numel()
-        return catalog.checked(BiTConfig, known | overrides)
+        return checked(BiTConfig, known | overrides)
 
     known = {}
     query = f"{FIRST_BLOCK}/MultiHeadDotProductAttention_0/query/kernel"

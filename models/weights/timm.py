@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.catalog import ConfigFields, ModelConfig
-from models.vit import ViTConfig
+from models.configs import ConfigFields, ModelConfig, ViTConfig
 from models.weights.layout import ForeignConfig, Layout, read, vit_config, with_learned_positions, write
 from models.weights.preprocessing import Preprocessing
 

@@ -100,22 +100,11 @@ def newest_attempt(storage: Storage) -> int:
 
 
 def attempt_folder(directory: Path, attempt: int) -> Path:
-    """Return where the workers of an attempt leave their records, logs and places, in their stage's directory."""
-    return directory / "attempts" / f"attempt-{attempt:06d}"
+    """Return where the workers of an attempt leave their records, logs and places, in their stage's directory.
 
-
-def attempt_of_stage(directory: Path, attempt: int) -> int:
-    """Return how many attempts a stage had when this one began, itself counted: the number that people see.
-
-    `attempt` counts over the whole run, because it fences late commits.
+    `attempt` counts over the whole run, because it fences late commits; logs and metrics.jsonl have the same number.
     """
-    earlier = 0
-    for folder in (directory / "attempts").glob("attempt-*"):
-        number = folder.name.removeprefix("attempt-")
-        # A folder of any other name is a copy made by hand.
-        if number.isdigit() and int(number) < attempt:
-            earlier += 1
-    return earlier + 1
+    return directory / "attempts" / f"attempt-{attempt:06d}"
 
 
 def committed(folder: Path) -> list[Path]:

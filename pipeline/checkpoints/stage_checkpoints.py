@@ -37,7 +37,6 @@ from pipeline.checkpoints.manifest import (
     sealed,
     step_of,
 )
-from pipeline.checkpoints.reader import verify
 
 LEAST_KEPT = 2  # the newest may turn out to be damaged when it is read
 SOON_S = 1.0  # a wait beyond it is logged
@@ -113,10 +112,14 @@ class StageCheckpoints:
 
         Raises CheckpointError where it is bad in the storage, StorageError, OSError.
         """
+        from pipeline.checkpoints.reader import verify  # not above: a recipe is checked without torch
+
         return self.storage.fetch_set(self.folder, name, verify)
 
     def verify(self, name: str) -> Path:
         """Read every byte of a checkpoint in the storage; returns a folder with its files. Raises as `fetch` does."""
+        from pipeline.checkpoints.reader import verify
+
         return self.storage.fetch_set(self.folder, name, verify, anew=True)
 
     # ------------------------------------------------------------------------ a commit

@@ -27,7 +27,7 @@ from data.errors import ConfigError
 from data.files import memory_text
 from models.checks import did_you_mean
 from pipeline.config import require
-from pipeline.engine.deepspeed import check_zero_section
+from pipeline.training_config import TrainConfig
 
 Settings: TypeAlias = Mapping[str, Any]  # a DeepSpeed configuration, or a section of one, as JSON has it
 
@@ -120,6 +120,21 @@ MOST_IN_A_BUCKET = 50_000_000
 DERIVED = ("train_batch_size",)  # what DeepSpeed works out of our settings; "auto" is as good as nothing
 
 
+def engine_settings(cfg: TrainConfig, accumulation: int) -> Settings:
+    """Return what DeepSpeed is told for a stage; `plan` and `run` ask too, so that a wrong file stops there.
+
+    Raises ConfigError where the user's DeepSpeed file holds more than tuning.
+    """
+    return deepspeed_config(
+        zero=cfg.zero,
+        precision=cfg.precision,
+        micro_batch=cfg.micro_batch,
+        accumulation=accumulation,
+        clip=cfg.optim.clip,
+        user_file=cfg.deepspeed,
+    )
+
+
 def deepspeed_config(
     *, zero: int, precision: str, micro_batch: int, accumulation: int, clip: float, user_file: str | None
 ) -> Settings:
@@ -176,6 +191,8 @@ def merge_file(ours: Settings, path: str, zero: int) -> Settings:
         else:
             refuse(key, value, ours, where)
     zero_section = merged["zero_optimization"]
+    from pipeline.engine.deepspeed import check_zero_section  # it imports torch, for which few recipes wait
+
     try:
         check_zero_section(zero_section)
     except ValueError as error:  # pydantic's ValidationError is one

@@ -26,14 +26,16 @@ its index's; that of a protocol is the sha256 of {"fields": …, "protocol": nam
 import base64
 from collections.abc import Sequence
 from statistics import stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeline.evaluation import intervals
-from pipeline.evaluation.features import FeatureStore
-from pipeline.evaluation.probes import Outcome
 from pipeline.evaluation.protocols import Protocol
+
+if TYPE_CHECKING:  # both import torch
+    from pipeline.evaluation.features import FeatureStore
+    from pipeline.evaluation.probes import Outcome
 
 SCHEMA = 2  # 1 had other intervals
 NAME = "evaluation.json"
@@ -46,10 +48,10 @@ Entry = dict[str, Any]  # JSON
 
 
 def result_of(
-    outcome: Outcome,
+    outcome: "Outcome",
     protocol: Protocol,
-    test: FeatureStore,
-    train: FeatureStore | None,
+    test: "FeatureStore",
+    train: "FeatureStore | None",
     leaked: Sequence[int] | None,
 ) -> Entry:
     """Return the result of a protocol on a set; `leaked` are numbers of samples, None where there was no leak check."""
@@ -87,7 +89,7 @@ def result_of(
 
 
 def value_entries(
-    outcome: Outcome, protocol: Protocol, test: FeatureStore, chosen: np.ndarray
+    outcome: "Outcome", protocol: Protocol, test: "FeatureStore", chosen: np.ndarray
 ) -> tuple[dict[str, Entry], list[Entry]]:
     """Return a protocol's values, and the classes of per-class, over the chosen samples of the set: (N,) bool.
 

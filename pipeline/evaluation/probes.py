@@ -11,81 +11,25 @@ Each reads rows block by block, whatever the sets' sizes are, and says of every 
     → Outcome(right={"5shot": [array([True, False, …])]}, shots={"5shot": {"0": [17, 205, …]}})
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot, pad
 
-from data.checks import at_least, more_than_0
 from data.draws import few_shot_rows
 from pipeline.config import require
 from pipeline.evaluation.features import Beat, FeatureStore
+from pipeline.evaluation.protocols import L2, PROTOCOLS, FewShotConfig, LinearConfig, LogisticConfig, NeighboursConfig
 
 # N rows (of the test set: those that are there), D features, C classes, L labels of a sample at most
 
-L2 = 2.0**10  # of the ridge regression (big_vision configs/common_fewshot.py): fixed, never selected on validation data
 BIAS = 100.0  # value of the constant feature: large, so that its weight is almost unregularised
 TEST_BLOCK = 1024  # test rows of kNN; with a block of 4,096 training rows: 16 MiB of similarities
 TOLERANCE = 1e-7  # of logistic regression's largest gradient, and of the change of its loss: converged
-
-
-# ------------------------------------------------------------------------------------------------ settings
-
-
-@dataclass(frozen=True)
-class FewShotConfig:
-    """Protocol fewshot: the paper's few-shot accuracy (section 4.1), as big_vision computes it."""
-
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the value is the mean over them
-    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
-
-    def __post_init__(self) -> None:
-        require(min(self.shots, default=0) > 0, f"fewshot.shots are {self.shots}, expected 1 or more")
-        require(min(self.seeds, default=-1) >= 0, f"fewshot.seeds are {self.seeds}, expected one or more, from 0 on")
-        at_least(self, 0, "l2", "fewshot.")
-
-
-@dataclass(frozen=True)
-class LinearConfig:
-    """Protocol linear: the map of the few-shot probe, fitted to all training images."""
-
-    l2: float = L2  # weight of the ridge regression's penalty
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "l2", "linear.")
-
-
-@dataclass(frozen=True)
-class NeighboursConfig:
-    """Protocol knn: a vote of the nearest training samples."""
-
-    k: tuple[int, ...] = (10, 20)  # neighbours that vote; a value each (DINO eval_knn.py: 20 did best)
-    weighted: bool = True  # by exp(cosine / temperature); else each neighbour has one vote
-    temperature: float = 0.07  # of the weights (DINO eval_knn.py)
-
-    def __post_init__(self) -> None:
-        require(min(self.k, default=0) > 0, f"knn.k is {self.k}, expected 1 or more neighbours")
-        more_than_0(self, "temperature", "knn.")
-
-
-@dataclass(frozen=True)
-class LogisticConfig:
-    """Protocol logistic: logistic regression on frozen features."""
-
-    l2: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # penalties to choose from, for the mean loss
-    held_out: float = 0.1  # share of the training rows that chooses among several (DINOv2)
-    seed: int = 0  # of the draw of these rows
-    iterations: int = 1000  # of L-BFGS, at most (CLIP A.3)
-
-    def __post_init__(self) -> None:
-        require(min(self.l2, default=-1.0) >= 0, f"logistic.l2 is {self.l2}, expected one or more, 0 or larger")
-        require(0 < self.held_out < 1, f"logistic.held_out is {self.held_out}, expected a share between 0 and 1")
-        at_least(self, 0, "seed", "logistic.")
-        at_least(self, 1, "iterations", "logistic.")
 
 
 # ------------------------------------------------------------------------------------------------ inputs and outcome
@@ -392,3 +336,25 @@ def fit_logistic(
     weights.requires_grad_(False)
     bias.requires_grad_(False)
     return regression
+
+
+# ------------------------------------------------------------------------------------------------ by name
+
+
+def best_classes(inputs: Inputs, settings: None) -> Outcome:
+    """Compare the head's best classes with the labels: top-1, top-5, real, per-class."""
+    best = PROTOCOLS[inputs.name].best
+    return Outcome({inputs.name: [inputs.is_right(inputs.test.predictions[:, :best])]})
+
+
+# By the names of PROTOCOLS: what computes a protocol's outcome from the inputs and its settings.
+COMPUTE: dict[str, Callable[[Inputs, Any], Outcome]] = {
+    "top-1": best_classes,
+    "top-5": best_classes,
+    "real": best_classes,
+    "per-class": best_classes,
+    "fewshot": few_shot,
+    "linear": linear,
+    "knn": knn,
+    "logistic": logistic,
+}

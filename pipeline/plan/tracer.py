@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 import models
 from data.loader import Batch, Wait
 from models import ModelConfig, vit
-from models.catalog import FAMILIES
+from models.catalog import MODULES
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
 from pipeline.batches import OBJECTIVES
@@ -106,7 +106,7 @@ def trace(
         live = around.enter_context(LiveBytes(over_gloo=not is_gpu))
 
         # Model and engine as a worker builds them. First weights are not drawn: that takes no memory which stays.
-        _, module = FAMILIES[model_config.family]
+        module = MODULES[model_config.family]
         network: Any = cast(Any, module)(model_config)
         network.recomputed_blocks = recomputed
         engine = build_engine(cfg, network, accumulation)

@@ -11,7 +11,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.recipe.sweeps import SweepConfig
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
-from models.catalog import FAMILIES
+from models.configs import CONFIGS
 
 pytestmark = pytest.mark.quick
 
@@ -21,7 +21,7 @@ CONFIGS = {
     "trackers": TrackersConfig,
     "sweep": SweepConfig,
     **{name: kind.config for name, kind in KINDS.items()},
-    **{f"model family {name}": config for name, (config, _) in FAMILIES.items()},
+    **{f"model family {name}": config for name, config in CONFIGS.items()},
 }
 
 

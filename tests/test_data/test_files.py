@@ -12,6 +12,7 @@ import stat
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,32 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path) -> None:
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file.json"]
     files.write_whole(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["file.json"]
+
+
+@pytest.mark.parametrize(
+    ("appear_at", "sizes", "is_patient", "unseen", "waited"),
+    [
+        (0.0, {"a": 3, "b": 1}, True, {}, 0.0),
+        (25.0, {"a": 3, "b": 1}, True, {}, 25.0),
+        (25.0, {"a": 3, "b": 1}, False, {"a": None, "b": None}, 0.0),
+        (31.0, {"a": 3, "b": 1}, True, {"a": None, "b": None}, 30.0),
+        (0.0, {"a": 2, "b": 1}, True, {"a": 2}, 30.0),
+        (0.0, {"a": 3, "c": 1}, True, {"b": None}, 30.0),
+    ],
+)
+def test_files_of_another_node_are_waited_for(appear_at, sizes, is_patient, unseen, waited, monkeypatch) -> None:
+    """On a machine that has run for ten seconds, whose clock is the test's own."""
+    seconds = [10.0]
+
+    def sleep(pause: float) -> None:
+        seconds[0] += pause
+
+    def seen() -> dict[str, int]:
+        return sizes if seconds[0] >= 10.0 + appear_at - 1e-6 else {}
+
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep))
+    left, waited_s = files.wait_until_seen(seen, {"a": 3, "b": None}, is_patient=is_patient)
+    assert left == unseen and waited_s == pytest.approx(waited, abs=0.11)
 
 
 def test_every_file_has_the_mode_that_the_umask_gives(tmp_path) -> None:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import data.evaluation
 import data.loader
-from data.decoder import BadSample, images_per_cpu_s
+from data.decoder import BadSample, Layout, images_per_cpu_s
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
@@ -68,6 +68,25 @@ def test_a_batch_is_uint8_images_labels_and_ids(index, order):
     assert batch.images.shape == (5, 3, 24, 24) and batch.images.dtype == torch.uint8
     assert batch.labels.shape == (5, 3) and (batch.labels[:, 0] >= 0).all() and (batch.labels[:, 1:] == -1).all()
     assert batch.ids.tolist() == np.stack(order.batch(0), 1)[8:13].tolist() and batch.bad == ()
+
+
+@pytest.mark.parametrize(
+    ("b", "image_size", "max_labels", "pages"),
+    [(1, 1, 1, 1), (1, 36, 23, 1), (1, 36, 24, 2), (2, 32, 1, 2), (3, 36, 22, 3), (64, 224, 1, 2353)],
+)
+def test_a_micro_batch_takes_whole_pages_and_its_arrays_share_nothing(b, image_size, max_labels, pages):
+    layout = Layout(b, image_size, max_labels)
+    assert layout.bytes == pages * 4096
+    memory = bytearray(2 * layout.bytes)
+    arrays = layout.arrays(memory, layout.bytes)
+    written = 0
+    for array in (arrays.ids, arrays.labels, arrays.images):
+        assert not array.any()
+        array[...] = -1 if array.dtype == np.int64 else 255
+        written += array.nbytes
+    assert not any(memory[: layout.bytes]) and memory.count(255) == written == b * (
+        3 * image_size**2 + 8 * max_labels + 24
+    )
 
 
 @pytest.mark.parametrize("processes", [0, 2])

@@ -3,6 +3,7 @@
 import pytest
 
 import models
+from models import catalog, configs, positions
 
 JFT_IMAGES, JFT_CLASSES = 303_000_000, 18_291
 
@@ -70,3 +71,8 @@ def test_training_compute_of_table_6(name, epochs, exaflops, bar):
 def test_axial_costs_more_than_the_plain_model_of_its_size():
     for name in ("B/32", "B/16"):
         assert models.macs_of(models.config_of(f"Axial-{name}")) > 1.8 * models.macs_of(models.config_of(name))
+
+
+def test_every_position_embedding_that_a_config_may_name_has_a_module() -> None:
+    assert set(configs.POSITIONS) == set(positions.KINDS)
+    assert configs.CONFIGS.keys() == catalog.MODULES.keys()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
-from pipeline.optimization import LOSSES, OptimConfig, ScheduleConfig, build_optimizer, dense_targets, learning_rate
+from pipeline.losses import LOSSES, dense_targets
+from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick

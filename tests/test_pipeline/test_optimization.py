@@ -9,16 +9,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.errors import ConfigError
-from pipeline.optimization import (
-    LOSSES,
-    OptimConfig,
-    ScheduleConfig,
-    build_optimizer,
-    dense_targets,
-    hits,
-    learning_rate,
-    mixup,
-)
+from pipeline.losses import LOSSES, dense_targets, hits, mixup
+from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from tests.golden import GOLDEN
 
 pytestmark = pytest.mark.quick

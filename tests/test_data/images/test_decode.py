@@ -226,6 +226,18 @@ def test_a_random_crop_comes_from_everywhere():
     assert len(offsets) == 25, "five rows and five columns"
 
 
+def test_a_random_crop_of_a_wide_image_comes_from_everywhere():
+    wide = np.zeros((9, 16, 3), np.uint8) + 15 * np.arange(16, dtype=np.uint8)[:, None]
+    whole = resize_small(wide, 8)  # 8/7 of a crop of 7
+    assert whole.shape == (8, 14, 3)
+    offsets = set()
+    for number in range(300):
+        out = np.empty((7, 7, 3), np.uint8)
+        augment(encoded(wide, "PNG"), 7, Draws(number), AugmentConfig(crop="random", flip=False), out)
+        offsets |= {x for x in range(8) if np.array_equal(out, whole[:7, x : x + 7])}
+    assert offsets == set(range(8))
+
+
 def test_a_squashed_crop_is_a_window_of_the_whole_image_as_a_square():
     """BiT-HyperRule: both sides to one number, whatever the aspect, then a crop of it from anywhere."""
     image = scene(40, 70)
@@ -321,6 +333,31 @@ def test_markers_that_readers_could_take_for_different_lengths_are_refused(marke
     good = encoded(scene(60, 60))
     with pytest.raises(BadImage, match="broken JPEG header"):
         read_header(good[:2] + bytes([0xFF, marker]) + good[2:])
+
+
+def segment(marker: int, height: int, width: int) -> bytes:
+    """A segment of a JPEG that holds these sides and three channels, as a frame header does."""
+    return struct.pack(">BBHBHHB", 0xFF, marker, 17, 8, height, width, 3) + bytes(9)
+
+
+@pytest.mark.parametrize("marker", [*range(0xDA), *range(0xDB, 0xFF)])
+def test_the_sides_are_those_of_the_last_frame_header_of_any_kind(marker):
+    """Markers of ITU T.81, table B.1; behind a frame header of 60 × 40."""
+    scan = b"\xff\xda" + struct.pack(">HB", 12, 3) + bytes(9) + b"\xff\xd9"
+    data = b"\xff\xd8" + segment(0xC0, 60, 40) + segment(marker, 30, 20) + scan
+    if marker < 0xC0 or marker in range(0xD0, 0xDA):
+        with pytest.raises(BadImage, match="broken JPEG header"):
+            read_header(data)
+        return
+    is_frame = marker in (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
+    assert read_header(data) == Header("jpeg", *((30, 20) if is_frame else (60, 40)), 3)
+
+
+@pytest.mark.parametrize("denominator", [1, 2, 8])
+def test_what_opencv_cannot_read_is_no_region_without_the_binding(denominator, monkeypatch):
+    monkeypatch.setattr(decoding, "library", lambda: None)
+    for data in (b"", b"junk", encoded(scene(60, 60))[:20]):
+        assert decode_region(data, denominator, (0, 0, 4, 4)) is None
 
 
 @needs_binding

@@ -7,7 +7,7 @@ import pytest
 
 from data.errors import DataError
 from data.index.names import parse_labels
-from data.index.tar import Refusals, members, walk
+from data.index.tar import Refusals, check_end, members, read_pax, walk
 from tests.tars import tar_of
 
 pytestmark = pytest.mark.quick
@@ -62,6 +62,52 @@ def test_header_bombs_are_stepped_over():
     assert result.refused.counts["oversize extension header"] == 1 and len(result.rows) == 1
     digits = tar_of([("b.jpg", b"B")], pax_headers={"size": "9" * 5000})
     assert [row[0] for row in walk(digits, "t").rows] == [b"b"]
+
+
+@pytest.mark.parametrize(
+    ("body", "long_name", "size"),
+    [
+        (b"15 path=longer\n", b"longer", None),
+        (b"11 size=77\n15 path=longer\n", b"longer", 77),
+        (b"9 size=7\n9 size=8\n", b"told", 8),
+        (b"11 mtime=1\n15 path=longer\n", b"longer", None),
+        (b"12 size=-77\n", b"told", None),
+        (b"path=longer\n", b"told", None),
+        (b"x5 path=longer\n", b"told", None),
+        (b" 15 path=longer\n", b"told", None),
+        (b"0 path=longer\n", b"told", None),
+        (b"16 path=longer\n", b"told", None),  # longer than all that is there
+        (b"0000000015 path=longer\n", b"told", None),  # ten digits
+        (b"", b"told", None),
+    ],
+)
+def test_pax_records_are_read_as_far_as_their_lengths_fit(body, long_name, size):
+    assert read_pax(body, b"told") == (long_name, size)
+
+
+@pytest.mark.parametrize(
+    ("content", "zeros", "is_whole"),
+    [
+        (1, 1, True),
+        (1, 2, True),
+        (1, 22, True),  # two blocks, and a record of twenty
+        (1, 23, False),
+        (30, 34, True),  # fills a record of 32
+        (29, 35, True),  # fills one of 64
+        (61, 35, False),  # 96 blocks: three records of 32, of which the last alone may be zeros
+        (1, 2047, True),
+        (1, 2048, False),
+        (2046, 2050, True),  # the largest record
+        (2045, 2051, False),
+    ],
+)
+def test_the_zeros_behind_a_tar_are_those_that_writers_put_there(content, zeros, is_whole):
+    tar = b"x" * (content * 512) + bytes(zeros * 512)
+    if is_whole:
+        check_end(tar, "t", content * 512)
+        return
+    with pytest.raises(DataError, match=f"nothing but zeros from byte {content * 512} to its end, {zeros * 512:,} of"):
+        check_end(tar, "t", content * 512)
 
 
 @pytest.mark.parametrize("size", [b"-1000", b"-1", b"+1", b"1_0"])

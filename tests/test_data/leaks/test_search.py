@@ -447,6 +447,8 @@ def test_features_find_what_pixels_do_not_and_a_killed_search_of_them_goes_on(tm
     test_keys, test_features = thumbs(test)
     cosines = cosine_similarity(train_features, test_features)
     alike = {(train_keys[row], test_keys[column]) for row, column in np.argwhere(cosines >= 0.9)}
+    distances = [match.distance for record in embeddings.records.values() for match in record.matches]
+    assert sorted(distances) == pytest.approx(sorted(np.maximum(0, 1 - cosines[cosines >= 0.9])), abs=1e-4)
     by_features = {pair for pair, kind in found(leaks).items() if kind == "embedding"}
     assert by_features == alike - expected().keys() and by_features
 

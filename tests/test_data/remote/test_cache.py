@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -382,6 +383,51 @@ def test_who_is_stopped_waits_for_no_other_s_download(tmp_path):
     shard = shard_of(b"x")
     with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
         Cache(CacheConfig(str(tmp_path)), lambda: True).path("s3://b/x.tar", shard)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "left"),
+    [
+        (100, {"used.tar", "older.tar", "coming.part", "given-up.part", "x.lock"}),
+        (300, {"used.tar", "older.tar", "coming.part", "given-up.part", "x.lock"}),
+        (301, {"used.tar", "older.tar", "coming.part", "x.lock"}),
+        (501, {"used.tar", "coming.part", "x.lock"}),
+        (901, {"coming.part", "x.lock"}),
+        (2500, {"coming.part", "x.lock"}),
+    ],
+)
+def test_room_is_made_by_the_longest_unused_and_by_downloads_that_nobody_goes_on_with(
+    wanted, left, tmp_path, monkeypatch
+):
+    """2,200 of 2,500 bytes are taken; a download that has grown within the hour stays, whatever is lacking."""
+    now_s = 1_800_000_000
+    ages = {"used.tar": (900, 5), "older.tar": (400, 3000), "coming.part": (700, 3590), "given-up.part": (200, 3610)}
+    for name, (size, age_s) in {**ages, "x.lock": (5000, 9999)}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+        os.utime(tmp_path / name, (now_s - age_s, now_s - age_s))
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(time_ns=lambda: now_s * 10**9))
+    Cache(CacheConfig(str(tmp_path), limit_bytes=2500)).make_room(wanted)
+    assert {path.name for path in tmp_path.iterdir()} - {"eviction.lock"} == left
+
+
+def test_another_s_download_is_told_of_whenever_it_has_grown(tmp_path, monkeypatch):
+    shard = shard_of(b"x")
+    part = tmp_path / f"{shard.sha256}.part"
+    sizes = [None, 0, 0, 5, 5, 5, 9, 9]  # of the file, look after look
+    looks = []
+    told = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if sizes[len(looks) - 1] is not None:
+            part.write_bytes(bytes(sizes[len(looks) - 1]))
+
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=sleep))
+    cache = Cache(CacheConfig(str(tmp_path)), lambda: len(looks) == len(sizes))
+    cache.progress = lambda: told.append(part.stat().st_size)
+    with cache_module.locked(tmp_path / f"{shard.sha256}.lock"), pytest.raises(StorageError, match="another process"):
+        cache.path("s3://b/x.tar", shard)
+    assert told == [0, 5, 9]
 
 
 @pytest.mark.parametrize("options", [{"limit_bytes": 0}, {"ahead": -1}, {"backoff_s": -0.1}, {"attempts": True}])

@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from data.images.decode import library
+from data.images.decode import Header, library
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
@@ -19,7 +19,7 @@ from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.page import write_page
-from data.shards.report import Report
+from data.shards.report import Report, ShardReport
 from data.sources.samples import Sample, digits
 from tests.tars import write_tar
 
@@ -137,6 +137,43 @@ def test_the_charts_are_of_the_classes_and_of_each_measure(tmp_path, monkeypatch
     assert all(sum(bar.get_height() for bar in axis.patches) >= 20 for axis in measures)
 
 
+def test_a_shards_images_are_measured_and_counted_as_numpy_does():
+    """Of unequal sides and sizes; two are equal, one has a label twice, none has the class 1."""
+    images = [
+        (3, 5, b"a" * 1049),
+        (500, 333, b"b" * 1051),
+        (7, 7, b"c" * 140),
+        (3, 5, b"a" * 1049),
+        (40, 20, b"d" * 9960),
+    ]
+    labels = [(0,), (2, 0, 2), (2,), (0,), (3, 2)]
+    report = ShardReport("a.tar")
+    for (height, width, image), of_image in zip(images, labels, strict=True):
+        report.add_good(Header("jpeg", height, width, 3), image, of_image)
+    heights, widths = np.array([(height, width) for height, width, _ in images]).T
+    sizes = np.array([len(image) for _, _, image in images])
+    assert (report.good, report.size, report.most_labels) == (5, sizes.sum(), 3)
+    assert report.classes == {0: 3, 2: 3, 3: 1} and len(set(report.hashes)) == 4
+    expected = {
+        "height": heights,
+        "width": widths,
+        "shorter side": np.minimum(heights, widths),
+        "width / height": (widths / heights).round(2),
+        "kB": (sizes / 1000).round(1),
+    }
+    assert report.spreads.keys() == expected.keys()
+    for name, values in expected.items():
+        assert sorted(report.spreads[name].elements()) == pytest.approx(sorted(values)), name
+        for q in (0.01, 0.2, 0.21, 0.5, 0.8, 1.0):
+            quantile = np.quantile(values, q, method="inverted_cdf")
+            assert report.spreads[name].quantile(q) == pytest.approx(quantile), (name, q)
+    report.add_bad("first", "truncated")
+    report.add_bad("second", "truncated")
+    report.add_bad("third", "no image")
+    assert report.bad == {"truncated": 2, "no image": 1}
+    assert report.first_bad == {"truncated": "first", "no image": "third"}
+
+
 @pytest.mark.parametrize(
     ("shards", "mebibytes", "said"),
     [(17, 31, "31 MiB are small"), (17, 32, ""), (16, 1, ""), (1, 4096, ""), (1, 4097, "over 4 GiB")],
@@ -146,6 +183,8 @@ def test_many_small_shards_and_huge_ones_are_advised_against(shards, mebibytes, 
     report = Report(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards), [])
     lines = [line for line in report.lines() if line.startswith("advice: ")]
     assert said in "".join(lines) and len(lines) == bool(said)
+    lacking = f"advice: {shards} shards for {shards + 1} workers: several read one shard, fine on local disks"
+    assert report.lines(world=shards) == report.lines() and lacking in report.lines(world=shards + 1)
 
 
 def test_a_key_that_comes_again_in_a_tar_of_others_names_one_sample_after_repair(tmp_path):

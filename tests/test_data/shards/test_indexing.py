@@ -15,7 +15,7 @@ from data.errors import DataError
 from data.index.document import load_index
 from data.index.tar import MOST_TYPES
 from data.shards.doctor import check
-from data.shards.indexing import build_index
+from data.shards.indexing import build_index, local_tars
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.sources.samples import Sample
@@ -162,3 +162,35 @@ def test_an_altered_table_ends_a_reading_and_the_doctor_names_it(tmp_path, capsy
         ShardReader(made).read(0, 0)
     assert main(["data", "check", str(tmp_path / "set")]) == 65
     assert "altered or replaced" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("{}/set", ("{}/set", {"a.tar": 1, "b.tar": 2})),
+        (["{}/set/b.tar", "{}/other/c.tar"], ("{}", {"set/b.tar": 2, "other/c.tar": 3})),
+        (["{}/set/../set/b.tar"], ("{}/set", {"b.tar": 2})),
+        ([], "no \\*.tar is named"),
+        ("{}/empty", "no \\*.tar here"),
+        ("{}/set/a.tar", "a file that is no \\*.tar"),
+        ("{}/absent", "there is no such folder"),
+        (["{}/set/a.tar", "{}/set/z.tar"], "missing, 1 of 2 shards: .*/set/z.tar$"),
+    ],
+)
+def test_the_tars_of_a_source_are_listed_from_the_folder_that_they_share(source, found, tmp_path):
+    for name, size in (
+        ("set/a.tar", 1),
+        ("set/b.tar", 2),
+        ("other/c.tar", 3),
+        ("empty/readme.txt", 4),
+        ("set/.d.tar", 5),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    given = [name.format(tmp_path) for name in source] if isinstance(source, list) else source.format(tmp_path)
+    if isinstance(found, str):
+        with pytest.raises(DataError, match=found):
+            local_tars(given)
+    else:
+        tars = local_tars(given)
+        assert (str(tars.directory), tars.sizes) == (found[0].format(tmp_path), found[1])

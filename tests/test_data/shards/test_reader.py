@@ -20,6 +20,7 @@ from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
+from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
 from data.remote.cache import Cache, CacheConfig
@@ -149,6 +150,31 @@ def test_a_shard_that_is_replaced_while_it_is_opened_is_not_taken_for_the_one_th
         ShardReader(made).read(0, 0)
     with pytest.raises(DataError, match=r"train-000000.tar: its sha256 is not the one in the index"):
         ShardReader(made).read(0, 0)
+
+
+def test_every_local_shard_that_is_missing_or_of_another_size_is_named(tmp_path):
+    """Behind shards that were left out, remote ones and whole ones too."""
+    for name, size in (("whole", 7), ("short", 6), ("long", 8), ("other", 1)):
+        (tmp_path / f"{name}.tar").write_bytes(bytes(size))
+    rows = [
+        ("a", 0, 0),
+        ("whole", 2, 7),
+        ("missing", 2, 7),
+        ("s3://b/c", 2, 7),
+        ("short", 2, 7),
+        ("d", 0, 0),
+        ("long", 2, 7),
+    ]
+    shards = tuple(
+        Shard(f"{name}.tar", samples, size, "") for name, samples, size in [*rows, ("e", 2, 7), ("whole", 0, 7)]
+    )
+    index = Index(shards, 3, (), "d", str(tmp_path), tmp_path)
+    assert reader_module.unusable_shards(index) == {
+        f"{tmp_path}/missing.tar": "No such file or directory",
+        f"{tmp_path}/short.tar": "6 bytes, the index says 7",
+        f"{tmp_path}/long.tar": "8 bytes, the index says 7",
+        f"{tmp_path}/e.tar": "No such file or directory",
+    }
 
 
 def test_an_evaluation_reads_no_sample_that_is_not_what_was_indexed(made):

@@ -34,6 +34,9 @@ SPLITS = {
     "smallnorb_elevation": (24300, 12150, 12150),
 }
 
+# Classes of each task: those of its set, or what VTAB makes of a count, a distance or an angle.
+CLASSES = dict(zip(SPLITS, (102, 100, 47, 102, 37, 397, 10, 2, 10, 45, 5, 8, 6, 6, 16, 16, 4, 18, 9), strict=True))
+
 
 # ----------------------------------------------------------------------------- labels and pixels
 
@@ -96,6 +99,13 @@ def test_a_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
 def test_the_tasks_are_those_of_table_9() -> None:
     groups = [task.group for task in tasks.TASKS]
     assert [groups.count(group) for group in ("natural", "specialized", "structured")] == [7, 4, 8]
+
+
+def test_tasks_have_as_many_classes_as_labels_can_be() -> None:
+    assert {task.name: task.classes for task in tasks.TASKS} == CLASSES
+    for name, names in tasks.NAMES.items():
+        assert len(set(names)) == CLASSES[name], name
+    assert label_of("kitti_distance", kitti([0], [-99.0])) == 0
 
 
 def test_splits_have_the_sizes_that_the_original_expects() -> None:

@@ -1,18 +1,296 @@
-"""Nodes that are unlike the others: left out where enough are left, and otherwise named in the refusal."""
+"""Attempt after attempt of a stage whose worker group is a script: which follows, after which wait, and how it ends."""
 
-from collections.abc import Mapping, Set
+import dataclasses
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from data.errors import ExitCode
+from data.errors import ExitCode, Preempted
 from jobs.cluster import supervisor
+from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import StageFailed, WorkerGroupError
-from jobs.cluster.supervisor import leave_out_unlike
+from jobs.cluster.supervisor import Attempt, leave_out_unlike, supervise
+from jobs.cluster.worker_group import DRAINED, DrainEvent
 from jobs.cluster_config import ClusterConfig
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.identity import NO_RANK, Identity
+from pipeline.monitoring.watchdog import Place, Watch
 from tests.contexts import pretrain_context
 from tests.identities import worker
+
+pytestmark = pytest.mark.quick
+
+START = "the start: nothing was committed yet"
+VALUE = {"step": 40}
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How one attempt ends, and what has happened by then."""
+
+    cause: str = ""  # of the failure of worker 1; "": it returns
+    exit_code: int | None = None
+    kind: str = ""
+    commits: int | None = None  # a step
+    grows: int | None = None  # to so many workers
+    drained: tuple[int | None, ...] = ()  # ranks whose nodes are; None: the driver's own
+    stops: bool = False  # somebody wants the driver to end
+    world: int = 2  # for which there was room
+
+
+DIES = Ends("killed by SIGKILL")
+RAISES = Ends("ValueError: no", kind="ValueError")
+
+
+@dataclass
+class Stand:
+    """Stands in for nodes, worker groups, clock and checkpoints; remembers what was asked of it."""
+
+    folder: Path
+    script: list[Ends]
+    cluster: ClusterConfig = ClusterConfig(workers=2, backend="processes", backoff_s=5.0)  # noqa: RUF009 (frozen)
+    stops_at: float = float("inf")  # seconds, on the clock
+    steps: list[int] = field(default_factory=list)  # that are committed, the oldest first
+    log: list[str] = field(default_factory=list)
+    asked: list[tuple[Any, ...]] = field(default_factory=list)  # of the nodes
+    worlds: list[int] = field(default_factory=list)  # of the attempts
+    seconds: float = 1000.0
+    is_stopped: bool = False
+    own_node = ""
+
+    def context(self) -> Any:
+        stop = lambda: self.is_stopped or self.seconds >= self.stops_at  # noqa: E731
+        return pretrain_context(self.folder, self.cluster, log=self.log.append, stop_requested=stop)
+
+    def reserve(self, run: str, worlds: list[int], log: Any, on_tick: Callable[[], None]) -> int:
+        on_tick()
+        self.asked.append(("reserve", tuple(worlds)))
+        return self.script[0].world
+
+    def room(self) -> int:
+        return 0
+
+    def avoid(self, node_ids: list[str]) -> None:
+        self.asked.append(("avoid", *node_ids))
+
+    def stay_on(self, node_ids: set[str]) -> None:
+        self.asked.append(("stay on", *node_ids))
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def group(self, nodes: Any, cluster: ClusterConfig, folder: Path, **options: Any) -> Any:
+        """A worker group that ends as the script says."""
+        ends = self.script.pop(0)
+        self.worlds.append(cluster.world)
+        node = SimpleNamespace(node_id=f"id{cluster.world}")
+        group = SimpleNamespace(drain_events={}, links=[SimpleNamespace(agent=node)], folder=folder)
+        group.places = lambda: {1: Place(7, "forward", 3, "")}
+
+        def run(function: Any, task: Any, on_tick: Any) -> Any:
+            on_tick.__self__.growth.target = ends.grows
+            for rank in ends.drained:
+                group.drain_events[rank] = DrainEvent(rank, f"n{rank}", f"id{rank}", DRAINED)
+            if ends.commits is not None:
+                self.steps.append(ends.commits)
+            self.is_stopped = ends.stops
+            if ends.cause:
+                raise WorkerGroupError(1, "n1", ends.cause, "its stacks", exit_code=ends.exit_code, kind=ends.kind)
+            return VALUE
+
+        group.run = run
+        return group
+
+    def supervise(self, monkeypatch: pytest.MonkeyPatch, worlds: tuple[int, ...] = (2,)) -> Any:
+        clock = SimpleNamespace(monotonic=lambda: self.seconds, sleep=self.sleep, strftime=lambda text: "now")
+        monkeypatch.setattr(supervisor, "nodes_of", lambda cluster: self)
+        monkeypatch.setattr(supervisor, "WorkerGroup", self.group)
+        monkeypatch.setattr(supervisor, "time", clock)
+        monkeypatch.setattr(StageCheckpoints, "committed_steps", lambda checkpoints: self.steps[::-1])
+        return supervise(print, lambda number: {"attempt": number}, self.context(), worlds=worlds, stall_s=60.0)
+
+
+RESTARTS = [
+    # attempts, waits in seconds, what the log says of each restart
+    ([Ends()], []),
+    ([DIES, DIES, DIES, Ends()], [(5, START), (10, START), (20, START)]),
+    ([dataclasses.replace(DIES, commits=0), Ends()], [(0, "step 0")]),
+    ([DIES, dataclasses.replace(DIES, commits=4), DIES, Ends()], [(5, START), (0, "step 4"), (5, "step 4")]),
+    # The same exception again, with a new checkpoint each time; another exception.
+    (
+        [dataclasses.replace(RAISES, commits=step) for step in (3, 6, 9)] + [Ends()],
+        [(0, f"step {n}") for n in (3, 6, 9)],
+    ),
+    ([RAISES, Ends("KeyError: 'a'", kind="KeyError"), Ends()], [(5, START), (10, START)]),
+]
+
+
+@pytest.mark.parametrize(("script", "restarts"), RESTARTS)
+def test_an_attempt_that_failed_is_followed_by_another_after_its_wait(script, restarts, tmp_path, monkeypatch) -> None:
+    stand = Stand(tmp_path, list(script))
+    causes = [ends.cause for ends in script[:-1]]
+    assert stand.supervise(monkeypatch) == VALUE
+    expected = []
+    for cause, (seconds, start) in zip(causes, restarts, strict=True):
+        wait = f" in {seconds}s" if seconds else ""
+        expected.append(f"worker 1 on n1, in forward of step 4: {cause}; restarting from {start}{wait}")
+    assert stand.log == expected
+    # The waits are slept in pieces of 0.2 s.
+    assert stand.seconds - 1000 == pytest.approx(sum(seconds for seconds, _ in restarts), abs=0.21 * len(restarts))
+    incidents = tmp_path / "pretrain-1" / "incidents.txt"
+    assert incidents.exists() == bool(causes)
+    if causes:
+        lines = incidents.read_text().splitlines()
+        assert lines == [
+            line for cause in causes for line in (f"now worker 1 on n1, in forward of step 4: {cause}", "its stacks")
+        ]
+    folders = sorted(path.name for path in (tmp_path / "pretrain-1" / "attempts").iterdir())
+    assert folders == [f"attempt-{number:06d}" for number in range(1, len(script) + 1)]
+
+
+ENDINGS = [
+    # attempts, exit code, message
+    ([RAISES, RAISES], 70, "pretrain: worker 1 on n1, in forward of step 4: ValueError: no\n  2 attempts in a row"),
+    (
+        [Ends("OSError: no", kind="PermissionError")] * 2,
+        74,
+        "2 attempts in a row made no new checkpoint; the last is the",
+    ),
+    ([DIES] * 4, 70, "4 attempts in a row made no new checkpoint; the last is the start"),
+    ([dataclasses.replace(DIES, commits=5)] + [DIES] * 4, 70, "4 attempts in a row made no .*; the last is step 5"),
+    ([Ends("DataError: shard 7", 65, "DataError")], 65, "^pretrain: shard 7$"),
+    ([Ends("Preempted: stopped at step 9", 75, "Preempted", stops=True)], 75, "^stopped at step 9$"),
+    ([Ends("Preempted: stopped at step 9", 75, "Preempted")], 75, "^stopped at step 9$"),
+    ([dataclasses.replace(DIES, stops=True, commits=8)], 75, "killed by SIGKILL; stopped at step 8; run the same"),
+    # Asked to stop as well as to move: the stop counts.
+    ([Ends("Preempted: at 9", 75, "Preempted", stops=True, grows=4)], 75, "^at 9$"),
+    ([Ends("Preempted: at 9", 75, drained=(1, None), commits=9)], 75, "own node; stopped at step 9; run the same"),
+]
+
+
+@pytest.mark.parametrize(("script", "exit_code", "message"), ENDINGS)
+def test_a_stage_that_cannot_go_on_ends_with_its_cause(script, exit_code, message, tmp_path, monkeypatch) -> None:
+    stand = Stand(tmp_path, list(script))
+    with pytest.raises((StageFailed, Preempted), match=message) as caught:
+        stand.supervise(monkeypatch)
+    assert caught.value.exit_code == exit_code and not stand.script
+    # To stop or to move because somebody asked is no incident.
+    asked = [ends for ends in script if ends.exit_code == 75]
+    assert (tmp_path / "pretrain-1" / "incidents.txt").exists() == (asked == [])
+
+
+def test_a_stop_is_heard_in_the_wait_for_a_restart(tmp_path, monkeypatch) -> None:
+    stand = Stand(tmp_path, [DIES, DIES, Ends()], stops_at=1007.0)
+    with pytest.raises(Preempted, match=f"stopped while waiting to restart from {START}"):
+        stand.supervise(monkeypatch)
+    assert len(stand.script) == 1 and 1007 <= stand.seconds < 1007.5
+
+
+def test_a_stop_before_the_first_attempt_leaves_nothing(tmp_path, monkeypatch) -> None:
+    stand = Stand(tmp_path, [Ends()], is_stopped=True)
+    with pytest.raises(Preempted, match=f"stopped before the workers had started, at {START}"):
+        stand.supervise(monkeypatch)
+    assert len(stand.script) == 1 and not (tmp_path / "pretrain-1" / "attempts").exists()
+
+
+def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path, monkeypatch) -> None:
+    asked = "Preempted: at a step"
+    script = [
+        Ends(asked, 75, drained=(0, 1), commits=5, world=2),
+        Ends(asked, 75, grows=4, commits=8, world=2),
+        Ends("killed by SIGKILL", world=4),
+        Ends(world=2),
+    ]
+    stand = Stand(tmp_path, script)
+    assert stand.supervise(monkeypatch, (4, 2)) == VALUE
+    assert stand.log == [
+        "about to leave: n0 (its node is drained), n1 (its node is drained); moving to other nodes, from step 5",
+        "growing from 2 to 4 workers, from step 8",
+        "worker 1 on n1, in forward of step 4: killed by SIGKILL; "
+        "no commit with 4 workers: back to 2 on their nodes, from step 8",
+    ]
+    reserve = ("reserve", (4, 2))
+    assert stand.asked == [
+        reserve,
+        ("avoid", "id0", "id1"),
+        reserve,
+        reserve,
+        ("stay on", "id2"),
+        ("reserve", (2,)),
+    ]
+    assert stand.worlds == [2, 2, 4, 2] and stand.seconds == 1000
+
+
+@pytest.mark.parametrize(
+    "cause", ["killed by the out-of-memory killer", "OutOfMemoryError: CUDA", "bad_alloc", "other"]
+)
+def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
+    context = Stand(tmp_path, []).context()
+    context.directory.mkdir(parents=True)
+    supervisor.write_incident(context, WorkerGroupError(2, "n2", cause, "stacks"), {1: Place(7, "forward", 3, "")})
+    remedy = "" if cause == "other" else "; lower micro_batch, activation_gb or data.processes"
+    text = (context.directory / "incidents.txt").read_text().splitlines()
+    assert text[0].endswith(f" worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
+
+
+LOOKS = [
+    # has all ended, node is drained, grows, stop is wanted → asked to stop, log
+    (False, False, False, False, 0, []),
+    (True, False, False, False, 0, []),
+    (False, True, False, False, 1, []),
+    (False, False, True, False, 1, ["room for 4 workers, now 2: committing the step, to go on with more"]),
+    (False, False, False, True, 1, []),
+]
+
+
+@pytest.mark.parametrize(("ended", "drained", "grows", "stops", "asked", "said"), LOOKS)
+def test_a_look_asks_the_workers_to_commit_where_somebody_wants_them_to_end(
+    ended, drained, grows, stops, asked, said, tmp_path
+) -> None:
+    stand = Stand(tmp_path, [], is_stopped=stops)
+    looks: list[object] = []
+    stops_asked: list[bool] = []
+    group = SimpleNamespace(
+        folder=tmp_path, drain_events={1: "event"} if drained else {}, have_all_ended=lambda: ended, is_frozen=None
+    )
+    group.places = dict
+    group.request_stop = lambda: stops_asked.append(True) or True
+    growth = Growth((4,), 60.0, lambda: 4, lambda: 8)
+    growth.is_due = lambda: grows and (setattr(growth, "target", 4) or True)  # type: ignore[method-assign]
+    watch = SimpleNamespace(world=2, look=lambda *arguments: looks.append(arguments), slow=lambda: (1, 0.95))
+    attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
+    group.node_names = ["n0", "n1"]
+    attempt.look()
+    assert len(stops_asked) == asked and len(looks) == (not ended)
+    slow = "worker 1 on n1 is slow: the others waited for it alone in 95% of the looks"
+    assert stand.log == ([] if ended else [slow]) + said
+    # It is said once how many workers there will be, and asked again and again.
+    attempt.look()
+    assert len(stops_asked) == 2 * asked and len([line for line in stand.log if "room" in line]) == len(said)
+
+
+def test_a_worker_that_is_stuck_ends_the_attempt(tmp_path) -> None:
+    stand = Stand(tmp_path, [])
+    now = [0.0]
+    places = {0: Place(9, "reduce", 3, ""), 1: Place(7, "data", 3, "a.tar")}
+    judged = SimpleNamespace(silent_failure=lambda rank, cause: WorkerGroupError(rank, f"n{rank}", cause))
+    group = SimpleNamespace(folder=tmp_path, drain_events={}, have_all_ended=lambda: False, places=lambda: places)
+    group.is_frozen = lambda rank: False
+    group.evidence = lambda: judged
+    watch = Watch(2, stall_s=60.0, clock=lambda: now[0])
+    growth = Growth((), 60.0, lambda: 0, lambda: -1)
+    attempt = Attempt(stand.context(), 1, group, watch, growth, can_commit=True)  # type: ignore[arg-type]
+    attempt.look()
+    now[0] = 61.0
+    with pytest.raises(WorkerGroupError, match="worker 1 on n1: "):
+        attempt.look()
+
+
+# ------------------------------------------------------------------------ nodes that are unlike the others
 
 
 class NodesByHand:

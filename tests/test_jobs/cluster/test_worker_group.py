@@ -7,12 +7,10 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import threading
 import time
@@ -29,8 +27,7 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
-from jobs.cluster import agent, embedded, fork_server, worker, worker_group
-from jobs.cluster.agent import NodeReport, WorkerState
+from jobs.cluster import embedded, fork_server, worker
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import NodeAgent
@@ -46,6 +43,7 @@ from pipeline.process_group import device_name
 from tests import worker_functions
 from tests.contexts import pretrain_context
 from tests.families import family_of, wait_until
+from tests.test_jobs.cluster.test_failure import left
 
 if TYPE_CHECKING:
     from jobs.cluster.ray import ClusterInfo
@@ -208,149 +206,6 @@ def test_a_name_is_used_once(two, tmp_path) -> None:
     (tmp_path / "attempt").mkdir()
     with pytest.raises(FileExistsError):
         run(worker_functions.add_ranks, {"x": 0}, two["processes"], tmp_path)
-
-
-def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
-    """A worker group of which each worker has started on a node of its own, n0, n1, ….; some nodes are lost."""
-    no_nodes: Any = None  # none is asked for here
-    group = WorkerGroup(no_nodes, ClusterConfig(workers=world), folder)
-    for rank in range(world):
-        info = worker.RankInfo(rank, world, 0, 1, rank, f"10.0.0.{rank}", 1, 0, node_id=f"id{rank}")
-        node = NodeAgent(f"n{rank}", f"id{rank}", f"10.0.0.{rank}", 1, lambda *arguments: Future())
-        group.links.append(AgentLink(node, [info], loss=losses.get(f"n{rank}", "")))
-        group.node_names[rank] = f"n{rank}"
-        group.addresses[rank] = f"10.0.0.{rank}"
-        left(group, rank)
-    return group
-
-
-def left(group: WorkerGroup, rank: int, **end: Any) -> None:
-    """A worker has left this record; `death` is how it died without one."""
-    death = end.pop("death", "")
-    record: Any = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
-    group.states[rank] = WorkerState(rank, pid=1, record=record, death=death)
-
-
-FAILURE = {"kind": "E", "error": "e", "traceback": "t"}
-PEER_LOST = {
-    "ended": 1.0,
-    "exit_code": None,
-    "kind": "RuntimeError",
-    "error": "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:34530: Connection reset",
-    "traceback": "t",
-}
-
-
-def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
-    group = group_of(tmp_path, 4)
-    left(group, 0, ended=2.0, exit_code=None, **FAILURE)
-    left(group, 1, ended=1.0, exit_code=None, **FAILURE)
-    assert group.evidence().first_failure().rank == 1
-    left(group, 3, ended=3.0, exit_code=65, **FAILURE)
-    assert group.evidence().first_failure().rank == 3
-    left(group, 2, death="killed")
-    died = group.evidence().first_failure()
-    assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
-
-
-def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_path) -> None:
-    group = group_of(tmp_path, 2)
-    left(group, 0, **PEER_LOST)
-    failure = group.evidence().first_failure()
-    assert str(failure) == (
-        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, and no death was seen"
-    )
-    # It may have been chance, so a second time is not "the same exception again".
-    assert failure.kind == ""
-
-
-def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> None:
-    group = group_of(tmp_path, 3, n1="its node does not answer")
-    left(group, 0, **PEER_LOST)
-    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
-    left(group, 1, **PEER_LOST)
-    assert "a collective failed" in str(group.evidence().first_failure()), "who has written its end was there to do so"
-    # A node that is drained goes as soon as its worker has committed and ended.
-    left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
-    left(group, 1)
-    assert group.evidence().first_failure().exit_code == 75
-
-
-class SilentNodes:
-    """Nodes of which some do not answer; counts which were asked, and by how many threads at once."""
-
-    def __init__(self, dead: set[str]) -> None:
-        self.dead = dead
-        self.asked: list[str] = []
-        self.together = threading.Barrier(2, timeout=5)
-
-    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
-        self.asked.append(node.name)
-        self.together.wait()
-        return "its node does not answer" if node.name in self.dead else ""
-
-
-@pytest.mark.parametrize(
-    ("peer_lost", "dead", "beats_asked_after", "lost_after"),
-    [(False, {"n1"}, [6], 6), (True, {"n1"}, [1], 1), (False, set(), [6, 12, 18], None)],
-)
-def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answer(
-    peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
-) -> None:
-    """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
-    monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
-    group = group_of(tmp_path, 3)
-    nodes = SilentNodes(dead)
-    now = [100.25]
-    group.nodes = nodes  # type: ignore[assignment]
-    group.clock = lambda: now[0]
-    heard: Future[Any] = Future()
-    heard.set_result(NodeReport(1, []))
-    group.links[2].agent = dataclasses.replace(group.links[2].agent, call=lambda *arguments: heard)
-    if peer_lost:
-        left(group, 2, **PEER_LOST)
-    group.poll(0.0)
-    asked_after = []
-    for beats in range(1, 19):
-        # All but a hundredth of the beat has gone by, then all of it.
-        for share in (0.99, 1.0):
-            now[0] = 100.25 + beats - 1 + share
-            before = len(nodes.asked)
-            group.poll(0.0)
-            if len(nodes.asked) > before:
-                assert share == 1.0 and sorted(nodes.asked[before:]) == ["n0", "n1"], "both at once"
-                asked_after.append(beats)
-        if group.evidence().losses:
-            assert beats == lost_after
-            break
-    assert asked_after == beats_asked_after
-    assert set(group.evidence().losses) == {int(name[1:]) for name in dead}
-
-
-def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
-    (tmp_path / "vmstat").write_text("oom_kill 4\n")
-    kills = agent.OomKills()
-    assert not kills.are_recent()
-    (tmp_path / "vmstat").write_text("oom_kill 5\n")
-    # A dying worker wakes the driver before it has an exit code.
-    assert all(kills.are_recent() for _ in range(1000))
-    monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
-    kills.are_recent()
-    assert not kills.are_recent(), "what is older than the window is forgotten"
-
-
-def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
-    previous = os.umask(0o027)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(agent, "STATUS", tmp_path / "absent")
-            assert agent.current_umask() == agent.current_umask() == 0o027
-        with monkeypatch.context() as patched:
-            patched.setattr(agent.os, "umask", None)  # a thread beside would read what it is set to meanwhile
-            assert agent.current_umask() == 0o027
-    finally:
-        os.umask(previous)
 
 
 def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
@@ -602,7 +457,7 @@ def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tm
     (stopped,) = re.findall(r"^stopped at step (\d+) after committing it", text, re.MULTILINE)
     assert list(run.glob(f"pretrain-*/checkpoints/step-{int(stopped):010d}")), text
     # Plain processes talk over the loopback, and rank 0 alone says so, once an attempt.
-    assert len(re.findall(r"^\[pretrain-\w+\] network: gloo over lo$", text, re.MULTILINE)) == 1
+    assert len(re.findall(r"^\[pretrain\] network: gloo over lo$", text, re.MULTILINE)) == 1
     # Nobody was killed, at the first signal or at the second, and a stop is no incident.
     assert not list(run.glob("pretrain-*/incidents.txt"))
 
@@ -935,28 +790,6 @@ def start_driver(backend: str, folder: Path, function: str) -> subprocess.Popen[
 def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> None:
     out, _ = start_driver("processes", tmp_path, "has_compiler").communicate()
     assert out.splitlines()[-1] == "True ['', True]", "malloc keeps freed memory in a thread too"
-
-
-def test_a_refused_recipe_leaves_no_embedded_cluster(tmp_path) -> None:
-    """Its processes were started by the recipe's text, and are in the midst of their start when it is refused."""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"run: {tmp_path}/run\ncluster: {{backend: ray}}\npretrain: {{steps: many}}\n")
-    # Short enough for Ray, so that all that is started has its directory here.
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    environment = os.environ | {"RAY_TMPDIR": str(folder)}
-    environment.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-m", "jobs", "run", str(recipe)]
-    try:
-        driver = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        process = psutil.Process(driver.pid)
-        wait_until(lambda: family_of(process.pid) != [], 60)
-        began: list[psutil.Process] = family_of(process.pid)
-        errors = driver.communicate()[1]  # nobody who lives on holds it open
-        assert driver.returncode == 78 and "steps" in errors, errors
-        wait_until(lambda: not any(folder.iterdir()), 20)
-        assert began and not psutil.wait_procs(began, timeout=5)[1]
-    finally:
-        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

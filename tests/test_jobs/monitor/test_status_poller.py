@@ -43,7 +43,7 @@ def stage(tmp_path: Path) -> Path:
     directory = tmp_path / "digits" / "pre-train-1a2b3c4d"
     for number in (3, 7):
         (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
-    incident = '2026-11-22 08:00:00 worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
+    incident = '2026-11-22 08:00:00 attempt 7: worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
     (directory / "incidents.txt").write_text(incident)
     lines = [json.dumps(record) for record in (REPORT, COMMIT)]
     (directory / "metrics.jsonl").write_text("\n".join(["torn}", *lines, '{"kind": "train", "st']))

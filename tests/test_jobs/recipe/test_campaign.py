@@ -69,7 +69,10 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
     assert record["step"] == record["steps"] == 24 and record["samples_seen"] == 24 * 16
     assert read_metrics(pretrained, "evaluate")[-1]["judged"] == 355
     assert any((pretrained / "tensorboard").iterdir())
-    assert "attempt 1: weights from" in (finetuned / "log.txt").read_text(), "attempts count within their stage"
+    # The finetuning's one attempt is the run's second, in the log as in metrics.jsonl and in the names of folders.
+    assert "attempt 2: weights from" in (finetuned / "log.txt").read_text()
+    assert {record["attempt"] for record in read_metrics(finetuned, None)} == {2}
+    assert [path.name for path in (finetuned / "attempts").iterdir()] == ["attempt-000002"]
     written = [path for path in (recipe.parent / "run").rglob("*") if path.is_file()]
     modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in written}
     assert set(modes.values()) == {0o664}, modes
@@ -78,7 +81,9 @@ def test_one_command_runs_all_stages_and_the_next_skips_them_with_the_reason(rec
 
     # One log of the run has every line, between the start and the end of the command.
     log = (recipe.parent / "run" / "log.txt").read_text().splitlines()
-    assert log[1:-1] == [line for line in out.splitlines() if "] working: step" not in line]
+    # The log has the keys of stages too.
+    without_keys = [re.sub(r"^\[(.+)-[0-9a-f]{8}\] ", r"[\1] ", line) for line in log]
+    assert without_keys[1:-1] == out.splitlines() and log != without_keys
     assert " started: python " in log[0] and log[-1].endswith(" done")
     # Whatever changes in a folder later, stages are listed as they were first started.
     (pretrained / "note").touch()

@@ -404,16 +404,18 @@ fewshot: {{init: "@resize", probe: {{train: {a}/a, test: {c}, shots: [1]}}}}
 
 @pytest.fixture
 def three_sets(tmp_path: Path) -> Path:
-    """Sets of the same samples: `a` and `b` call them alike, `c` otherwise, `d` not at all."""
+    """Sets of the same samples: `a` and `b` are named alike, `c` otherwise, `d` not at all; `e` holds others."""
     samples = [Sample(f"s{n}", picture(60 * n), (n % 3,)) for n in range(4)]
     named = {"a": ("airplane", "bird", "cat"), "b": ("airplane", "bird"), "c": ("bird", "cat", "cow"), "d": ()}
     for name, names in named.items():
         counted = samples if name != "b" else samples[:2]
         pack(counted, tmp_path / name, name=name, names=names)
+    others = [Sample(f"e{n}", picture(50 * n + 10), (n % 3,)) for n in range(4)]
+    pack(others, tmp_path / "e", name="e", names=named["a"])
     return tmp_path
 
 
-def campaign(folder: Path, b: str = "b", c: str = "a", new_head: str = "false") -> str:
+def campaign(folder: Path, b: str = "b", c: str = "e", new_head: str = "false") -> str:
     text = STAGES.format(a=folder, b=folder / b, c=folder / c, new_head=new_head)
     path = folder / "stages.yaml"
     path.write_text(f"run: {folder}/run\n{text}")

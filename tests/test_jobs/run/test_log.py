@@ -2,7 +2,13 @@
 
 import fcntl
 import os
+import pty
+import re
+import struct
+import termios
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,11 +69,59 @@ def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_lo
     (attempt / "rank-00000.json").write_text("{}")
     assert looks(5) == ["[pretrain-1] 1 workers are up, waiting for the first step"]
     Telemetry(tmp_path / "pretrain-1", rank=0, attempt=3).report("train", REPORT)
-    assert len(looks(3)) == 3, "signs of life"
+    assert looks(3) == [], "no line repeats: the bar is the sign of life"
     assert run_log.stage_file.read_text().splitlines() == [
         f"[driver] {waiting}",
         "[driver] [pretrain-1] 1 workers are up, waiting for the first step",
     ]
+
+
+def on_a_terminal(work: Callable[[terminal.Terminal], None]) -> str:
+    """What a terminal of 120 columns is written while the work is done."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    with open(writer, "w") as stream:
+        shown = terminal.Terminal(stream)
+        work(shown)
+        while not shown.waiting.empty() or shown.is_move_waiting:
+            time.sleep(0.01)
+        time.sleep(0.3)  # rich draws ten times a second
+        assert shown.close() == 0
+        os.set_blocking(reader, False)
+        written = b""
+        with suppress(BlockingIOError):
+            while True:
+                written += os.read(reader, 4096)
+    os.close(reader)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+
+
+def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
+    def lines_and_moves(shown: terminal.Terminal) -> None:
+        for step in range(1, 151):
+            shown.write(f"[pretrain] step {step}/150")
+            shown.move_bar(step, 150, f"pretrain  loss {1 / step:.4f}")
+        shown.write("  [pretrain] " + "images " * 30)
+
+    written = on_a_terminal(lines_and_moves)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", written)]
+    assert [line for line in lines if line.startswith("[pretrain]")] == [
+        f"[pretrain] step {step}/150" for step in range(1, 151)
+    ]
+    assert "pretrain  loss 0.0067" in written and "150/150 eta" in written, "the bar's last place"
+    words = [line for line in lines if "images" in line]
+    assert len(words) > 1 and max(map(len, words)) <= 100, "what is longer goes on further to the right"
+    assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
+
+
+def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_path: Path, capsys):
+    attempt = tmp_path / "pre-train-1a2b3c4d" / "attempts" / "attempt-000001"
+    attempt.mkdir(parents=True)
+    run_log = RunLog(file=tmp_path / "log.txt")
+    (tmp_path / "pre-train-1a2b3c4d" / "log.txt").write_text("one\n")
+    run_log.poll(attempt, 1)
+    assert capsys.readouterr().out == "[pre-train] one\n"
+    assert (tmp_path / "log.txt").read_text() == "[pre-train-1a2b3c4d] one\n"
 
 
 def test_lines_that_a_stuck_terminal_misses_are_counted_and_said(monkeypatch):

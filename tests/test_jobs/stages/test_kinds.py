@@ -11,8 +11,6 @@ from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.recipe.validate import validate
 from jobs.resolved_recipe import Available
-from jobs.run.early_start import WORKERLESS_KINDS
-from jobs.stages import kinds
 from jobs.stages.kinds import KINDS
 
 # Weights whose numbers are rounded to so many binary digits: a stage that nobody has thought of here.
@@ -121,8 +119,3 @@ def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> No
     assert results["finetune"] == []
     assert [result.text for result in results["fewshot"]] == ["fewshot.init: no weights.safetensors in /neither"]
     assert results["fewshot"][0].remedy == "  give a folder that holds one, or @stage"
-
-
-def test_the_early_start_knows_the_kinds_that_need_no_workers() -> None:
-    """It may not import torch, which the table of kinds does; a wrong list would cost time alone."""
-    assert set(WORKERLESS_KINDS) == {kind.name for kind in kinds.ALL if not kind.needs_workers}

@@ -76,6 +76,11 @@ def test_no_mean_over_classes_is_certain(sizes: list[int], accuracy: float) -> N
         assert (low, high) == pytest.approx(expected, abs=0.004)
 
 
+@pytest.mark.parametrize("samples", [0, 1, 5])
+def test_a_mean_over_no_classes_may_be_anything(samples: int) -> None:
+    assert mean_over_classes(np.ones(samples, bool), np.full((samples, 2), -1)) == (0.0, 1.0)
+
+
 def test_classes_half_of_which_are_always_right_and_half_never_are_not_certain_either() -> None:
     labels = np.repeat(np.arange(20), 10)
     low, high = mean_over_classes(labels % 2 == 0, labels[:, None])

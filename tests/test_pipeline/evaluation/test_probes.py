@@ -21,6 +21,7 @@ from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probes import (
     FewShotConfig,
     Inputs,
+    LinearConfig,
     LogisticConfig,
     NeighboursConfig,
     few_shot,
@@ -130,6 +131,19 @@ def test_a_class_smaller_than_the_shots_gives_all_it_has():
     labels = np.array([0, 0, 0, 1, 2, 2])
     assert sorted(few_shot_rows(labels, shots=2, seed=0))[-3:] == [3, 4, 5]
     assert len(few_shot_rows(labels, shots=2, seed=0)) == 5
+
+
+@pytest.mark.parametrize(("rows", "width"), [(6, 40), (12, 11), (13, 12)])
+def test_fewer_rows_than_features_are_interpolated_by_the_smallest_map(rows: int, width: int) -> None:
+    """Without a penalty, by NumPy's pseudo-inverse; the constant feature is one more."""
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(rows, width))
+    labels = np.arange(rows) % 3
+    design = np.hstack([(x - x.mean(0)) / (x.std(0) + 1e-5), np.full((rows, 1), 100.0)])
+    targets = np.where(np.eye(3)[labels], 1.0, -1.0)
+    fitted = fit(torch.from_numpy(x), torch.from_numpy(labels), 0.0)
+    np.testing.assert_allclose(fitted.weights.numpy(), np.linalg.pinv(design) @ targets, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(fitted.scores(torch.from_numpy(x)).numpy(), targets, atol=1e-8)
 
 
 def test_few_shot_from_a_store_is_the_originals(golden, tmp_path: Path) -> None:
@@ -300,3 +314,36 @@ def test_more_neighbours_than_training_samples_are_refused(sets, tmp_path: Path)
     train = store_of(np.ones((5, 3), np.float32), np.arange(5), tmp_path)
     with pytest.raises(ConfigError, match=r"knn\.k is 20, the training set has 5 samples"):
         probes.knn(inputs_of(train, train), NeighboursConfig((2, 20)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        (FewShotConfig, {"shots": ()}, "fewshot.shots"),
+        (FewShotConfig, {"shots": (5, 0)}, "fewshot.shots"),
+        (FewShotConfig, {"seeds": ()}, "fewshot.seeds"),
+        (FewShotConfig, {"seeds": (3, -1)}, "fewshot.seeds"),
+        (FewShotConfig, {"l2": -1.0}, "fewshot.l2"),
+        (LinearConfig, {"l2": -1e-9}, "linear.l2"),
+        (NeighboursConfig, {"k": (10, 0)}, "knn.k"),
+        (NeighboursConfig, {"temperature": 0.0}, "knn.temperature"),
+        (LogisticConfig, {"l2": ()}, "logistic.l2"),
+        (LogisticConfig, {"l2": (1.0, -1.0)}, "logistic.l2"),
+        (LogisticConfig, {"held_out": 0.0}, "logistic.held_out"),
+        (LogisticConfig, {"held_out": 1.0}, "logistic.held_out"),
+        (LogisticConfig, {"held_out": 1.5}, "logistic.held_out"),
+        (LogisticConfig, {"seed": -1}, "logistic.seed"),
+        (LogisticConfig, {"iterations": 0}, "logistic.iterations"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: type, options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(**options)
+
+
+def test_settings_at_their_borders_are_taken() -> None:
+    FewShotConfig((1,), (0,), 0.0)
+    LinearConfig(0.0)
+    NeighboursConfig((1,), temperature=1e-9)
+    LogisticConfig((0.0,), held_out=1e-9, seed=0, iterations=1)
+    LogisticConfig(held_out=1 - 1e-9)

@@ -2,26 +2,38 @@
 
 import hashlib
 import json
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from data.errors import DataError
+from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.index.index import Index
 from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
-from pipeline.evaluation import document
+from models import Preprocessing
+from pipeline.evaluation import document, features
 from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.intervals import over_draws
-from pipeline.evaluation.probes import FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
-from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
+from pipeline.evaluation.probes import COMPUTE, FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
+from pipeline.evaluation.protocols import (
+    PROTOCOLS,
+    ProtocolKind,
+    check_names,
+    check_shape,
+    preprocessing_of,
+    protocols_of,
+)
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.monitoring.watchdog import Phases
 from tests.golden import GOLDEN
@@ -75,6 +87,79 @@ def test_a_single_draw_says_what_it_cannot_tell(tmp_path: Path) -> None:
     }
 
 
+def test_shots_are_named_by_shard_and_place_in_it(tmp_path: Path) -> None:
+    """In shards of 4, 1 and 7 samples; two seeds and two values."""
+    shards = tuple(Shard(f"{name}.tar", count, 0, "") for name, count in (("a", 4), ("b", 1), ("c", 7)))
+    train = FeatureStore(Index(shards, 10, (), "d" * 64, "", Path(), names=NAMES), tmp_path)
+    test = store_of(None, np.zeros(5, int), tmp_path)
+    (protocol,) = protocols_of(("fewshot",), SimpleNamespace(fewshot=FewShotConfig((1, 2), (3, 4))), {})
+    right = [np.ones(5, bool)] * 2
+    shots = {"1shot": {"3": [0, 3, 4], "4": [5, 11]}, "2shot": {"3": [11, 6], "4": [1]}}
+    result = document.result_of(Outcome({"1shot": right, "2shot": right}, shots), protocol, test, train, None)
+    assert result["shots"] == {
+        "1shot": {"3": [[0, 0], [0, 3], [1, 0]], "4": [[2, 0], [2, 6]]},
+        "2shot": {"3": [[2, 6], [2, 1]], "4": [[0, 1]]},
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the whole document
+
+
+def results_of_two_sets() -> dict:
+    """A document as evaluation.json holds it: of two sets, one of which was compared with a training set."""
+    share = {"value": 0.8, "low": 0.4902, "high": 0.9433, "samples": 10}
+    draws = {"value": 0.5, "low": 0.25, "high": 0.75, "samples": 1200, "sd": 0.0123, "seeds": {"3": 0.4, "5": 0.6}}
+    leaks = {
+        "leaked": 2,
+        "train": [{"digest": "e" * 64}],
+        "checked": [{"path": "/train", "digest": "e" * 64}],
+        "not_checked": [{"path": "/more", "digest": "f" * 64}],
+        "values": {"top-1": {"value": 0.75}},
+    }
+    return {
+        "weights": {"trained_on": {"sets": [{"digest": "b" * 64}], "unknown": ""}},
+        "results": [
+            {"set": {"name": "pets", "digest": "a" * 64, "samples": 10}, "values": {"top-1": share}, "leaks": leaks},
+            {
+                "set": {"name": "flowers", "digest": "b" * 64, "samples": 1300},
+                "values": {"5shot": draws, "1shot": {**draws, "seeds": {"3": 0.5}}},
+                "leaks": "not checked",
+            },
+        ],
+    }
+
+
+def test_the_table_of_a_document_word_for_word() -> None:
+    whole = results_of_two_sets()
+    del whole["results"][1]["values"]["1shot"]["sd"]
+    verdict = "75.00% without 2 shared with eeeeeeee; /more (ffffffff) not checked"
+    learned = "the weights were trained on this set; not checked"
+    assert document.table(whole) == [
+        "set      protocol  value   95 % interval     sd        samples  leaks",
+        f"pets     top-1     80.00%  49.02% to 94.33%  -         10       {verdict}",
+        f"flowers  5shot     50.00%  25.00% to 75.00%  ± 1.23%   1,200    {learned}",
+        f"flowers  1shot     50.00%  25.00% to 75.00%  one draw  1,200    {learned}",
+    ]
+
+
+def test_values_of_several_sets_carry_the_sets_name_and_say_whether_the_set_is_whole() -> None:
+    whole = results_of_two_sets()
+    entries = document.entries_of(whole)
+    assert {name: entry["whole"] for name, entry in entries.items()} == {
+        "pets top-1": "a" * 64,
+        "flowers 5shot": "",
+        "flowers 1shot": "",
+    }
+    assert list(document.entries_of({**whole, "results": whole["results"][1:]})) == ["5shot", "1shot"]
+    assert document.metrics_with_seeds(whole["results"][1]) == {
+        "5shot-seed-3": 0.4,
+        "5shot-seed-5": 0.6,
+        "5shot": 0.5,
+        "1shot-seed-3": 0.5,
+        "1shot": 0.5,
+    }
+
+
 # ------------------------------------------------------------------------------------------------ of the head
 
 
@@ -87,7 +172,7 @@ def test_top_1_top_5_and_per_class_are_numpys(tmp_path: Path) -> None:
     store = store_of(None, labels, tmp_path, ranked)
     results = {}
     for protocol in protocols_of(("top-1", "top-5", "per-class"), None, {}):
-        judged = protocol.kind.compute(inputs_of(None, store, protocol.name), None)
+        judged = COMPUTE[protocol.name](inputs_of(None, store, protocol.name), None)
         results[protocol.name] = document.result_of(judged, protocol, store, None, None)
 
     is_right = scores.argmax(1) == labels
@@ -114,7 +199,7 @@ def test_per_class_counts_images_and_a_label_list_in_each_of_its_classes(tmp_pat
     store = store_of(None, labels, tmp_path, predictions)
     store.is_there[13] = False
     (protocol,) = protocols_of(("per-class",), None, {})
-    judged = protocol.kind.compute(inputs_of(None, store, "per-class"), None)
+    judged = COMPUTE[protocol.name](inputs_of(None, store, "per-class"), None)
     result = document.result_of(judged, protocol, store, None, None)
     shares = {}
     for label in (0, 1, 2, 5):
@@ -142,7 +227,7 @@ def test_real_accuracy_is_the_originals(tmp_path: Path) -> None:
         labels[row, : len(lists)] = lists
     predictions = np.array([[predicted] for predicted, _ in judged_images])
     store = store_of(None, labels, tmp_path, predictions)
-    (is_right,) = PROTOCOLS["real"].compute(inputs_of(None, store, "real"), None).right["real"]
+    (is_right,) = COMPUTE["real"](inputs_of(None, store, "real"), None).right["real"]
     assert (is_right.sum(), len(is_right)) == (golden["n_correct"], golden["n_evaluated"])
 
 
@@ -188,6 +273,28 @@ def test_what_rank_0_has_is_the_same_to_the_bit_at_any_world(with_a_bad_one: Ind
         assert torch.equal(store.features(store.rows), alone.features(alone.rows))
         assert np.array_equal(store.predictions, alone.predictions)
     assert not list(tmp_path.iterdir()), "the file has no name: nothing is left behind"
+
+
+def test_rank_0_receives_what_each_of_the_others_sends(
+    with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten batches for three ranks: the last rank has two of padding. Those that send keep nothing."""
+    alone = collected(with_a_bad_one, 1, tmp_path)
+    torch.manual_seed(0)
+    model = Sums()
+    sent: dict[int, deque[torch.Tensor]] = {1: deque(), 2: deque()}
+    for rank in (1, 2, 0):
+        group = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda rank=rank: rank, get_world_size=lambda: 3)
+        group.send = lambda tensor, to, rank=rank: sent[rank].append(tensor.clone())
+        group.recv = lambda tensor, source: tensor.copy_(sent[source].popleft())
+        monkeypatch.setattr(features, "dist", group)
+        store = FeatureStore(with_a_bad_one, tmp_path)
+        samples = EvaluationSet(with_a_bad_one, "resize(16)", batch_size=16, rank=rank, world=3)
+        collect(model, store.watching(samples), store, torch.float32, CPU, best=5)
+        assert (len(store.rows) > 0) == (rank == 0)
+    assert not sent[1] and not sent[2] and np.array_equal(store.rows, alone.rows)
+    assert torch.equal(store.features(store.rows), alone.features(alone.rows))
+    assert np.array_equal(store.labels, alone.labels) and np.array_equal(store.predictions, alone.predictions)
 
 
 @pytest.mark.parametrize(("count", "size"), [(12, 4), (13, 4), (11, 4), (3, 4), (4, 4), (5, 1), (0, 4)])
@@ -237,10 +344,11 @@ def test_values_are_given_with_and_without_leaked_samples(with_a_bad_one: Index,
     assert (result["leaks"]["leaked"], without["value"], without["samples"]) == (4, 0.0, 145)
 
 
-def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
-    """The results of one process for the set "set"."""
+@contextmanager
+def evaluator_of(model: nn.Module, index: Index, folder: Path) -> Iterator[Evaluator]:
+    """One process, for the set "set"."""
     phases = Phases(folder, 0, 60.0)
-    evaluator = Evaluator(
+    yield Evaluator(
         group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
         model=model,
         dtype=torch.float32,
@@ -249,9 +357,35 @@ def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -
         micro_batch=16,
         indexes={"set": index},
     )
-    results = evaluator.evaluate(requests)
     phases.close()
-    return results
+
+
+def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
+    """The results of one process for the set "set"."""
+    with evaluator_of(model, index, folder) as evaluator:
+        return evaluator.evaluate(requests)
+
+
+@pytest.mark.parametrize(
+    ("asked", "width", "best"),
+    [
+        ([("set", None, "top-1")], 0, 1),
+        ([("set", None, "top-1"), ("set", None, "top-5"), ("set", None, "real")], 0, 5),
+        ([("set", "set", "knn")], 64, 0),
+        ([("other", "set", "linear"), ("other", None, "top-5"), ("set", None, "top-1")], 64, 1),
+        ([("set", "other", "knn")], 64, 0),
+        ([("other", "other", "knn"), ("other", None, "top-1"), ("set", None, "top-5")], 0, 5),
+    ],
+)
+def test_of_a_set_what_its_protocols_need_is_kept(asked, width, best, with_a_bad_one: Index, tmp_path: Path) -> None:
+    """Of the set "set": a protocol of features wants them of both its sets, one of the head its best classes."""
+    settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
+    requests = [Request(test, train, protocols_of((name,), settings, {})[0]) for test, train, name in asked]
+    with evaluator_of(Sums(), with_a_bad_one, tmp_path) as evaluator:
+        store = evaluator.collect("set", requests)
+    assert (store.width, store.file is not None) == (width, width > 0)
+    assert (0 if store.all_predictions is None else store.all_predictions.shape[1]) == best
+    store.close()
 
 
 def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one: Index, tmp_path: Path) -> None:
@@ -280,7 +414,8 @@ def test_a_new_protocol_is_a_function_and_a_row(
         common = np.bincount(inputs.training_set().labels[:, 0]).argmax()
         return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
 
-    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind(most_common))
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind())
+    monkeypatch.setitem(COMPUTE, "most-common", most_common)
     check_names(("most-common",))
     (protocol,) = protocols_of(("most-common",), None, {})
     (result,) = evaluate(Sums(), with_a_bad_one, tmp_path, Request("set", "set", protocol))
@@ -291,8 +426,58 @@ def test_a_new_protocol_is_a_function_and_a_row(
     assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)
 
 
+def test_every_protocol_has_a_function() -> None:
+    assert COMPUTE.keys() == PROTOCOLS.keys()
+
+
 def test_a_protocols_digest_is_of_its_name_and_fields() -> None:
     (one, other) = protocols_of(("top-1", "knn"), SimpleNamespace(knn=NeighboursConfig()), {"precision": "fp32"})
     canonical = '{"fields": {"precision": "fp32"}, "protocol": "top-1"}'
     assert one.digest == hashlib.sha256(canonical.encode()).hexdigest()
     assert other.fields["options"] == {"k": [10, 20], "weighted": True, "temperature": 0.07}
+
+
+# ------------------------------------------------------------------------------------------------ preprocessing
+
+WIDE: Any = SimpleNamespace(image_size=(32, 48), family="vit")
+RESNET: Any = SimpleNamespace(image_size=(32, 48), family="bit")
+
+
+@pytest.mark.parametrize(
+    ("ops", "model", "size"),
+    [
+        (None, WIDE, None),
+        ("", WIDE, None),
+        ("resize((32, 48))", WIDE, None),
+        ("resize(64)|central_crop((32, 48))", WIDE, None),
+        ("resize(48)", WIDE, "48×48"),
+        ("resize((48, 32))", WIDE, "48×32"),
+        (None, RESNET, None),
+        ("resize(48)", RESNET, None),
+    ],
+)
+def test_ops_make_images_of_the_models_size(ops, model, size) -> None:
+    if size is None:
+        check_shape(ops, model, "data.preprocess")
+        return
+    with pytest.raises(ConfigError, match=f"^data.preprocess: .* makes images of {size}, expected the model's 32×48\n"):
+        check_shape(ops, model, "data.preprocess")
+
+
+@pytest.mark.parametrize(
+    ("ops", "size", "resize", "interpolation"),
+    [
+        (None, (32, 48), (32, 48), "bilinear"),
+        ("resize(48)", (48, 48), (48, 48), "bilinear"),
+        ("resize(48, antialias=True)", (48, 48), (48, 48), "bilinear antialiased"),
+        ("resize(48, antialias=False)", (48, 48), (48, 48), "bilinear"),
+        ("decode|resize_tf1(48)", (48, 48), (48, 48), "bilinear of TensorFlow 1"),
+        ("resize_small(64)|central_crop((32, 48))", (32, 48), 64, "area"),
+        # What other libraries cannot be told is kept as ops alone.
+        ("central_crop(48)", (48, 48), None, "bilinear"),
+        ("resize(64)|central_crop(48)|resize(32)", (32, 32), None, "bilinear"),
+    ],
+)
+def test_the_preprocessing_that_exports_tell_of(ops, size, resize, interpolation) -> None:
+    expected = Preprocessing(ops or "resize((32, 48))", size, resize, interpolation)
+    assert preprocessing_of(ops, WIDE) == expected

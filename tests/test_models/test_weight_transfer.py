@@ -8,7 +8,7 @@ import torch
 
 import models
 from models import positions
-from models.transfer import check_weights
+from models.weight_transfer import check_weights
 from tests.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick

@@ -16,26 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from models import catalog, initial, positions
-from models.catalog import ModelConfig
-from models.masked import MaskedConfig
-from models.resnet import BiTConfig
-from models.vit import ViTConfig, position_table
+from models.configs import BiTConfig, MaskedConfig, ModelConfig, ViTConfig, check_architecture, keeps_head
+from models.vit import position_table
 
 Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
 
-# Fields that may differ between source and target; any other difference would silently change the function.
-FREE = (
-    *("image_size", "patch", "classes", "representation", "pool"),
-    *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
-)
 HEAD = ("pre_logits.", "head.")
 
 
@@ -65,25 +58,6 @@ def shape_text(shape: Shape | None) -> str:
     if shape is None:
         return "-"
     return "x".join(map(str, shape))
-
-
-def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
-    """Raise ValueError where weights of one model cannot become those of another."""
-    if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
-        source = source.vit
-    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
-    # function: that is why everything is refused that is not in FREE.
-    if source.family != target.family:
-        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
-    differences = []
-    for field in fields(source):
-        old_value = getattr(source, field.name)
-        new_value = getattr(target, field.name)
-        if old_value != new_value and field.name not in FREE:
-            differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
-    if differences:
-        shown = "; ".join(differences)
-        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
 
 
 def transfer(
@@ -189,13 +163,6 @@ def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: s
             wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
     if wrong:
         raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
-
-
-def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
-    """Return whether the head of the source is carried over, and with it what its outputs mean."""
-    if new_head or source.family != target.family:
-        return False
-    return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:

@@ -1,0 +1,389 @@
+"""What a model is, before any tensor: names to configs, configs checked, to plain values and back.
+
+How a name becomes a config:
+1. NAME splits it:           "R50+B/16" -> stem R50, size B, patch 16
+2. the tables of the family turn the parts into fields: B -> width 768, depth 12; (R50, 16) -> stem (3, 4, 9), patch 1
+3. the caller's fields win over these, and the config's own checks look at the whole
+
+    config_of("mu/8", image_size=16, classes=5)   ViTConfig(image_size=(16, 16), patch=(8, 8), classes=5, width=32, ...)
+    to_dict(config)                               {"family": "vit", "image_size": (16, 16), "patch": (8, 8), ...}
+
+The modules stand in vit.py, resnet.py and masked.py. Nothing here imports torch, which takes a second: a recipe with a
+wrong key is refused before that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+from models import checks
+from models.checks import did_you_mean
+
+SIZES = {  # width, depth, mlp, heads
+    "mu": (32, 1, 128, 2),  # big_vision models/vit.py:297, for tests
+    "Ti": (192, 12, 768, 3),  # vit_jax configs/models.py
+    "S": (384, 12, 1536, 6),
+    "M": (512, 12, 2048, 8),
+    "B": (768, 12, 3072, 12),  # Dosovitskiy et al. 2021, table 1
+    "L": (1024, 24, 4096, 16),
+    "H": (1280, 32, 5120, 16),
+    "So400m": (1152, 27, 4304, 16),  # big_vision models/vit.py:297-300
+    "g": (1408, 40, 6144, 16),
+    "g-opt": (1536, 40, 6144, 16),
+    "G": (1664, 48, 8192, 16),
+    "G-opt": (1536, 48, 8192, 16),
+    "e": (1792, 56, 15360, 16),
+}
+ACTIVATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # the paper's code, and the erf of timm and Hugging Face
+POSITIONS = ("learned", "learned2d", "sincos2d", "relative")  # models/positions.py has their modules
+CHOICES = {
+    "pool": ("token", "gap", "map"),
+    "positions": ("none", *POSITIONS),
+    "positions_at": ("stem", "every", "shared"),
+    "activation": tuple(ACTIVATIONS),
+}
+UNITS = {  # bottleneck units of the four stages: He et al. 2016; big_vision models/bit.py, get_block_desc
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+    200: (3, 24, 36, 3),
+}
+STEMS = {  # (name, total stride): (units of the stages, patch on the map); vit_jax configs/models.py:252-328
+    ("R50", 16): ((3, 4, 9), 1),
+    ("R50", 32): ((3, 4, 6, 3), 1),
+    ("R26", 32): ((2, 2, 2, 2), 1),
+    # The original says that its stem makes this /16. The code halves twice, so that it is /32: 49 tokens at 224 pixels
+    # (SPEC 1.6).
+    ("R", 16): ((), 8),
+}
+GROUPS = 32  # of GroupNorm: Wu and He 2018, and BiT
+CELLS = {"mean_color": 1, "downsized": 4}  # a patch is predicted as cells x cells mean colours
+
+# Fields that may differ between source and target; any other difference would silently change the function.
+FREE = (
+    *("image_size", "patch", "classes", "representation", "pool"),
+    *("dropout", "drop_path", "head_bias", "position_std"),  # of training and of first values
+)
+
+ImageSize = int | tuple[int, int]  # pixels; (height, width) where not square
+ConfigFields = dict[str, Any]  # values of a config's fields by name, as a user or a file gives them: not yet checked
+
+# ------------------------------------------------------------------------------------------------ the families
+
+
+def stem_stride(units: tuple[int, ...] | None) -> int:
+    """Return the pixels between neighbours on the stem's map; 1 without a stem."""
+    # The root halves twice, and each stage behind the first once.
+    if units is None:
+        return 1
+    return 4 * 2 ** max(len(units) - 1, 0)
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """The architecture of one ViT; the defaults are the paper's B/16."""
+
+    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
+    patch: tuple[int, int] = (16, 16)  # height, width of a patch in pixels; after a stem, in its output's
+    classes: int = 1000  # 0: no head, the logits are the features
+    width: int = 768  # of a token
+    depth: int = 12  # transformer blocks
+    mlp: int = 3072  # hidden width of a block's MLP
+    heads: int = 12  # attention heads of a block
+    pool: str = "token"  # token: a class token; gap: mean of the patches; map: attention from a probe
+    representation: int | None = None  # size of the tanh layer before the head, used at pre-training
+    positions: str = "learned"  # kind of position embedding (paper, D.4)
+    positions_at: str | None = None  # None: the stem; relative, which acts inside attention: every layer
+    class_slot: bool = True  # prefix tokens have position entries (vit_jax) or none (big_vision)
+    position_std: float | None = None  # None: 0.02, or width**-0.5 in big_vision's layouts (slotless, MAP)
+    registers: int = 0  # extra learned tokens, ignored by pooling
+    dropout: float = 0.0  # SPEC 1.3: after positions, attention, GELU and the second MLP layer
+    drop_path: float = 0.0  # stochastic depth of the last block, rising linearly from 0
+    head_bias: float = 0.0  # initial; -10 for sigmoid losses on ImageNet-21k and JFT (SPEC 1.5)
+    activation: str = "gelu_tanh"  # gelu_tanh: the paper's code; gelu: by erf, as timm and Hugging Face
+    norm_eps: float = 1e-6  # added to the variance in LayerNorm
+    stem: tuple[int, ...] | None = None  # units of the stages of a ResNet before the patches; None: plain ViT
+    stem_width: int = 64  # channels of its root
+
+    family = "vit"
+    head_fields = ("classes", "pool", "representation")  # weights that differ in one of these cannot share a head
+    absent: ClassVar[Mapping[str, object]] = {}  # fields that the family does without, and the values that say so
+
+    def __post_init__(self) -> None:
+        # First of all what may be written shorter is filled in: the checks below calculate with pairs. A frozen
+        # dataclass can be set in no other way.
+        object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
+        object.__setattr__(self, "patch", checks.pair("patch", self.patch))
+        if self.positions_at is None and self.positions == "relative":
+            object.__setattr__(self, "positions_at", "every")
+        elif self.positions_at is None:
+            object.__setattr__(self, "positions_at", "stem")
+
+        checks.choices(self, CHOICES)
+        checks.at_least(self, 1, ("width", "depth", "mlp", "heads", "stem_width"))
+        checks.at_least(self, 0, ("classes", "registers"))
+        if self.stem is not None and not all(map(checks.is_integer, self.stem)):
+            raise ValueError(f"stem must name at least one unit for each stage, found {self.stem}")
+        checks.multiple("stem_width", self.stem_width, GROUPS, f"{GROUPS} groups")
+        # A rate of 1 would drop everything.
+        for name in ("dropout", "drop_path"):
+            rate = getattr(self, name)
+            if not 0.0 <= rate < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), found {rate!r}")
+        for name in ("norm_eps", "position_std"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_default = name == "position_std" and value is None
+            if not is_default and not (is_number and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
+        if self.representation is not None:
+            checks.at_least(self, 1, ("representation",))
+        checks.multiple("width", self.width, self.heads, f"{self.heads} heads")
+        # sincos2d has four parts, sin and cos of x and of y; learned2d has two, a table of x and one of y.
+        if self.positions == "sincos2d":
+            checks.multiple("width", self.width, 4, "4 position parts")
+        elif self.positions == "learned2d":
+            checks.multiple("width", self.width, 2, "2 position parts")
+        # The patches cover the image exactly.
+        for side, pixels, step in zip(("height", "width"), self.image_size, self.stride, strict=True):
+            checks.multiple(f"image {side}", pixels, step, f"the patch stride {step}", "nearest image_size")
+
+    def with_new_head(self) -> ViTConfig:
+        """Return the config of the same model with a new head: without the tanh layer of pretraining (paper, 3.1)."""
+        return replace(self, representation=None)
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        """Return the pixels between neighbouring patches, (rows, columns)."""
+        stem = stem_stride(self.stem)
+        return self.patch[0] * stem, self.patch[1] * stem
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the rows and columns of patches."""
+        return self.image_size[0] // self.stride[0], self.image_size[1] // self.stride[1]
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Return how many tokens stand before the patches: the class token, where it is pooled, and the registers."""
+        class_tokens = 1 if self.pool == "token" else 0
+        return class_tokens + self.registers
+
+    @property
+    def position_slots(self) -> int:
+        """Return how many prefix tokens have an entry in the position table; a sincos table has none."""
+        if self.class_slot and self.positions != "sincos2d":
+            return self.prefix_tokens
+        return 0
+
+
+@dataclass(frozen=True)
+class AxialConfig(ViTConfig):
+    """The architecture of one Axial ViT (paper D.6); its tokens form a 2-D grid.
+
+    A class token or a register has no place on the grid, so that pooling is by mean or MAP.
+    """
+
+    pool: str = "gap"
+
+    family = "axial"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefix_tokens:
+            raise ValueError(f"an Axial ViT has no prefix tokens; set pool=gap or map, registers=0: found {self}")
+        if self.positions == "relative":
+            raise ValueError("relative positions run over the whole sequence; an Axial ViT takes added tables")
+
+
+@dataclass(frozen=True)
+class MaskedConfig(ViTConfig):
+    classes: int = 0  # always: whatever classes the data has, the prediction is the only head
+    target: str = "mean_color"  # mean_color, the reported one; downsized: 4 x 4 colours; pixels: the whole patch
+    corrupted: float = 0.5  # share of the patches
+    masked: float = 0.8  # share of those replaced by the mask embedding
+    swapped: float = 0.1  # share replaced by another patch of the image; the rest stays
+
+    family = "masked"
+
+    def __post_init__(self) -> None:
+        # `config_of` passes a number of classes to every model: here it is ignored, not refused.
+        object.__setattr__(self, "classes", 0)
+        super().__post_init__()
+        # The loss reads tokens before pooling, so that a MAP head or a tanh layer would never get a gradient.
+        checks.choices(self, {"target": (*CELLS, "pixels"), "pool": ("token", "gap")})
+        if self.representation:
+            raise ValueError(f"a masked model has no classifier: leave out representation={self.representation}")
+        if not 0 < self.corrupted <= 1 or not 0 <= self.masked + self.swapped <= 1:
+            raise ValueError(f"corrupted must be in (0, 1] and masked + swapped at most 1, found {self}")
+        # With a single patch there is no other one to swap with.
+        if math.prod(self.grid) < 2:
+            raise ValueError(f"masked prediction needs 2 patches or more, found a grid of {self.grid}")
+
+    @property
+    def vit(self) -> ViTConfig:
+        """Return the config of the ordinary ViT inside."""
+        shared = {field.name: getattr(self, field.name) for field in fields(ViTConfig)}
+        return ViTConfig(**shared)
+
+
+@dataclass(frozen=True)
+class BiTConfig:
+    """The architecture of one BiT; the defaults are BiT-R50x1."""
+
+    image_size: tuple[int, int] = (224, 224)  # height, width in pixels; one number means a square
+    classes: int = 1000  # 0: no head
+    units: tuple[int, ...] = UNITS[50]  # bottleneck units of each stage
+    width: int = 64  # channels of the root: 64 times the width factor
+    pool_padding: str = "zero"  # of the root's max-pool: zero (bit_pytorch, bit_jax) or -inf (big_vision)
+    head_bias: float = 0.0  # initial
+
+    family = "bit"
+    head_fields = ("classes",)  # weights that differ in one of these cannot share a head
+    # Fields that a ResNet does without. These values say so, and a recipe for weights of any family may give them.
+    absent: ClassVar[Mapping[str, object]] = {"representation": None, "dropout": 0.0, "drop_path": 0.0}
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_size", checks.pair("image_size", self.image_size))
+        checks.choices(self, {"pool_padding": ("zero", "-inf")})
+        checks.at_least(self, 0, ("classes",))
+        checks.at_least(self, 1, ("width",))
+        checks.multiple("width", self.width, GROUPS, f"{GROUPS} groups")
+        if not self.units or not all(map(checks.is_integer, self.units)):
+            raise ValueError(f"units must name at least one unit for each stage, found {self.units}")
+
+    def with_new_head(self) -> BiTConfig:
+        """Return the config of the same model with a new head: a ResNet's is one layer, of the same shape."""
+        return self
+
+
+ModelConfig = ViTConfig | BiTConfig  # AxialConfig and MaskedConfig are ViTConfigs
+Config = TypeVar("Config", bound=ModelConfig)
+# The family's name stands in every model.json: a name that changes here makes saved weights unreadable.
+CONFIGS: dict[str, type[ModelConfig]] = {
+    "vit": ViTConfig,
+    "bit": BiTConfig,
+    "axial": AxialConfig,
+    "masked": MaskedConfig,
+}
+
+# ------------------------------------------------------------------------------------------------ names, plain values
+
+
+# The paper writes "ViT-B/16", so that "ViT-" may stand before a size. In the name of a hybrid the number after the
+# slash is the total stride, not a patch size (SPEC 1.6).
+NAME = re.compile(
+    r"BiT-R(?P<resnet>\d+)x(?P<factor>\d+)"
+    r"|(?:(?P<kind>Axial|Masked)-|(?P<stem>R\d*)\+)?(?:ViT-)?(?P<size>[A-Za-z0-9-]+)/(?P<patch>\d+)"
+)
+NEARLY_A_SIZE = re.compile(
+    r"(?:^|[-_ ])(tiny|small|base|large|huge|Ti|[SMBLHG])(?:_?patch|[-_ /])?(\d+)?(?:[-_ ]|$)", re.IGNORECASE
+)
+SPELT_SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L", "huge": "H"}
+VIT_KINDS: dict[str | None, type[ViTConfig]] = {  # what stands before the size in a name
+    "Axial": AxialConfig,
+    "Masked": MaskedConfig,
+    None: ViTConfig,
+}
+
+
+def config_of(name: str, image_size: ImageSize = 224, classes: int = 1000, **config: object) -> ModelConfig:
+    """Return the config a name stands for, fields overridden by `config`; ValueError on a wrong name or value."""
+    parts = NAME.fullmatch(name)
+    if parts is None:
+        # S16, ViT-S, and vit_small_patch16_224 of timm.
+        close = NEARLY_A_SIZE.search(name)
+        nearest = ""
+        if close is not None:
+            word = close[1].lower()
+            nearest = f"; did you mean {SPELT_SIZES.get(word, word.title())}/{close[2] or 16}?"
+        raise ValueError(
+            f"{name} is not a model's name{nearest}\n"
+            "  expected a size and a patch, as B/16; or R50+B/16, BiT-R50x1, Axial-B/32, Masked-B/16"
+        )
+    # The caller's fields come last in each merge, so that they win over what the name stands for.
+    caller_fields = {"image_size": image_size, "classes": classes, **config}
+    if parts["resnet"]:
+        # "BiT-R50x2" is a ResNet of 50 layers, all channels times 2.
+        layers = int(parts["resnet"])
+        if layers not in UNITS:
+            known = ", ".join(f"BiT-R{depth}" for depth in UNITS)
+            raise ValueError(f"{parts[0]!r}: no ResNet of {parts['resnet']} layers; known: {known}")
+        named: ConfigFields = {"units": UNITS[layers], "width": 64 * int(parts["factor"])}
+        return checked(BiTConfig, {**named, **caller_fields})
+
+    # "B/16", "Axial-B/32" or, where /16 is the total stride, "R50+B/16".
+    size = parts["size"]
+    if size not in SIZES:
+        raise ValueError(f"{parts[0]!r}: no size {size!r}{did_you_mean(size, SIZES)}")
+    width, depth, mlp, heads = SIZES[size]
+    named = {"width": width, "depth": depth, "mlp": mlp, "heads": heads, "patch": int(parts["patch"])}
+    if parts["stem"]:
+        # STEMS tells which patch on the stem's map makes this total stride; most often it is 1.
+        stem = (parts["stem"], int(parts["patch"]))
+        if stem not in STEMS:
+            known = ", ".join(f"{prefix}+{size}/{stride}" for prefix, stride in STEMS)
+            raise ValueError(f"{parts[0]!r}: no such stem; known: {known}")
+        named["stem"], named["patch"] = STEMS[stem]
+    return checked(VIT_KINDS[parts["kind"]], {**named, **caller_fields})
+
+
+def checked(kind: type[Config], values: Mapping[str, object]) -> Config:
+    """Make a config from plain values; unknown names are a ValueError with the nearest one."""
+    types = {field.name: field.type for field in fields(kind)}
+    known = list(types)
+    hashable: ConfigFields = {}
+    for name, value in values.items():
+        if name not in known and name in kind.absent and value == kind.absent[name]:
+            continue
+        if name not in known:
+            raise ValueError(f"a {kind.family} model has no field {name!r}{did_you_mean(name, known)}")
+        if types[name] == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{name} must be a number, found {value}")
+        # JSON knows no tuples; a config is a key of caches, so that its lists must not stay lists.
+        hashable[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**hashable)
+
+
+def to_dict(config: ModelConfig) -> ConfigFields:
+    """Return plain values with the family's name: what stands in model.json."""
+    return {"family": config.family, **asdict(config)}
+
+
+def from_dict(values: Mapping[str, object]) -> ModelConfig:
+    """Return the config `to_dict` was given, also after a trip through JSON."""
+    config_fields = dict(values)
+    family = config_fields.pop("family", None)
+    if not isinstance(family, str) or family not in CONFIGS:
+        raise ValueError(f"no model family {family!r}; known: {', '.join(CONFIGS)}")
+    return checked(CONFIGS[family], config_fields)
+
+
+def check_architecture(source: ModelConfig, target: ModelConfig) -> None:
+    """Raise ValueError where weights of one model cannot become those of another."""
+    if isinstance(source, MaskedConfig) and not isinstance(target, MaskedConfig):
+        source = source.vit
+    # A difference that leaves shapes alone, of heads or epsilons say, would load without an error and compute another
+    # function: that is why everything is refused that is not in FREE.
+    if source.family != target.family:
+        raise ValueError(f"weights of a {source.family} cannot become a {target.family}")
+    differences = []
+    for field in fields(source):
+        old_value = getattr(source, field.name)
+        new_value = getattr(target, field.name)
+        if old_value != new_value and field.name not in FREE:
+            differences.append(f"{field.name}: {old_value!r} -> {new_value!r}")
+    if differences:
+        shown = "; ".join(differences)
+        raise ValueError(f"weights cannot be carried over where the architecture differs: {shown}")
+
+
+def keeps_head(source: ModelConfig, target: ModelConfig, new_head: bool) -> bool:
+    """Return whether the head of the source is carried over, and with it what its outputs mean."""
+    if new_head or source.family != target.family:
+        return False
+    return all(getattr(source, name) == getattr(target, name) for name in source.head_fields)

@@ -1,0 +1,63 @@
+"""The losses over dense targets, how padded label lists and mixup make those targets, and when a prediction is right.
+
+targets = dense_targets(labels, classes=1000)               labels (B, L), padded with −1
+LOSSES["sigmoid"](logits, targets)                          (B,)
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.optimization import Loss
+
+# B batch, C classes, L labels a sample at most
+
+
+def dense_targets(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
+    """(B, L) class ids padded with −1 → (B, C) multi-hot float32, smoothed to t·(1 − s) + s/C."""
+    # Padding goes to a column more than there are classes, which is cut off again: scatter must write somewhere.
+    targets = torch.zeros(len(labels), classes + 1, device=labels.device)
+    targets.scatter_(1, labels.masked_fill(labels < 0, classes), 1.0)
+    targets = targets[:, :classes]
+    if not smoothing:
+        return targets
+    return targets * (1 - smoothing) + smoothing / classes
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, C), (B, C) → (B,): summed over classes, as big_vision utils.sigmoid_xent does."""
+    # In fp32 also where the model computes in bf16: the sum is over up to some 20,000 classes.
+    return F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="none").sum(-1)
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, C), (B, C) → (B,): targets need not sum to 1 (big_vision utils.softmax_xent)."""
+    return -(targets * F.log_softmax(logits.float(), -1)).sum(-1)
+
+
+LOSSES: dict[Loss, Callable[[Tensor, Tensor], Tensor]] = {
+    "sigmoid": sigmoid_cross_entropy,  # ImageNet-21k and JFT (authors, vision_transformer issue 34)
+    "softmax": softmax_cross_entropy,  # fine-tuning (paper, B.1.1)
+}
+
+
+def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Blend every image and target with its neighbour in the batch (big_vision utils.get_mixup).
+
+    One a ~ Beta(p, p) is drawn for the whole call, then a = max(a, 1 − a); the partner is the batch rolled by one.
+    `seed` makes it a pure function: give it (seed, step) so that all workers of a step draw the same a.
+    """
+    drawn = float(np.random.default_rng(seed).beta(p, p))
+    a = max(drawn, 1 - drawn)  # the image itself always has the larger share
+    mixed_images = a * images + (1 - a) * images.roll(1, 0)
+    mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)
+    return mixed_images, mixed_targets
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """(B, C), (B, L) → (B,) bool: the top-1 prediction is one of the labels (single-label accuracy, ReaL)."""
+    predicted = logits.argmax(-1, keepdim=True)
+    return (labels == predicted).any(-1)

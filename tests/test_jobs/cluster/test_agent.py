@@ -1,0 +1,215 @@
+"""An agent whose fork server is the test: what it makes of each answer, how long it waits, and what it ends."""
+
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from jobs.cluster import agent
+from jobs.cluster.agent import Agent, StartRequest, WorkerState
+from jobs.cluster.fork_server import Ended, Forked, Listen, Listening
+from jobs.cluster.worker import RankInfo, worker_file
+from tests.families import wait_until
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Any]]:
+    """An agent, and the other end of its connection to a fork server."""
+    ours, theirs = Pipe()
+    server = SimpleNamespace(connection=ours, close=lambda: None)
+    monkeypatch.setattr(agent, "MEMORY", tmp_path)
+    monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(agent, "ForkServer", lambda folder, has_gpus: server)
+    under_test = Agent()
+    yield under_test, theirs
+    theirs.close()
+    under_test.close()
+
+
+def order_of(folder: Path, *ranks: int, **fields: Any) -> StartRequest:
+    infos = [RankInfo(rank, 4, rank, 4, 0, "127.0.0.1", 1, 0) for rank in ranks]
+    return StartRequest(infos, b"", folder, {"GIVEN": "to all"}, **fields)
+
+
+def hear(under_test: Agent, server: Any, answer: object) -> None:
+    """Send an answer, and wait until the agent has it."""
+    news = under_test.news
+    server.send(answer)
+    wait_until(lambda: under_test.news > news, 10)
+
+
+ENDS = [
+    # exit code, its record, kills for memory before and after → how it died
+    (0, None, (3, 3), "exited with code 0 without a word"),
+    (1, {"started": 1.0}, (3, 4), "exited with code 1 without a word"),
+    (-9, {"started": 1.0}, (3, 3), "killed by SIGKILL"),
+    (-9, {"started": 1.0}, (3, 4), "killed by the out-of-memory killer"),
+    (-11, None, (3, 4), "killed by SIGSEGV"),
+    (0, {"started": 1.0, "ended": 2.0}, (3, 3), ""),
+    (-9, {"started": 1.0, "ended": 2.0}, (3, 4), ""),
+]
+
+
+@pytest.mark.parametrize(("exit_code", "record", "kills", "death"), ENDS)
+def test_the_end_of_a_worker_is_told_by_its_record_its_exit_code_and_the_kernel(
+    exit_code, record, kills, death, served, tmp_path
+) -> None:
+    under_test, server = served
+    (tmp_path / "vmstat").write_text(f"pgfault 9\noom_kill {kills[0]}\n")
+    under_test.oom_kills = agent.OomKills()
+    under_test.start(order_of(tmp_path, 2, 3))
+    assert [server.recv().info.rank for _ in range(2)] == [2, 3]
+    hear(under_test, server, Forked(2, 4_100_002))
+    hear(under_test, server, Forked(3, 4_100_003))
+    if record is not None:
+        worker_file(under_test.node_folder, 3, ".json").write_text(json.dumps(record))
+    (tmp_path / "vmstat").write_text(f"pgfault 9\noom_kill {kills[1]}\n")
+    hear(under_test, server, Ended(4_100_003, exit_code))
+    other, ended = under_test.poll(0, 5.0, {}).workers
+    assert (ended.death, ended.record, ended.has_ended) == (death, record, True)
+    assert (other.death, other.has_ended) == ("", False)
+    # When the fork server dies, so have all others.
+    server.close()
+    wait_until(lambda: under_test.server is None, 10)
+    other, ended = under_test.poll(0, 5.0, {}).workers
+    assert ended.death == death and other.death == "its node's fork server died (killed, or crashed)"
+
+
+def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> None:
+    under_test, server = served
+    shared = tmp_path / "attempt"
+    shared.mkdir()
+    assert under_test.start(order_of(shared, 0, 1)) is False
+    first, second = server.recv(), server.recv()
+    assert (first.serves_store, second.serves_store, first.is_shared) == (True, False, True)
+    assert first.environment == {**os.environ, "GIVEN": "to all"} and first.directory == os.getcwd()
+    assert first.folder == shared and first.node_folder == under_test.node_folder != under_test.base
+    assert first.node_folder.is_dir() and first.umask == agent.current_umask()
+    for rank in (0, 1):
+        hear(under_test, server, Forked(rank, 4_100_000 + rank))
+        hear(under_test, server, Ended(4_100_000 + rank, 0))
+    # The next attempt: the node's folder is a new one. A folder of the node's own is not the driver's.
+    earlier = under_test.node_folder
+    assert under_test.start(order_of(tmp_path / "stage" / "attempts" / "a", 1, token="other")) is True
+    assert server.recv().is_shared is False and under_test.node_folder != earlier and not earlier.exists()
+    hear(under_test, server, Forked(1, 4_100_001))
+    hear(under_test, server, Ended(4_100_001, 0))
+
+
+def test_a_store_is_served_where_the_fork_server_listens(served) -> None:
+    under_test, server = served
+    orders: list[Listen] = []
+
+    def answer(*ports: int) -> None:
+        """Answer an order with a port, or die."""
+        orders.append(server.recv())
+        for port in ports:
+            server.send(Listening(port))
+        if not ports:
+            server.close()
+
+    threading.Thread(target=answer, args=(34530,), daemon=True).start()
+    assert under_test.listen() == 34530 and orders == [Listen("127.0.0.1")]
+    threading.Thread(target=answer, daemon=True).start()
+    with pytest.raises(RuntimeError, match=r"the fork server of .* has died"):
+        under_test.listen()
+
+
+@pytest.mark.parametrize("behind", [0, 1, -1])
+def test_a_poll_answers_at_once_where_there_is_news_and_else_after_its_time(behind, served, monkeypatch) -> None:
+    under_test, _ = served
+    under_test.news = 5
+    waited: list[float] = []
+    clock = [100.2]
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(under_test.changed, "wait", wait)
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    under_test.poll(5 - behind, 2.5, {})
+    # In pieces of a second, because the kernel's counter is looked at meanwhile.
+    assert waited == pytest.approx([1.0, 1.0, 0.5] if behind == 0 else [])
+
+
+def test_the_end_of_an_attempt_waits_for_no_worker_that_has_ended(served, tmp_path) -> None:
+    under_test, server = served
+    under_test.start(order_of(tmp_path, 0, 1))
+    for rank in (0, 1):
+        hear(under_test, server, Forked(rank, 4_100_000 + rank))
+        hear(under_test, server, Ended(4_100_000 + rank, 0))
+    folder = under_test.node_folder
+    began = time.monotonic()
+    under_test.end()
+    assert time.monotonic() - began < agent.END_S / 2 and under_test.workers == {} and not folder.exists()
+
+
+def test_the_end_of_an_attempt_kills_what_still_lives_and_waits_for_the_fork_server_to_say_so(served, tmp_path) -> None:
+    under_test, server = served
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    under_test.start(order_of(tmp_path, 0))
+    hear(under_test, server, Forked(0, sleeper.pid))
+    state = under_test.poll(0, 0.0, {}).workers[0]
+    assert (state.pid, state.is_stopped, state.has_ended) == (sleeper.pid, False, False)
+    psutil.Process(sleeper.pid).suspend()
+    wait_until(lambda: under_test.poll(0, 0.0, {}).workers[0].is_stopped, 10)
+    threading.Timer(0.1, server.send, [Ended(sleeper.pid, -9)]).start()
+    under_test.end()
+    assert sleeper.wait(10) == -9
+
+
+def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
+    under_test, server = served
+    assert under_test.stop() is False and not (under_test.base / agent.STOP_FILE).exists()
+    under_test.start(order_of(tmp_path, 0, 1))
+    for rank in (0, 1):
+        hear(under_test, server, Forked(rank, 4_100_000 + rank))
+    assert under_test.stop() is False and (under_test.node_folder / agent.STOP_FILE).exists()
+    worker_file(under_test.node_folder, 1, ".json").write_text('{"started": 1.0}')
+    worker_file(under_test.node_folder, 0, ".sigterm").touch()
+    assert under_test.stop() is True
+    assert under_test.poll(0, 0.0, {}).told_to_go == [0]
+    # What was reported is a copy, which the end of the attempt does not change.
+    reported = under_test.poll(0, 0.0, {}).workers[1]
+    under_test.workers[1] = WorkerState(1, death="gone")
+    assert reported.death == ""
+    for rank in (0, 1):
+        hear(under_test, server, Ended(4_100_000 + rank, 0))
+
+
+def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(agent, "VMSTAT", tmp_path / "vmstat")
+    (tmp_path / "vmstat").write_text("oom_kill 4\n")
+    kills = agent.OomKills()
+    assert not kills.are_recent()
+    (tmp_path / "vmstat").write_text("oom_kill 5\n")
+    # A dying worker wakes the driver before it has an exit code.
+    assert all(kills.are_recent() for _ in range(1000))
+    monkeypatch.setattr(agent, "OOM_WINDOW_S", 0.0)
+    kills.are_recent()
+    assert not kills.are_recent(), "what is older than the window is forgotten"
+
+
+def test_the_umask_is_read_without_setting_it_where_the_system_tells(tmp_path, monkeypatch) -> None:
+    previous = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(agent, "STATUS", tmp_path / "absent")
+            assert agent.current_umask() == agent.current_umask() == 0o027
+        with monkeypatch.context() as patched:
+            patched.setattr(agent.os, "umask", None)  # a thread beside would read what it is set to meanwhile
+            assert agent.current_umask() == 0o027
+    finally:
+        os.umask(previous)

@@ -1,0 +1,260 @@
+"""What a worker group makes of its agents' reports: who failed first, which node is lost or about to leave.
+
+No process is started: workers are the records that they would have left, and agents answer what a test says.
+"""
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Set
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import ClusterError
+from jobs.cluster import worker, worker_group
+from jobs.cluster.agent import NodeReport, WorkerState
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.nodes import NodeAgent, NodesStatus
+from jobs.cluster.worker_group import AgentLink, WorkerGroup
+from jobs.cluster_config import ClusterConfig
+from tests import worker_functions
+
+pytestmark = pytest.mark.quick
+
+
+def group_of(folder: Path, world: int, **losses: str) -> WorkerGroup:
+    """A worker group of which each worker has started on a node of its own, n0, n1, ….; some nodes are lost."""
+    no_nodes: Any = None  # none is asked for here
+    group = WorkerGroup(no_nodes, ClusterConfig(workers=world), folder)
+    for rank in range(world):
+        info = worker.RankInfo(rank, world, 0, 1, rank, f"10.0.0.{rank}", 1, 0, node_id=f"id{rank}")
+        node = NodeAgent(f"n{rank}", f"id{rank}", f"10.0.0.{rank}", 1, lambda *arguments: Future())
+        group.links.append(AgentLink(node, [info], loss=losses.get(f"n{rank}", "")))
+        group.node_names[rank] = f"n{rank}"
+        group.addresses[rank] = f"10.0.0.{rank}"
+        left(group, rank)
+    return group
+
+
+def left(group: WorkerGroup, rank: int, **end: Any) -> None:
+    """A worker has left this record; `death` is how it died without one."""
+    death = end.pop("death", "")
+    record: Any = {"rank": rank, "node": f"n{rank}", "pid": 1, "started": 0.0} | end
+    group.states[rank] = WorkerState(rank, pid=1, record=record, death=death)
+
+
+FAILURE = {"kind": "E", "error": "e", "traceback": "t"}
+PEER_LOST = {
+    "ended": 1.0,
+    "exit_code": None,
+    "kind": "RuntimeError",
+    "error": "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.1]:34530: Connection reset",
+    "traceback": "t",
+}
+
+
+def test_the_first_to_fail_is_blamed_unless_one_died_or_knew_what_it_wanted(tmp_path) -> None:
+    group = group_of(tmp_path, 4)
+    left(group, 0, ended=2.0, exit_code=None, **FAILURE)
+    left(group, 1, ended=1.0, exit_code=None, **FAILURE)
+    assert group.evidence().first_failure().rank == 1
+    left(group, 3, ended=3.0, exit_code=65, **FAILURE)
+    assert group.evidence().first_failure().rank == 3
+    left(group, 2, death="killed")
+    died = group.evidence().first_failure()
+    assert (died.rank, died.node, died.cause, died.exit_code) == (2, "n2", "killed", None)
+
+
+def test_a_collective_that_lost_a_member_names_it_without_the_librarys_text(tmp_path) -> None:
+    group = group_of(tmp_path, 2)
+    left(group, 0, **PEER_LOST)
+    failure = group.evidence().first_failure()
+    assert str(failure) == (
+        "worker 0 on n0: a collective failed: worker 1 on n1 was lost or did not answer, and no death was seen"
+    )
+    # It may have been chance, so a second time is not "the same exception again".
+    assert failure.kind == ""
+
+
+def test_a_lost_node_is_blamed_unless_a_worker_has_asked_to_end(tmp_path) -> None:
+    group = group_of(tmp_path, 3, n1="its node does not answer")
+    left(group, 0, **PEER_LOST)
+    assert str(group.evidence().first_failure()) == "worker 1 on n1: its node does not answer"
+    left(group, 1, **PEER_LOST)
+    assert "a collective failed" in str(group.evidence().first_failure()), "who has written its end was there to do so"
+    # A node that is drained goes as soon as its worker has committed and ended.
+    left(group, 0, **PEER_LOST | {"exit_code": 75, "kind": "Preempted", "error": "stopped at step 9"})
+    left(group, 1)
+    assert group.evidence().first_failure().exit_code == 75
+
+
+def test_workers_that_have_ended_without_a_word_are_a_failure_unless_all_have_returned(tmp_path) -> None:
+    group = group_of(tmp_path, 3)
+    for rank in range(3):
+        assert str(group.evidence().first_failure()) == "the worker group: ended without a word"
+        left(group, rank, ended=1.0, value={})
+    assert group.evidence().first_failure() is None
+
+
+@pytest.mark.parametrize("characters", [0, 9_999, 10_000, 25_000])
+def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
+    group = group_of(tmp_path, 2)
+    text = "".join(str(number % 10) for number in range(characters))
+    worker.worker_file(tmp_path, 1, ".log").write_text(text)
+    assert group.evidence().silent_failure(1, "killed").traceback == text[max(0, characters - 10_000) :]
+    assert group.evidence().silent_failure(0, "killed").traceback == ""
+
+
+class SilentNodes:
+    """Nodes of which some do not answer; counts which were asked, and by how many threads at once."""
+
+    def __init__(self, dead: set[str]) -> None:
+        self.dead = dead
+        self.asked: list[str] = []
+        self.together = threading.Barrier(2, timeout=5)
+
+    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
+        self.asked.append(node.name)
+        self.together.wait()
+        return "its node does not answer" if node.name in self.dead else ""
+
+
+@pytest.mark.parametrize(
+    ("peer_lost", "dead", "beats_asked_after", "lost_after"),
+    [(False, {"n1"}, [6], 6), (True, {"n1"}, [1], 1), (False, set(), [6, 12, 18], None)],
+)
+def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answer(
+    peer_lost, dead, beats_asked_after, lost_after, tmp_path, monkeypatch
+) -> None:
+    """One heartbeat is a second of a clock that the test sets; n0 and n1 miss them all, n2 none."""
+    monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
+    group = group_of(tmp_path, 3)
+    nodes = SilentNodes(dead)
+    now = [100.25]
+    group.nodes = nodes  # type: ignore[assignment]
+    group.clock = lambda: now[0]
+    heard: Future[Any] = Future()
+    heard.set_result(NodeReport(1, []))
+    group.links[2].agent = dataclasses.replace(group.links[2].agent, call=lambda *arguments: heard)
+    if peer_lost:
+        left(group, 2, **PEER_LOST)
+    group.poll(0.0)
+    asked_after = []
+    for beats in range(1, 19):
+        # All but a hundredth of the beat has gone by, then all of it.
+        for share in (0.99, 1.0):
+            now[0] = 100.25 + beats - 1 + share
+            before = len(nodes.asked)
+            group.poll(0.0)
+            if len(nodes.asked) > before:
+                assert share == 1.0 and sorted(nodes.asked[before:]) == ["n0", "n1"], "both at once"
+                asked_after.append(beats)
+        if group.evidence().losses:
+            assert beats == lost_after
+            break
+    assert asked_after == beats_asked_after
+    assert set(group.evidence().losses) == {int(name[1:]) for name in dead}
+
+
+class Agents:
+    """Nodes n0, n1, … of one worker each, whose agents answer what a test says; some are drained."""
+
+    own_node = "own"
+
+    def __init__(self, world: int, answers: dict[str, Any], drained: set[str]) -> None:
+        self.world = world
+        self.answers = {"listen": 4711, "start": False, "end": None, "stop": True, **answers}
+        self.drained = drained
+        self.asked: list[tuple[str, str]] = []
+
+    def agents(self, world: int) -> list[NodeAgent]:
+        nodes = []
+        for number in range(self.world):
+
+            def call(method: str, *arguments: Any, number: int = number) -> "Future[Any]":
+                self.asked.append((f"n{number}", method))
+                answer: Future[Any] = Future()
+                value = self.answers[method]
+                if callable(value):
+                    value = value(number)
+                if isinstance(value, Exception):
+                    answer.set_exception(value)
+                elif value is not ...:
+                    answer.set_result(value)
+                return answer
+
+            nodes.append(NodeAgent(f"n{number}", f"id{number}", f"10.0.0.{number}", 1, call))
+        return nodes
+
+    def status(self) -> NodesStatus:
+        return NodesStatus(self.drained, frozenset())
+
+    def warm_up_spares(self, spare: Set[str]) -> None:
+        pass
+
+    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("drained", "told_to_go", "events"),
+    [
+        (set(), [], {}),
+        ({"id1"}, [], {1: ("n1", "id1", "its node is drained")}),
+        ({"own"}, [], {None: (os.uname().nodename, "own", "its node is drained")}),
+        (
+            {"id0", "own"},
+            [],
+            {0: ("n0", "id0", "its node is drained"), None: (os.uname().nodename, "own", "its node is drained")},
+        ),
+        ({"elsewhere"}, [2], {2: ("n2", "id2", "worker 2 was sent SIGTERM")}),
+    ],
+)
+def test_nodes_that_are_about_to_leave_are_noted_with_their_workers(
+    drained, told_to_go, events, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(worker_group, "STATUS_POLL_S", 0.01)
+    began = time.monotonic()
+
+    def report(number: int) -> NodeReport:
+        record: Any = {"rank": number, "started": 0.0}
+        if number != 0 or time.monotonic() > began + 0.2:
+            record |= {"ended": 1.0, "value": f"of {number}"}
+        told = [number] if number in told_to_go else []
+        return NodeReport(1, [WorkerState(number, pid=7, record=record)], told)
+
+    nodes: Any = Agents(3, {"poll": report}, drained)
+    group = WorkerGroup(nodes, ClusterConfig(workers=3), tmp_path)
+    daemons: list[bool] = []
+
+    def look() -> None:
+        daemons.extend(thread.daemon for thread in threading.enumerate() if thread.name == "nodes")
+
+    assert group.run(worker_functions.add_ranks, {}, look) == "of 0"
+    noted = {rank: (event.node, event.node_id, event.why) for rank, event in group.drain_events.items()}
+    assert noted == events and all(event.rank == rank for rank, event in group.drain_events.items())
+    # A head that never answers must not keep the driver from ending.
+    assert daemons and all(daemons)
+    assert nodes.asked[:4] == [("n0", "listen"), ("n0", "start"), ("n1", "start"), ("n2", "start")]
+    assert nodes.asked[-3:] == [("n0", "end"), ("n1", "end"), ("n2", "end")]
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "error", "message"),
+    [
+        ("listen", ClusterError("no room"), ClusterError, "^no room$"),
+        ("start", ClusterError("no room"), ClusterError, "^no room$"),
+        ("start", ValueError("broken"), WorkerGroupError, "worker 0 on n0: its agent failed: broken"),
+        ("listen", ..., WorkerGroupError, "worker 0 on n0: no agent has started there in 1 s"),
+    ],
+)
+def test_an_agent_that_cannot_start_its_workers_ends_the_attempt(method, answer, error, message, tmp_path) -> None:
+    nodes: Any = Agents(2, {method: answer}, set())
+    group = WorkerGroup(nodes, ClusterConfig(workers=2, start_timeout_s=0.6), tmp_path)
+    with pytest.raises(error, match=message):
+        group.run(worker_functions.add_ranks, {})
+    assert nodes.asked[-2:] == [("n0", "end"), ("n1", "end")]
