@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -117,10 +117,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     variable = str(path).removeprefix(IN_ENVIRONMENT)
     is_in_environment = variable != str(path)
-    require(
-        not is_in_environment or variable in os.environ,
-        f"no recipe in the environment variable {variable}, which is not set",
-    )
+    if is_in_environment and variable not in os.environ:
+        raise ConfigError(f"no recipe in the environment variable {variable}, which is not set")
     try:
         text = os.environ[variable] if is_in_environment else path.read_text("utf-8-sig")
         recipe = OmegaConf.create(text)
@@ -135,7 +133,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             "  expected a recipe, a YAML file; an editor saves it as UTF-8"
         ) from None
     except YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {yaml_problem(error, text)}") from None
+        raise not_yaml(path, text, error) from None
     # An interpolation that is torn, a key that OmegaConf takes no value of, a text that is one number.
     except (OmegaConfBaseException, ValueError, AssertionError) as error:
         reason = str(error).partition("\n")[0] or "no mapping; expected `key: value` lines"
@@ -147,8 +145,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     return Recipe(with_home(with_overrides(recipe, overrides)), str(path), f"runs/{path.stem}")
 
 
-def yaml_problem(error: YAMLError, text: str) -> str:
-    """Return which line of a text is not YAML, the line itself, and what would be."""
+def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
+    """Return the error of a recipe that is not YAML: which line, the line itself, and what would be right."""
     mark = getattr(error, "problem_mark", None)
     problem = str(getattr(error, "problem", None) or str(error).splitlines()[0])
     expected = "the keys of a section in the same column, as `key: value`"
@@ -159,9 +157,13 @@ def yaml_problem(error: YAMLError, text: str) -> str:
     if "could not find" in problem or "end of stream" in problem or "expected ','" in problem:
         mark = getattr(error, "context_mark", None) or mark
     if mark is None:
-        return f"{problem}\n  expected {expected}"
-    line = text.splitlines()[mark.line].strip() if mark.line < len(text.splitlines()) else ""
-    return f"line {mark.line + 1}: {problem}\n    {line[:LONGEST]}\n  expected {expected}"
+        return ConfigError(f"{path} is not YAML: {problem}\n  expected {expected}")
+    line = ""
+    if mark.line < len(text.splitlines()):
+        line = text.splitlines()[mark.line].strip()
+    return ConfigError(
+        f"{path} is not YAML: line {mark.line + 1}: {problem}\n    {line[:LONGEST]}\n  expected {expected}"
+    )
 
 
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
@@ -185,9 +187,14 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         # OmegaConf takes a word without "=" for a key with no value, and a forgotten "=" would set it to null.
         if not equals or not key:
             likely = "pretrain.optim.lr=1e-3"
-            following = [word for word in overrides[position + 1 :] if word not in ("=", ":")]
-            if key and following and "=" not in following[0]:
-                likely = f"{key.rstrip(':')}={following[0]}"
+            # steps = 100, or steps: 100: the value is a word behind this one.
+            following = ""
+            for word in overrides[position + 1 :]:
+                if word not in ("=", ":"):
+                    following = word
+                    break
+            if key and following and "=" not in following:
+                likely = f"{key.rstrip(':')}={following}"
             raise ConfigError(
                 f"{override} is not an override\n  expected key=value without spaces, for example {likely}"
             )
@@ -196,9 +203,11 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
             key = f"{key}.name"
             section = base.get(stage)
             if isinstance(section, dict) and isinstance(section.get(MODEL), dict):
-                section[MODEL] = {
-                    name: section[MODEL][name] for name in ("image_size", "classes") if name in section[MODEL]
-                }
+                kept = {}
+                for name in ("image_size", "classes"):
+                    if name in section[MODEL]:
+                        kept[name] = section[MODEL][name]
+                section[MODEL] = kept
         # key='@stage/part': bare, a value that begins with @ is not YAML.
         if value.startswith("@"):
             value = f"'{value}'"
@@ -218,7 +227,9 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2].strip('"')
-        way_out = f"\n  in {error.full_key}" if error.full_key else ""
+        way_out = ""
+        if error.full_key:
+            way_out = f"\n  in {error.full_key}"
         if "Environment variable" in reason:
             way_out += "\n  set it, or give the recipe a value for where it is not set: ${oc.env:NAME,VALUE}"
         raise ConfigError(f"{reason}{way_out}") from None
@@ -282,20 +293,21 @@ def _read_section(
     `stage` is the config of the whole stage, and where it stands: a wrong key may be one of another of its sections.
     Raises ConfigError for a key without a field, a value of another type, and a value where a section belongs.
     """
+    known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(section, Mapping):
-        names = [field.name for field in dataclasses.fields(kind)]
-        listed = ", ".join(names[:MOST_NAMES]) + (", …" if len(names) > MOST_NAMES else "")
+        listed = ", ".join(known[:MOST_NAMES])
+        if len(known) > MOST_NAMES:
+            listed += ", …"
         example = ""
         for name, hint in get_type_hints(kind).items():
             # The key that was meant is likely the first that takes the value: data=shards is data.train=shards.
             with suppress(ConfigError):
-                if name in names and section_kind(hint) is None and section not in (None, ""):
+                if name in known and section_kind(hint) is None and section not in (None, ""):
                     read_value(section, hint, name)
                     example = f"\n  type for example {where}.{name}={shown(section)}"
                     break
         raise ConfigError(f"{where} is {shown(section)}, expected a section with the keys {listed}{example}")
     hints = get_type_hints(kind)
-    known = [field.name for field in dataclasses.fields(kind)]
     read_values: dict[str, object] = {}
     for name, value in section.items():
         path = f"{where}.{name}"
@@ -313,14 +325,14 @@ def _read_section(
         hint = hints[name]
         inner = section_kind(hint)
         if inner is not None and is_number_or_section(hint) and not isinstance(value, Mapping):
-            inner_names = ", ".join(field.name for field in dataclasses.fields(inner))
             number = None
             if isinstance(value, int | float | str) and not isinstance(value, bool):
                 number = read_number(value, path, whole=True)
-            require(
-                number is not None,
-                f"{path} is {shown(value)}, expected a whole number, or a section with the keys {inner_names}",
-            )
+            if number is None:
+                keys = ", ".join(field.name for field in dataclasses.fields(inner))
+                raise ConfigError(
+                    f"{path} is {shown(value)}, expected a whole number, or a section with the keys {keys}"
+                )
             read_values[name] = number
         elif name == MODEL and isinstance(value, str):
             read_values[name] = {"name": value}
@@ -360,21 +372,21 @@ def find_key(word: str, kind: type[ConfigDataclass]) -> str | None:
     return None
 
 
-def keys_of(kind: type[ConfigDataclass]) -> list[str]:
-    """Return the dotted keys of a config, its own before those of its sections."""
-    own = []
+def keys_of(kind: type[ConfigDataclass]) -> Iterator[str]:
+    """Iterate the dotted keys of a config, its own before those of its sections."""
     inside = []
     for name, hint in get_type_hints(kind).items():
         inner = section_kind(hint)
         if name not in kind.__dataclass_fields__:
             continue
-        own.append(name)
+        yield name
         if inner is not None and not is_named(hint):
-            inside += [f"{name}.{key}" for key in keys_of(inner)]
+            for key in keys_of(inner):
+                inside.append(f"{name}.{key}")
         # What fields a model has is known where its name has been read; these every model has.
         elif name == MODEL:
             inside += [f"{name}.name", f"{name}.image_size", f"{name}.classes"]
-    return own + inside
+    yield from inside
 
 
 def section_kind(hint: object) -> type[ConfigDataclass] | None:
@@ -432,9 +444,12 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
                 continue
         own = tag_of_field.get(name, outer)
         # The configs that the field holds: {"optim": …}, or {"mixture.a": …, "mixture.b": …}.
-        sections: dict[str, object] = {name: value}
+        sections: dict[str, object] = {}
         if isinstance(value, dict):
-            sections = {f"{name}.{key}": entry for key, entry in value.items()}
+            for key, entry in value.items():
+                sections[f"{name}.{key}"] = entry
+        else:
+            sections[name] = value
         if sections and all(dataclasses.is_dataclass(entry) for entry in sections.values()):
             for path, section in sections.items():
                 values |= tagged(section, tag, f"{prefix}{path}.", own)  # type: ignore[arg-type]  # a dataclass

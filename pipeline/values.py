@@ -26,9 +26,14 @@ SECONDS = {
 }
 COUNTS = {"k": 1000, "M": 1_000_000}
 NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]+)")
-WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 EXPECTED: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 PLURALS: dict[object, str] = {int: "whole numbers", float: "numbers", str: "texts", int | str: "whole numbers or texts"}
+# What people of many countries write, 10,000 and 0,001 and 50%, and what it is in a recipe.
+OTHER_NUMBERS = {
+    int: ((",", ""), ("%", "e-2"), ("_", ""), (" ", "")),
+    float: ((",", "."), ("%", "e-2"), ("_", ""), (" ", "")),
+}
 LONGEST = 80  # characters of a value that a message shows
 
 
@@ -62,16 +67,15 @@ def read_value(value: object, hint: Any, key: str) -> object:
     """
     if hint is Any or value == "???":
         return value
-    allowed = [kind for kind in get_args(hint) if kind is not NoneType]
     is_optional = NoneType in get_args(hint)
     if is_optional and value is None:
         return None
     if is_optional and value in ("None", "none"):
         raise ConfigError(f"{key} is {value}, which YAML takes for a text\n  type {key}=null")
+    allowed = set(get_args(hint)) - {NoneType}
     if is_optional and len(allowed) == 1:
-        hint = allowed[0]
+        (hint,) = allowed
     origin = get_origin(hint)
-    result: object = None  # of these types, none holds None
     if origin is Literal:
         return read_choice(value, get_args(hint), key)
     if origin is dict:
@@ -86,17 +90,31 @@ def read_value(value: object, hint: Any, key: str) -> object:
         for entry in value:
             entries.append(read_value(entry, get_args(hint)[0], key))
         return entries
-    if isinstance(value, bool):
-        result = value if hint is bool else None
-    elif hint is bool:
-        result = WORDS.get(str(value).lower(), {"0": False, "1": True}.get(str(value)))
+
+    # One value. None of these types holds None.
+    result: object = None
+    if hint is bool:
+        result = WORDS.get(str(value).lower())
+    elif isinstance(value, bool | Mapping | list | tuple):
+        result = None
     elif hint in (int, float) and isinstance(value, int | float | str):
         result = read_number(value, key, whole=hint is int)
-    elif not isinstance(value, Mapping | list | tuple):
+    else:
         result = value
-    if result is None:
-        raise ConfigError(f"{key} is {shown(value)}, {expected_number(value, hint, key)}")
-    return result
+    if result is not None:
+        return result
+    expected = f"expected {EXPECTED.get(hint, 'another value')}"
+    way_out = ""
+    unit = unit_of(key)
+    if unit is not None and hint in (int, float):
+        expected = f"expected a number of {unit.name}, or one with a unit: {unit.examples}"
+    if isinstance(value, str):
+        for wrong, right in OTHER_NUMBERS.get(hint, ()):
+            number = read_number(value.replace(wrong, right), key, whole=hint is int)
+            if wrong in value and number is not None:
+                way_out = f"\n  type {key}={number}"
+                break
+    raise ConfigError(f"{key} is {shown(value)}, {expected}{way_out}")
 
 
 def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
@@ -105,8 +123,9 @@ def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
         return value
     from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
 
-    hint = did_you_mean(str(value), map(str, choices))
-    nearest = hint if hint.startswith("; did you") else ""
+    nearest = did_you_mean(str(value), map(str, choices))
+    if not nearest.startswith("; did you"):
+        nearest = ""
     raise ConfigError(f"{key} is {shown(value)}{nearest}\n  expected one of {', '.join(map(str, choices))}")
 
 
@@ -120,9 +139,11 @@ def read_number(value: int | float | str, key: str, *, whole: bool) -> int | flo
         number = value
     else:
         unit = unit_of(key)
-        factors: Mapping[str, float] = COUNTS if whole else {}
+        factors: Mapping[str, float] = {}
         if unit is not None:
             factors = unit.factors
+        elif whole:
+            factors = COUNTS
         with_unit = NUMBER.fullmatch(value.strip())
         if with_unit is not None and with_unit[2] in factors:
             number = float(with_unit[1]) * factors[with_unit[2]]
@@ -133,24 +154,11 @@ def read_number(value: int | float | str, key: str, *, whole: bool) -> int | flo
                     break
                 except ValueError:
                     continue
-    if whole and isinstance(number, float):
-        return int(number) if number.is_integer() else None
-    return number
-
-
-def expected_number(value: object, hint: Any, key: str) -> str:
-    """Return what a field holds, for a message on a value that it does not hold, and what may have been meant."""
-    unit = unit_of(key)
-    text = f"expected {EXPECTED.get(hint, 'another value')}"
-    if unit is not None and hint in (int, float):
-        text = f"expected a number of {unit.name}, or one with a unit: {unit.examples}"
-    # 10,000 and 0,001 and 50% are what people of many countries write.
-    if hint in (int, float) and isinstance(value, str):
-        for wrong, right in ((",", "" if hint is int else "."), ("%", "e-2"), ("_", ""), (" ", "")):
-            number = read_number(value.replace(wrong, right), key, whole=hint is int)
-            if wrong in value and number is not None:
-                return f"{text}\n  type {key}={number}"
-    return text
+    if not whole or not isinstance(number, float):
+        return number
+    if number.is_integer():
+        return int(number)
+    return None
 
 
 def shown(value: object) -> str:
@@ -165,12 +173,16 @@ def flow_yaml(value: object) -> str:
     """Return a value as it would stand in a recipe, on one line."""
     if value is None:
         return "null"
-    # Before numbers: a bool is an int to Python, and YAML writes it in small letters.
+    if value == "":
+        return '""'
+    # A bool is an int to Python, and YAML writes it in small letters.
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
-        entries = [f"{name}: {flow_yaml(entry)}" for name, entry in value.items()]
+        entries = []
+        for name, entry in value.items():
+            entries.append(f"{name}: {flow_yaml(entry)}")
         return "{" + ", ".join(entries) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(flow_yaml, value)) + "]"
-    return '""' if value == "" else str(value)
+    return str(value)

@@ -35,6 +35,7 @@ LABEL_COLUMNS = ("label", "labels", "fine_label", "cls")
 TABLE_PATH_COLUMNS = ("path", "file_name", "filename", "image")  # of a table of paths; the second is Hugging Face's
 TABLE_LABEL_COLUMNS = ("label", "labels", "cls", "class", "category")
 MOST_KINDS = 10  # of files that were passed over, that a warning names
+HIDDEN = "hidden file"  # or a file in a hidden folder, as .ipynb_checkpoints: a kind of files that are passed over
 
 
 class ListedFile(NamedTuple):
@@ -78,13 +79,15 @@ def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
 
 
 def images_below(folder: Path, passed_over: Counter[str]) -> list[Path]:
-    """Return the images of a folder and of those below, sorted; count what is none, by extension or name."""
+    """Return the images of a folder and of those below, sorted; count what is none or hidden, by kind."""
     paths = []
-    # Hidden files are passed over without a warning: macOS leaves a `._1.jpg` beside a 1.jpg, which is no image.
-    for path in sorted(folder.rglob("[!.]*")):
+    for path in sorted(folder.rglob("*")):
         if path.is_dir():
             continue
-        if not path.is_file():
+        # macOS leaves a `._1.jpg` beside a 1.jpg, which is no image; a notebook copies of images in .ipynb_checkpoints.
+        if "/." in f"/{path.relative_to(folder)}":
+            passed_over[HIDDEN] += 1
+        elif not path.is_file():
             passed_over["link that leads nowhere, or device"] += 1
         elif path.suffix[1:].lower() in IMAGES:
             paths.append(path)
@@ -96,7 +99,7 @@ def images_below(folder: Path, passed_over: Counter[str]) -> list[Path]:
 def in_words(passed_over: Counter[str]) -> str:
     """Return what `images_below` has passed over."""
     kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
-    return f"not packed, being no {', '.join(IMAGES)}: {kinds}"
+    return f"not packed, being hidden or no {', '.join(IMAGES)}: {kinds}"
 
 
 def folder_classes(root: str | os.PathLike[str]) -> Names:

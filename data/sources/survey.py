@@ -32,6 +32,7 @@ from data.index.names import NoLabel, parse_labels, some
 from data.index.shard import COMPRESSED
 from data.index.tar import IMAGES, mapped, walk
 from data.sources.folders import (
+    HIDDEN,
     IMAGE_COLUMNS,
     TABLE_PATH_COLUMNS,
     ImageParquet,
@@ -51,6 +52,7 @@ TEST = ("val", "validation", "valid", "test", "testing", "eval", "dev")
 OPENED = 256  # images whose headers are read
 KEPT = 32  # of these, whose bytes are kept, to measure how fast they decode
 MOST_NAMED = 5  # of what is wrong
+WORD = re.compile(r"[a-z]+")  # of a file's name in small letters: cifar10-train-000.tar has cifar, train, tar
 # Archives as their owners call them: the source that reads them, the splits to train on and to evaluate on, and about
 # how long the shorter side of an image is.
 KNOWN = {
@@ -184,33 +186,22 @@ def known_sets(place: Path) -> list[FoundSet] | None:
             path = archive.parent
         published = known_archive(source, None, None)
         assert published is not None, source
-        found = []
-        for split in filter(None, (train_split, test_split)):
+        sets = []
+        for split in (train_split, test_split):
+            if not split:
+                continue
             size = published.published[split]
-            counts = Counter({str(label): size.samples // size.classes for label in range(size.classes)})
-            found.append(
-                FoundSet(
-                    source,
-                    str(path),
-                    size.samples,
-                    counts,
-                    are_ids=True,
-                    most_labels=1,
-                    labelled=size.samples,
-                    split=split,
-                    sides=[(side, side)],
-                )
-            )
-        return found
+            image_set = FoundSet(source, str(path), size.samples, are_ids=True, split=split, sides=[(side, side)])
+            for label in range(size.classes):
+                image_set.class_counts[str(label)] = size.samples // size.classes
+            image_set.most_labels = 1
+            image_set.labelled = size.samples
+            sets.append(image_set)
+        return sets
     return None
 
 
 # ------------------------------------------------------------------------------------------------ parts
-
-
-def words_of(name: str) -> list[str]:
-    """Return the words of a file's name: `cifar10-train-000.tar` → cifar, train, tar."""
-    return re.findall(r"[a-z]+", name.lower())
 
 
 def parts_of(place: str) -> tuple[str, str | None]:
@@ -219,29 +210,29 @@ def parts_of(place: str) -> tuple[str, str | None]:
     # A folder that holds nothing but another one is passed through.
     while path.is_dir():
         entries = sorted(path.glob("[!.]*"))
-        is_wrapper = len(entries) == 1 and entries[0].is_dir() and any(below.is_dir() for below in entries[0].glob("*"))
+        is_wrapper = len(entries) == 1 and entries[0].is_dir() and has_folders(entries[0])
         if not is_wrapper:
             break
         path = entries[0]
     # 1. Parts below: folders, or files that have the words in their names.
     if path.is_dir():
-        entries = sorted(path.glob("[!.]*"))
-        folders = {entry.name.lower(): str(entry) for entry in entries if entry.is_dir()}
+        folders = {}
+        for entry in sorted(path.glob("[!.]*/")):
+            folders[entry.name.lower()] = str(entry)
         kinds = [folders]
         for suffix in (".tar", ".parquet", ".csv"):
-            files = [entry.name for entry in entries if entry.name.endswith(suffix)]
-            kinds.append(parts_of_files(path, files, suffix))
+            kinds.append(parts_of_files(path, suffix))
         for parts in kinds:
             train = first_of(TRAIN, list(parts))
             test = first_of(TEST, list(parts))
             if train is not None and test is not None:
                 return parts[train], parts[test]
             # A folder that is called train and stands alone may be a class, of trains.
-            if train is not None and any(below.is_dir() for below in Path(parts[train]).glob("*")):
+            if train is not None and has_folders(Path(parts[train])):
                 return parts[train], None
     # 2. Or the part that is named is one of two: train-*.tar beside test-*.tar, photos/train beside photos/val.
     for train in TRAIN:
-        if train not in words_of(path.name):
+        if train not in WORD.findall(path.name.lower()):
             continue
         for test in TEST:
             other = path.with_name(path.name.replace(train, test))
@@ -250,26 +241,34 @@ def parts_of(place: str) -> tuple[str, str | None]:
     return str(path), None
 
 
-def parts_of_files(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
+def has_folders(folder: Path) -> bool:
+    """Return whether there are folders in a folder."""
+    return any(folder.glob("[!.]*/"))
+
+
+def parts_of_files(folder: Path, suffix: str) -> dict[str, str]:
     """Return the path, or the pattern, of the files that have a part's word in their names; raises DataError.
 
     All files have to be of a part, where one is called train; tables may lie beside others.
     """
+    files = sorted(folder.glob(f"[!.]*{suffix}"))
     parts = {}
     rest = set(files)
     for word in (*TRAIN, *TEST):
-        named = [name for name in files if word in words_of(name)]
-        rest -= set(named)
+        named = [file for file in files if word in WORD.findall(file.name.lower())]
+        rest.difference_update(named)
         if len(named) == 1:
-            parts[word] = str(folder / named[0])
+            parts[word] = str(named[0])
         elif named:
-            pattern = f"*{word}*{suffix}"
-            parts[word] = str(folder / pattern)
-            rest |= {path.name for path in folder.glob(pattern)} - set(named)
+            pattern = folder / f"*{word}*{suffix}"
+            parts[word] = str(pattern)
+            # A pattern may stand for more: *train*.tar for trains.tar.
+            rest.update(set(folder.glob(pattern.name)).difference(named))
     is_apart = first_of(TRAIN, list(parts)) is not None and first_of(TEST, list(parts)) is not None
     if is_apart and rest and suffix != ".csv":
+        names = sorted(file.name for file in rest)
         raise DataError(
-            f"{folder}: {some(sorted(rest))} are of no part, beside others that are called train\n"
+            f"{folder}: {some(names)} are of no part, beside others that are called train\n"
             f"  expected train or test in all names; name those that you mean: '{folder}/train-*{suffix}'"
         )
     return parts
@@ -282,21 +281,21 @@ def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Return the set that lies at a path; raises DataError where nothing there can be read as it stands."""
     path = Path(place)
     if path.is_dir():
-        compressed = [entry for suffix in COMPRESSED for entry in path.glob(f"[!.]*{suffix}")]
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
             return look_at_index(path, report)
         if any(path.glob("[!.]*.tar")):
             return look_at_tars(place, unlabelled, report)
         if any(path.glob("[!.]*.parquet")):
             return look_at_parquet(place, unlabelled, report)
-        tables = [table for table in sorted(path.glob("[!.]*.csv")) if is_table(table)]
+        tables = list(filter(is_table, sorted(path.glob("[!.]*.csv"))))
         if len(tables) == 1:
             return look_at_table(str(tables[0]), unlabelled, report)
-        if compressed:
-            raise DataError(
-                f"{compressed[0]}: a compressed tar, whose samples cannot be read from the middle\n"
-                f"  type gzip -d {compressed[0]} (or zstd -d), and the same command again"
-            )
+        for suffix in COMPRESSED:
+            for file in path.glob(f"[!.]*{suffix}"):
+                raise DataError(
+                    f"{file}: a compressed tar, whose samples cannot be read from the middle\n"
+                    f"  type gzip -d {file} (or zstd -d), and the same command again"
+                )
         return look_at_folder(path, unlabelled, report)
     if place.endswith(".tar"):
         return look_at_tars(place, unlabelled, report)
@@ -321,38 +320,45 @@ def spread(items: Sequence[tuple[Path, int, int]], most: int = OPENED) -> Iterat
 
 def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     """Look at sub-folders of images, one a class; or at images without labels."""
-    found = FoundSet("folder", str(root))
+    image_set = FoundSet("folder", str(root))
     passed_over: Counter[str] = Counter()
     paths: list[Path] = []
     empty = []
-    for folder in sorted(path for path in root.glob("[!.]*") if path.is_dir()):
+    for folder in sorted(root.glob("[!.]*/")):
         below = images_below(folder, passed_over)
         if not below:
             empty.append(folder.name)
             continue
         paths += below
-        found.class_counts[folder.name] = len(below)
+        image_set.class_counts[folder.name] = len(below)
         report(len(paths))
     here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and path.suffix[1:].lower() in IMAGES]
-    if unlabelled or not found.class_counts:
+    if unlabelled or not image_set.class_counts:
         paths += here
-        found.class_counts.clear()
+        image_set.class_counts.clear()
     else:
-        found.most_labels = 1
-        found.labelled = len(paths)
+        image_set.most_labels = 1
+        image_set.labelled = len(paths)
         if empty:
             raise DataError(
                 f"{root}: no images in {some(empty)}\n"
                 f"  expected {', '.join(IMAGES)} in every class; remove these folders or fill them"
             )
         if here:
-            found.notes.append(f"{len(here):,} images lie in no class's folder, and are left out, first {here[0].name}")
-    found.images = len(paths)
+            image_set.notes.append(
+                f"{len(here):,} images lie in no class's folder, and are left out, first {here[0].name}"
+            )
+    image_set.images = len(paths)
+    hidden = passed_over.pop(HIDDEN, 0)
+    if hidden:
+        image_set.notes.append(
+            f"{hidden:,} files are hidden, and are left out: their names, or their folder's, begin with ."
+        )
     for kind, count in passed_over.most_common(MOST_NAMED):
-        found.notes.append(f"{count:,} × {printable(kind)} are no {', '.join(IMAGES)}, and are left out")
+        image_set.notes.append(f"{count:,} × {printable(kind)} are no {', '.join(IMAGES)}, and are left out")
     for encoded in spread([(path, 0, -1) for path in paths]):
-        found.open(encoded)
-    return found
+        image_set.open(encoded)
+    return image_set
 
 
 def is_table(path: Path) -> bool:
@@ -365,28 +371,29 @@ def is_table(path: Path) -> bool:
 def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Look at a table of paths and labels."""
     path = Path(place)
-    found = FoundSet("table", place)
+    image_set = FoundSet("table", place)
     # Without a column of labels the images have none.
     try:
         names, labels = table_columns(path, unlabelled=unlabelled)
     except DataError:
         names, labels = table_columns(path, unlabelled=True)
-        unlabelled = True
-    classes_in(path, [] if unlabelled else labels)  # raises DataError where there are ids and names
+    classes_in(path, labels)  # raises DataError where there are ids and names
     missing = []
+    images = []
     for name, label in zip(names, labels, strict=True):
         if not (path.parent / name).is_file():
             missing.append(name)
-        found.count(b"" if unlabelled else label_text(label))
-        report(found.images)
+        images.append((path.parent / name, 0, -1))
+        image_set.count(label_text(label))
+        report(image_set.images)
     if missing:
         raise DataError(
             f"{path}: {some(missing)}: no such files\n"
             f"  expected paths relative to {path.parent}, or whole ones; move the table, or write them so"
         )
-    for encoded in spread([(path.parent / name, 0, -1) for name in names]):
-        found.open(encoded)
-    return found
+    for encoded in spread(images):
+        image_set.open(encoded)
+    return image_set
 
 
 def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
@@ -398,31 +405,35 @@ def look_at_parquet(place: str, unlabelled: bool, report: Report) -> FoundSet:
         columns = parquet.read_schema(files[0]).names
     if "path" in columns and first_of(IMAGE_COLUMNS, columns) is None:
         return look_at_table(str(files[0]), unlabelled, report)
-    found = FoundSet("parquet", place)
+    image_set = FoundSet("parquet", place)
     names: Sequence[str] = ()
     for path in files:
         file = ImageParquet(path, unlabelled=True)
         names = names or file.names
         if not file.label_column or unlabelled:
             with naming_parquet(path):
-                found.images += parquet.read_metadata(path).num_rows
+                image_set.images += parquet.read_metadata(path).num_rows
         else:
             for row in file.rows([file.label_column]):
-                found.count(label_text(row[file.label_column]))
-                report(found.images)
+                image_set.count(label_text(row[file.label_column]))
+                report(image_set.images)
         for _, row in zip(range(OPENED // len(files) + 1), file.rows([file.image_column]), strict=False):
             image = row[file.image_column]
-            encoded = image.get("bytes") if isinstance(image, dict) else image
-            found.open(encoded or b"")
-    if found.are_ids and names:
-        found.class_counts = Counter({name: found.class_counts[str(label)] for label, name in enumerate(names)})
-        found.are_ids = False
-    return found
+            if isinstance(image, dict):
+                image = image.get("bytes")
+            image_set.open(image or b"")
+    if image_set.are_ids and names:
+        count_of_id = image_set.class_counts
+        image_set.class_counts = Counter()
+        for label, name in enumerate(names):
+            image_set.class_counts[name] = count_of_id[str(label)]
+        image_set.are_ids = False
+    return image_set
 
 
 def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
     """Look at WebDataset tars, which are indexed where they lie."""
-    found = FoundSet("shards", place)
+    image_set = FoundSet("shards", place)
     files = files_of(place, "*.tar")
     for path in files:
         images = []
@@ -431,29 +442,39 @@ def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
                 if row.image_size == 0:
                     continue
                 images.append((path, row.image, row.image_size))
-                label = bytes(tar[row.label : row.label + row.label_size])
-                found.count(b"" if unlabelled else label)
-                report(found.images)
+                label = b""
+                if not unlabelled:
+                    label = bytes(tar[row.label : row.label + row.label_size])
+                image_set.count(label)
+                report(image_set.images)
         for encoded in spread(images, OPENED // len(files) + 1):
-            found.open(encoded)
-    return found
+            image_set.open(encoded)
+    return image_set
 
 
 def look_at_index(folder: Path, report: Report) -> FoundSet:
     """Look at a set that has been packed or indexed."""
     index = load_index(folder)
-    found = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
+    image_set = FoundSet("index", str(folder), index.samples, are_ids=not index.names)
     for label, count in enumerate(index.class_counts):
-        found.class_counts[index.names[label] if index.names else str(label)] = count
-    found.most_labels = 1 if index.classes else 0
-    found.labelled = index.samples if index.classes else 0
+        name = str(label)
+        if index.names:
+            name = index.names[label]
+        image_set.class_counts[name] = count
+    if index.classes:
+        image_set.most_labels = 1
+        image_set.labelled = index.samples
     if sum(index.class_counts) > index.samples:
-        found.most_labels = int(index.table(0)["label_size"].max(initial=1) + 1) // 2
-    for number in range(0 if index.remote else len(index.shards)):
+        image_set.most_labels = int(index.table(0)["label_size"].max(initial=1) + 1) // 2
+    if index.remote:
+        return image_set
+    for number in range(len(index.shards)):
         table = index.table(number)
         place = Path(index.location(number))
-        images = list(zip([place] * len(table), table["image"].tolist(), table["image_size"].tolist(), strict=True))
+        images = []
+        for offset, size in zip(table["image"].tolist(), table["image_size"].tolist(), strict=True):
+            images.append((place, offset, size))
         for encoded in spread(images, OPENED // len(index.shards) + 1):
-            found.open(encoded)
+            image_set.open(encoded)
         report(index.samples)
-    return found
+    return image_set

@@ -8,7 +8,7 @@
 1. `data.sources.survey` says what the images are.
 2. `choose_scratch` or `choose_finetuning` choose model, image size, batch, steps and augmentation: by what is known to
    work at such sizes, which the recipe's comments name, and by how many images a second this machine takes.
-3. `text_of` puts them into a recipe, with a comment for each choice.
+3. `write_recipe` puts them into new.yaml.jinja, which has a comment for each choice.
 """
 
 import json
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import models
 from data.checks import printable
@@ -45,6 +46,7 @@ from pipeline.plan.memory import memory_need
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig, model_config
+from pipeline.values import flow_yaml
 
 MOST_WORKERS = 8  # on CPUs; each computes with its share of the cores
 MINUTES_ON_CPU = 10.0
@@ -94,6 +96,7 @@ class Machine:
     gpus: int
     workers: int
     memory: int  # bytes that a worker may fill: of its GPU, or its share of the machine
+    precision: str
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,8 @@ class Choice:
     micro_batch: int
     steps: int
     rate: float  # images a second
-    init: str | None = None  # weights that are fine-tuned
-
-    @property
-    def seconds(self) -> float:
-        """Return about how long the steps take."""
-        return self.steps * self.batch_size / self.rate
+    init: str | None = None  # weights that are fine-tuned, with the rate `lr`
+    lr: float | None = None
 
 
 def new(
@@ -150,12 +149,12 @@ def new(
 
     # 1. The images.
     train, test = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
-    describe(train.path, train)
+    describe(train)
     if test is not None:
-        describe(test.path, test)
+        describe(test)
     sets = Sets(train, test, held_out(train, test))
 
-    # 2. What this machine makes of them.
+    # 2. How they are trained on.
     machine = this_machine()
     if minutes is None:
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
@@ -165,12 +164,7 @@ def new(
         choice = choose_scratch(sets, model, machine, 60 * minutes)
 
     # 3. The recipe.
-    write_whole(recipe, text_of(name, recipe, sets, choice, machine))
-    passes = choice.steps * choice.batch_size / sets.images
-    echo(
-        f"wrote {recipe}: {choice.steps:,} steps of {choice.batch_size} images, {passes:.3g} passes, about "
-        f"{duration(choice.seconds)} at {amount(choice.rate)} images/s on {machine.name}"
-    )
+    write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
 
 
@@ -184,24 +178,26 @@ def name_of(place: str) -> str:
     return re.sub(r"[^\w-]+", "-", stem).strip("-") or "images"
 
 
-def describe(place: str, found: FoundSet) -> None:
+def describe(image_set: FoundSet) -> None:
     """Print what a set holds, and what of it is left out."""
-    text = f"{place}: {found.images:,} images"
-    if found.classes:
-        most = [f"{printable(name[:40])} {count:,}" for name, count in found.class_counts.most_common(3)]
-        if len(found.class_counts) > len(most):
-            most.append("…")
-        text += f" of {found.classes:,} classes ({', '.join(most)})"
+    text = f"{image_set.path}: {image_set.images:,} images"
+    if image_set.classes:
+        largest = []
+        for name, count in image_set.class_counts.most_common(3):
+            largest.append(f"{printable(name[:40])} {count:,}")
+        if len(image_set.class_counts) > len(largest):
+            largest.append("…")
+        text += f" of {image_set.classes:,} classes ({', '.join(largest)})"
     else:
         text += " without labels"
-    if found.sides:
-        height, width = sorted(found.sides, key=min)[len(found.sides) // 2]
+    if image_set.sides:
+        height, width = sorted(image_set.sides, key=min)[len(image_set.sides) // 2]
         text += f", {width} × {height} px in the middle"
-    if found.bad:
-        reason, _ = found.bad.most_common(1)[0]
-        text += f"; {sum(found.bad.values())} of {found.opened} that were opened cannot be read ({reason})"
+    if image_set.bad:
+        reason, _ = image_set.bad.most_common(1)[0]
+        text += f"; {image_set.bad.total()} of {image_set.opened} that were opened cannot be read ({reason})"
     echo(text)
-    for note in found.notes:
+    for note in image_set.notes:
         echo(f"  {note}")
 
 
@@ -227,9 +223,10 @@ def this_machine() -> Machine:
     if gpus:
         memory = torch.cuda.mem_get_info()[1]
         name = f"{gpus} × {torch.cuda.get_device_name()}"
-        return Machine(name, here, gpus, gpus, int(SHARE_OF_MEMORY * memory))
+        return Machine(name, here, gpus, gpus, int(SHARE_OF_MEMORY * memory), "bf16")
     workers = min(here, MOST_WORKERS)
-    return Machine(counted(here, "core"), here, 0, workers, int(SHARE_OF_MEMORY * memory_free() / workers))
+    memory = int(SHARE_OF_MEMORY * memory_free() / workers)
+    return Machine(counted(here, "core"), here, 0, workers, memory, "fp32")
 
 
 # ------------------------------------------------------------------------------------------------ what to train
@@ -256,16 +253,18 @@ def choose_scratch(sets: Sets, wanted: str | None, machine: Machine, budget_s: f
     # Of a name that is given the image size follows.
     if wanted is not None:
         named = model_config({"name": wanted, "image_size": 224, "classes": train.classes})
-        stride = named.stride[0] if isinstance(named, vit.ViTConfig) else 32
+        stride = 32
+        if isinstance(named, vit.ViTConfig):
+            stride = named.stride[0]
         image_size = max(PATCHES * stride, min(224, side) // stride * stride)
-        row = next((row for size, _, row in reversed(SIZES) if size == wanted.partition("/")[0]), "S")
-        sections = [({"name": wanted, "image_size": image_size}, row)]
+        row_of_size = {size: row for size, _, row in SIZES}  # of the three called Ti the last, which is the whole
+        sections = [({"name": wanted, "image_size": image_size}, row_of_size.get(wanted.partition("/")[0], "S"))]
 
     # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
     crop: dict[str, Any] = {}
     if image_size < SMALL:
         crop["min_area"] = 0.3
-    if train.classes and not train.are_ids and all(len(name) == 1 for name in train.class_counts):
+    if train.classes and not train.are_ids and max(map(len, train.class_counts)) == 1:
         crop["flip"] = False
 
     # 3. The largest model whose passes fit the time.
@@ -324,8 +323,9 @@ def choose_finetuning(sets: Sets, init: str, machine: Machine, budget_s: float) 
     batch_size, micro_batch = batches(sets.images, model, machine, "sgd")
     seen = min(rate * budget_s, by_images(sets.images, LONGEST_FINETUNING), MOST_PASSES * sets.images)
     steps = max(10, round(seen / batch_size))
+    lr = float(f"{0.03 * math.sqrt(batch_size / 512):.1g}")
     section = {"classes": train.classes}
-    return Choice(model, section, crop, "none", batch_size, micro_batch, steps, rate, init)
+    return Choice(model, section, crop, "none", batch_size, micro_batch, steps, rate, init, lr)
 
 
 def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
@@ -336,22 +336,29 @@ def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:
 def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -> tuple[int, int]:
     """Return the batch, and the part of it that a worker takes at a time and that its memory holds."""
     workers = machine.workers
-    batch_size = by_images(images, GPU_BATCHES if machine.gpus else CPU_BATCHES)
+    if machine.gpus:
+        batch_size = by_images(images, GPU_BATCHES)
+        most_at_once = 256
+    else:
+        batch_size = by_images(images, CPU_BATCHES)
+        most_at_once = 64
     # A small set has several steps a pass too.
     while batch_size > 8 and batch_size * 4 > images:
         batch_size //= 2
     share = max(1, batch_size // workers)
-    micro_batch = min(share, 256 if machine.gpus else 64)
+    micro_batch = min(share, most_at_once)
 
     # A small model on small images fits anywhere; another is traced, which takes seconds, as `plan` does.
-    values = {
+    values: dict[str, Any] = {
         "steps": 1,
         "batch_size": micro_batch * workers,
         "micro_batch": micro_batch,
-        "precision": "bf16" if machine.gpus else "fp32",
-        "objective": "masked" if isinstance(model, MaskedConfig) else "classification",
+        "precision": machine.precision,
+        "objective": "classification",
         "optim": {"name": optimizer},
     }
+    if isinstance(model, MaskedConfig):
+        values["objective"] = "masked"
     is_small = False
     if isinstance(model, vit.ViTConfig):
         activations = micro_batch * model.depth * model.width * math.prod(model.grid)
@@ -375,12 +382,13 @@ def batches(images: int, model: ModelConfig, machine: Machine, optimizer: str) -
 
 def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float:
     """Measure how many images this machine trains on in a second: forward and backward, and decoding."""
-    measured = model.vit if isinstance(model, MaskedConfig) else model
+    if isinstance(model, MaskedConfig):
+        model = model.vit
     device = torch.device("cpu")
     dtype = torch.float32
     clock = time.process_time
     # Of a large model few images, which take a core some seconds.
-    batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(measured, 1))))
+    batch_size = max(1, min(8, int(FLOPS_TRIED / models.training_flops(model, 1))))
     if machine.gpus:
         device = torch.device("cuda")
         dtype = torch.bfloat16
@@ -388,8 +396,8 @@ def images_per_s(model: ModelConfig, machine: Machine, decode_s: float) -> float
         batch_size = 64
     # One thread and its CPU time: other programs that run now say nothing of how long the training will take.
     torch.set_num_threads(1)
-    module = models.from_config(measured).to(device, dtype)
-    images = torch.rand(batch_size, 3, *measured.image_size, device=device, dtype=dtype)
+    module = models.from_config(model).to(device, dtype)
+    images = torch.rand(batch_size, 3, *model.image_size, device=device, dtype=dtype)
     began = clock()
     passes = -1  # the first allocates, and is not counted
     while passes < 1 or clock() - began < MEASURED_S:
@@ -421,14 +429,8 @@ def decoding_seconds(train: FoundSet, image_size: int, cfg: AugmentConfig) -> fl
 # ------------------------------------------------------------------------------------------------ the recipe
 
 
-def text_of(name: str, recipe: Path, sets: Sets, choice: Choice, machine: Machine) -> str:
-    """Return the recipe: a line for each choice, with its reason."""
-    train = sets.train
-    goal = f"A ViT for {train.images:,} images of {train.classes:,} classes"
-    if choice.init is not None:
-        goal = f"Fine-tuning on {train.images:,} images of {train.classes:,} classes"
-    elif not train.classes:
-        goal = f"Masked patch prediction on {train.images:,} images without labels"
+def write_recipe(path: Path, name: str, sets: Sets, choice: Choice, machine: Machine) -> None:
+    """Write the recipe: where its stages find the sets, and a line for each choice with its reason."""
     # 1. Where it runs.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
     cores_of_worker = max(1, machine.cores // machine.workers)
@@ -436,60 +438,28 @@ def text_of(name: str, recipe: Path, sets: Sets, choice: Choice, machine: Machin
         cluster["gpus_per_worker"] = 1
     if cores_of_worker > 1:
         cluster["cpus_per_worker"] = cores_of_worker
-    lines = [
-        f"# {goal}, written by `python -m jobs new` for {machine.name}.",
-        f"#   python -m jobs run {shlex.quote(str(recipe))}     goes on after a stop; key=value overrides a line",
-        f"run: runs/{name}",
-        f"cluster: {flow(cluster)}  # this machine; others: docs/ways-in.md",
-    ]
 
-    # 2. The sets: those that are packed or indexed first, then the part that is held out.
+    # 2. Where the sets are read from: those that are no index are packed first, then a part of them is held out.
     places = {}
-    packed = []
-    for set_name, found in (("train", train), ("test", sets.test)):
-        if found is None:
+    packed = {}
+    for set_name, image_set in (("train", sets.train), ("test", sets.test)):
+        if image_set is None:
             continue
-        path = str(Path(found.path).absolute())
-        places[set_name] = path
-        if found.source == "index":
+        places[set_name] = quoted(image_set.path)
+        if image_set.source == "index":
             continue
-        values: dict[str, Any] = {"source": found.source, "path": path}
-        if found.split:
-            values["split"] = found.split
-        if not train.classes:
+        values: dict[str, Any] = {"source": image_set.source, "path": places[set_name]}
+        if image_set.split:
+            values["split"] = image_set.split
+        if not sets.train.classes:
             values["unlabelled"] = True
-        packed.append(f"    {set_name}: {flow(values)}")
-        places[set_name] = f"@shards/{set_name}"
-    if packed:
-        how = "tars are indexed where they lie" if train.source == "shards" else "images are packed into tars, once"
-        lines += ["", f"shards:  # {how}", "  kind: pack", "  sets:", *packed]
+        packed[set_name] = values
+        places[set_name] = f'"@shards/{set_name}"'
+    path_of_parts = places["train"]
     if sets.percent:
-        part = {"source": "subset", "path": places["train"]}
-        bound = f"{100 - sets.percent}%"
-        lines += [
-            "",
-            f"parts:  # {sets.percent}% of each class are held out, to evaluate on",
-            "  kind: pack",
-            "  sets:",
-            f"    train: {flow({**part, 'part': f':{bound}', 'seed': 0})}",
-            f"    held-out: {flow({**part, 'part': f'{bound}:', 'seed': 0})}",
-        ]
-        places = {"train": "@parts/train", "test": "@parts/held-out"}
+        places = {"train": '"@parts/train"', "test": '"@parts/held-out"'}
 
-    # 3. What is trained, on which images.
-    if choice.init is None:
-        lines += ["", "pretrain:"]
-    else:
-        lines += ["", "finetune:", f"  init: {flow(str(Path(choice.init).absolute()))}  # with a new head"]
-    if not train.classes:
-        lines.append("  objective: masked  # of corrupted patches the mean colours (paper, B.1.2)")
-    lines += ["  data:", f"    train: {flow(places['train'])}"]
-    if "test" in places:
-        lines.append(f"    evaluate: {flow(places['test'])}")
-    if train.most_labels > 1:
-        lines.append(f"    max_labels: {train.most_labels}")
-    if machine.gpus:
-        lines.append(f"    processes: {min(16, max(1, cores_of_worker - 1))}  # that decode, for each worker")
+    # 3. Why images are augmented as they are.
     reasons = []
     if choice.level != "none":
         reasons.append(f"level {choice.level} of AugReg (Steiner et al. 2022)")
@@ -499,48 +469,45 @@ def text_of(name: str, recipe: Path, sets: Sets, choice: Choice, machine: Machin
         reasons.append("small images: crops of 30 % of the area or more")
     if "flip" in choice.augment:
         reasons.append("letters have no mirror image")
-    if choice.augment:
-        lines += [f"    # {'; '.join(reasons)}", f"    augment: {flow(choice.augment)}"]
-    lines.append(f"  model: {flow(choice.section)}  # {choice.model.image_size[0]} px, of {train.shorter_side}")
-
-    # 4. How it is trained.
-    lines.append("  optim:")
-    if choice.init is not None:
-        lr = float(f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}")
-        lines.append(f"    lr: {lr:g}  # SGD: 0.03 at a batch of 512 (paper, table 4), with the root of the batch")
-    elif train.classes:
-        lines += ["    lr: 1.0e-3  # Adam (Steiner et al. 2022; Beyer et al. 2022)", "    weight_decay: 0.1"]
-    else:
-        lines += ["    lr: 5.0e-4  # Adam; 2.0e-4 for ViT-B (paper, B.1.2)", "    weight_decay: 0.1"]
-    lines.append(f"    schedule: {{decay: cosine, warmup_steps: {choice.steps // 10}}}  # a tenth of the steps")
-    if train.most_labels > 1:
-        lines.append("  loss: sigmoid  # an image may have several labels")
-    elif train.classes:
-        lines.append("  loss: softmax")
     _, _, mixup = AUGREG[choice.level]
-    if mixup:
-        lines.append(f"  mixup: {mixup}  # of the same level")
-    passes = choice.steps * choice.batch_size / sets.images
-    lines += [
-        f"  steps: {choice.steps}  # {passes:.3g} passes, about {duration(choice.seconds)} on {machine.name}",
-        f"  batch_size: {choice.batch_size}",
-        f"  micro_batch: {choice.micro_batch}  # images a worker takes at a time",
-        f"  precision: {'bf16' if machine.gpus else 'fp32'}",
-        f"  log_every: {max(1, min(50, choice.steps // 20))}",
-    ]
-    if "test" in places:
-        lines.append(f"  evaluate_every: {choice.steps // 5}")
-    lines.append(f"  save_every: {min(1000, choice.steps // 5)}")
-    return "\n".join(lines) + "\n"
+
+    passes = f"{choice.steps * choice.batch_size / sets.images:.3g}"
+    seconds = duration(choice.steps * choice.batch_size / choice.rate)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["flow"] = flow_yaml
+    text = environment.get_template("new.yaml.jinja").render(
+        train=sets.train,
+        percent=sets.percent,
+        choice=choice,
+        machine=machine,
+        name=name,
+        path_in_shell=shlex.quote(str(path)),
+        cluster=cluster,
+        packed=packed,
+        path_of_parts=path_of_parts,
+        places=places,
+        init=quoted(choice.init or ""),
+        processes=min(16, max(1, cores_of_worker - 1)),
+        reasons=reasons,
+        mixup=mixup,
+        passes=passes,
+        duration=seconds,
+    )
+    write_whole(path, text)
+    echo(
+        f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} passes, about {seconds} at "
+        f"{amount(choice.rate)} images/s on {machine.name}"
+    )
 
 
-def flow(value: object) -> str:
-    """Return a value as YAML on one line; of texts those that need it are in quotes."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {flow(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z][\w/-]*", value):
-        # OmegaConf would read ${…} as a reference.
-        return json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+def quoted(path: str) -> str:
+    """Return a path as a recipe has it, from the root and in quotes."""
+    # OmegaConf would read ${…} as a reference.
+    text = str(Path(path).absolute()).replace("${", "\\${")
+    return json.dumps(text, ensure_ascii=False)

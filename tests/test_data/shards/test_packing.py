@@ -462,12 +462,13 @@ def test_packing_and_indexing_count_what_is_no_image_by_the_same_reasons_as_the_
         assert "bad: 1 × not decodable" in capsys.readouterr().out
 
 
-def test_hidden_files_are_passed_over_and_other_kinds_are_counted(tmp_path, caplog):
-    for name in (".git/x.jpg", "cat/.hidden.jpg", "cat/a.jpg", "cat/b.gif", "cat/notes.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+def test_hidden_files_and_folders_are_left_out_and_counted_as_other_kinds_are(tmp_path, caplog):
+    hidden = ("cat/.hidden.jpg", "cat/.ipynb_checkpoints/a-checkpoint.jpg", "cat/b/.thumbnails/x/a.jpg")
+    for name in (".git/x.jpg", *hidden, "cat/a.jpg", "cat/b.gif", "cat/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_bytes(picture(1))
     assert [(s.key, s.labels) for s in class_folders(tmp_path)] == [("cat/a", (0,))]
-    assert "1 × .gif, 1 × .txt" in caplog.text
+    assert "being hidden or no jpg, jpeg, png, webp: 3 × hidden file, 1 × .gif, 1 × .txt" in caplog.text
 
 
 def test_a_tar_that_is_not_imagenet_s_and_a_table_of_excel_s_are_read_as_what_they_are(tmp_path):

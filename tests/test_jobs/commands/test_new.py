@@ -307,6 +307,12 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
         ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read (truncated)"),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
         ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif are no jpg, jpeg, png, webp"),
+        (
+            "hidden",
+            {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
+            0,
+            "(a 8, b 8), 16 × 16 px in the middle\n  2 files are hidden, and are left out",
+        ),
         ("beside", {**several, "x.jpg": grey}, 0, "1 images lie in no class's folder"),
         ("competition", {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey}, 0, "is not evaluated on"),
         (
