@@ -439,7 +439,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: Choice, machine: Mac
     if cores_of_worker > 1:
         cluster["cpus_per_worker"] = cores_of_worker
 
-    # 2. Where the sets are read from: those that are no index are packed first, then a part of them is held out.
+    # 2. What the stages read: sets that are no index are packed first, then a part of them is held out.
     places = {}
     packed = {}
     for set_name, image_set in (("train", sets.train), ("test", sets.test)):
@@ -458,6 +458,8 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: Choice, machine: Mac
     path_of_parts = places["train"]
     if sets.percent:
         places = {"train": '"@parts/train"', "test": '"@parts/held-out"'}
+    if choice.init is not None:
+        places["init"] = quoted(choice.init)
 
     # 3. Why images are augmented as they are.
     reasons = []
@@ -492,7 +494,6 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: Choice, machine: Mac
         packed=packed,
         path_of_parts=path_of_parts,
         places=places,
-        init=quoted(choice.init or ""),
         processes=min(16, max(1, cores_of_worker - 1)),
         reasons=reasons,
         mixup=mixup,
