@@ -397,15 +397,16 @@ class RayNodes:
         for bundle, node_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())[:world]:
             slots.setdefault(node_id, []).append(bundle)
         rows = {node["NodeID"]: node for node in ray.nodes()}
+        gpus = self.cluster.gpus_per_worker
         # Agents of nodes that are not used any more only take up their memory, but for a few.
         self.used = slots.keys()
         kept = 0
         for node_id in self.actors.keys() - self.used:
-            if kept < WARM_SPARES and rows[node_id]["Alive"] and node_id not in self.nodes_to_avoid():
+            is_there = node_id in rows and rows[node_id]["Alive"] and node_id not in self.nodes_to_avoid()
+            if is_there and not gpus and kept < WARM_SPARES:
                 kept += 1
             else:
                 self.end_agent(node_id)
-        gpus = self.cluster.gpus_per_worker
         agents = []
         for node_id, bundles in slots.items():
             # Which GPUs Ray has given to a bundle it tells in no table: a task in each bundle sees its own. They are
@@ -433,7 +434,13 @@ class RayNodes:
         return agents
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which a next attempt may move."""
+        """Start agents on a few of these nodes, to which a next attempt may move.
+
+        Those of workers with GPUs import nothing ahead: there is nothing to gain, and an autoscaler takes no node away
+        that has an agent.
+        """
+        if self.cluster.gpus_per_worker:
+            return
         idle = (self.actors.keys() - self.used) & spare
         for node_id in sorted(spare - self.actors.keys())[: max(0, WARM_SPARES - len(idle))]:
             self.start_agent(node_id)

@@ -386,7 +386,7 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
             os.kill(given[attempt]["pid"], signal.SIGTERM)
 
     # No save but those that the notices ask for. Steps of eight micro-batches: the next node has joined in time.
-    steps = 300 + 100 * moves
+    steps = 300 + 50 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     changes.append("pretrain.micro_batch=1")
     loaded = campaign.load(recipe, changes)

@@ -248,6 +248,10 @@ def test_a_few_spare_nodes_have_a_warm_agent(two, monkeypatch) -> None:
         nodes.warm_up_spares(set(spare))
         assert started == list(expected), spare
         started.clear()
+    # Those of workers with GPUs import nothing ahead.
+    monkeypatch.setattr(nodes, "cluster", ClusterConfig(gpus_per_worker=1))
+    nodes.warm_up_spares({"x", "y"})
+    assert not started
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
