@@ -5,7 +5,9 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 2. `request_async`: rank 0 requests the evaluation of a step that is about to be committed, where a worker is spare;
    the driver runs `evaluate_commit` there, and rank 0 reports the outcome (pipeline/evaluation/async_evaluation.py);
 3. `evaluate_unfinished`: at the start of an attempt, the commits whose evaluation a stop or a kill cut short;
-4. `evaluate_at_the_end`: of the weights that the stage hands on; a failure ends the stage.
+4. `evaluate_at_the_end`: of the weights that the stage ends with; a failure ends the stage.
+
+Whether the stage ends early for lack of a better evaluation (`patience`) is decided here too: `has_lost_patience`.
 """
 
 import json
@@ -29,9 +31,10 @@ from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluation import async_evaluation, document
+from pipeline.evaluation.best import evaluations_since_best
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.telemetry import counted, read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
@@ -161,13 +164,37 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         busy_s = time.monotonic() - price.began - price.evaluated_s
         step_s = busy_s / max(progress.step - price.first_step, 1)
         share = seconds / (seconds + every * step_s)
-        remark = "evaluate_on=spare evaluates commits beside training, where the cluster has room"
+        remark = "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
         if worker.cfg.evaluate_on == "spare":
-            remark = "evaluate_on=spare, but nothing was spare"
+            remark = "; evaluate_on=spare, but nothing was spare"
+        elif worker.cfg.keep_best is not None:
+            remark = ""  # the steps wait for it: the best must be known when the stage ends
         worker.telemetry.log(
-            f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time; {remark}"
+            f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time{remark}"
         )
     return True
+
+
+def has_lost_patience(worker: Worker, progress: Progress) -> bool:
+    """Collective: tell whether the stage ends here, because `patience` evaluations have not been better than the best.
+
+    It is told by the records alone, also at the start of an attempt.
+    """
+    cfg = worker.cfg
+    if cfg.keep_best is None or cfg.patience == 0 or progress.step >= worker.steps:
+        return False
+    is_over = [False]
+    if worker.rank == 0:
+        since = evaluations_since_best(Path(worker.job.directory), cfg.keep_best)
+        if since is not None and since[0] >= cfg.patience:
+            count, best = since
+            is_over = [True]
+            worker.telemetry.log(
+                f"{counted(count, 'evaluation')} without a better {cfg.keep_best} than {best['value']:.4f} at step "
+                f"{best['step']}, patience is {cfg.patience}: the stage ends at step {progress.step} of {worker.steps}"
+            )
+    dist.broadcast_object_list(is_over, src=0)
+    return is_over[0]
 
 
 def evaluate_at_the_end(worker: Worker, progress: Progress) -> None:

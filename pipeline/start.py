@@ -13,7 +13,7 @@ Everything here is collective: all workers of the group do it together, and in t
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import engine_settings
 from pipeline.evaluation import async_evaluation
+from pipeline.evaluation.best import steps_of_best
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
@@ -251,6 +252,11 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
 
     joined.phases.enter("engine", 0)
     engine = build_engine(cfg, model, arithmetic.accumulation)
+    needed: Callable[[], Collection[int]] = tuple
+    if cfg.evaluate_on == "spare":
+        needed = partial(async_evaluation.requested, Path(job.directory))
+    elif cfg.keep_best is not None:
+        needed = partial(steps_of_best, Path(job.directory), cfg.keep_best, joined.checkpoints.committed_steps)
     saver = Saver(
         joined.checkpoints,
         joined.telemetry,
@@ -259,7 +265,7 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         keep_every=cfg.keep_every,
         max_failed_saves=cfg.max_failed_saves,
         expected_bytes=checkpoint_bytes(cfg, model_config),
-        needed=partial(async_evaluation.requested, Path(job.directory)) if cfg.evaluate_on == "spare" else tuple,
+        needed=needed,
     )
     return Worker(
         cfg=cfg,

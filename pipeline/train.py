@@ -6,7 +6,8 @@
    all workers agree on: mean loss, bad samples, whether to stop, whether a save is written.
 4. What the step asks for: a report, the commit of a save, a new save, an evaluation (here, or by a worker beside
    training: `evaluate_on: spare`), the end.
-5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size.
+5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size: those of
+   the last step or, with `keep_best`, of the step whose evaluation was the best.
 
 A save that is due is committed before its step is evaluated: an evaluation that fails, or is killed, costs none of it.
 
@@ -21,13 +22,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 
 import models
-from data.errors import DataError, Preempted
+from data.errors import CheckpointError, DataError, Preempted
 from data.files import whole_file
 from pipeline import artifacts, config
 from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch
@@ -35,8 +36,15 @@ from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
-from pipeline.evaluate import evaluate_at_the_end, evaluate_between, evaluate_unfinished, request_async
+from pipeline.evaluate import (
+    evaluate_at_the_end,
+    evaluate_between,
+    evaluate_unfinished,
+    has_lost_patience,
+    request_async,
+)
 from pipeline.evaluation import async_evaluation
+from pipeline.evaluation.best import best_commit
 from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
@@ -45,6 +53,16 @@ from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
+
+
+class Kept(TypedDict):
+    """Holds which step's weights a stage with `keep_best` hands on, and why."""
+
+    metric: str
+    value: float
+    step: int
+    samples_seen: int
+    ledger: str
 
 
 class StageResult(TypedDict):
@@ -57,6 +75,7 @@ class StageResult(TypedDict):
     metrics: dict[str, float]
     world: int
     files: dict[str, FileRecord]  # the weights and their model, as rank 0 read them back
+    kept: NotRequired[Kept]  # of a stage that hands on the best weights instead of the last
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
@@ -92,7 +111,10 @@ def train(task: Mapping[str, Any]) -> StageResult:
     if not evaluate_unfinished(worker, progress):
         raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
 
-    while progress.step < worker.steps:
+    # An attempt may have been killed between its last evaluation and its end.
+    was_over = has_lost_patience(worker, progress)
+    is_over = was_over
+    while progress.step < worker.steps and not is_over:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
         next_step = health.next_step(progress.step)
         if next_step != progress.step:
@@ -145,8 +167,9 @@ def train(task: Mapping[str, Any]) -> StageResult:
         is_last = step == worker.steps
         has_line = step % cfg.log_every == 0 or step == first_step or is_last or stopping
         is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
-        # An evaluation beside training reads the checkpoint.
-        is_planned = step % cfg.save_every == 0 or (is_evaluated and cfg.evaluate_on == "spare")
+        # An evaluation beside training reads the checkpoint, and that of the best is handed on.
+        needs_commit = cfg.evaluate_on == "spare" or cfg.keep_best is not None
+        is_planned = step % cfg.save_every == 0 or (is_evaluated and needs_commit)
         # A commit amid non-finite steps would pass for progress since the last time that the run went back.
         is_saved = (is_planned and health.skipped_in_a_row == 0) or is_last or stopping
         # A commit implies its metrics: the record of its steps is written before the save begins.
@@ -168,6 +191,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
                 if saver.last_committed != step:
                     report_training(worker, progress, rate, has_line=False)
                     begin_save(worker, progress)
+            else:
+                is_over = has_lost_patience(worker, progress)
         if stopping and not is_last:
             # A save of this step has begun above: it is committed before the workers end.
             if saver.in_flight:
@@ -176,6 +201,9 @@ def train(task: Mapping[str, Any]) -> StageResult:
             how = "after committing it" if saver.last_committed == step else "which could not be committed"
             raise Preempted(f"stopped at step {step} {how}; run the same command again to go on")
 
+    # Where the stage ends early, nothing of what the loader has read ahead is wanted.
+    del batches
+
     # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
     if saver.in_flight:
         saver.finish(progress.step)
@@ -183,7 +211,9 @@ def train(task: Mapping[str, Any]) -> StageResult:
         begin_save(worker, progress)
         saver.finish(progress.step)
     saver.end(progress.step)
-    evaluate_at_the_end(worker, progress)
+    # Where patience has run out just now, the step has its value.
+    if progress.step == worker.steps or was_over:
+        evaluate_at_the_end(worker, progress)
     return end(worker, progress)
 
 
@@ -344,8 +374,22 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     # Read back from disk, not gathered from the workers: what the next stage gets is what was committed and digested,
     # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so
     # what is read is compared with its digests once more.
-    last = worker.saver.newest()
-    weights = export(last.folder, worker.model_config)
+    handed_on = worker.saver.of_step(progress.step)
+    last = handed_on.manifest
+    kept: Kept | None = None
+    metric = worker.cfg.keep_best
+    if metric is not None:
+        best = best_commit(directory, metric, worker.saver.checkpoints.committed_steps())
+        # The last step is committed and has been evaluated, but a full disk may have refused all records of it.
+        if best is None:
+            raise CheckpointError(
+                f"no evaluation is on record in {directory / 'metrics.jsonl'}, of which keep_best={metric} could take "
+                "the best\n  make room on its disk, then run the same command again: it goes on with the evaluation"
+            )
+        handed_on = worker.saver.of_step(best["step"])
+        manifest = handed_on.manifest
+        kept = {"metric": metric, **best, "samples_seen": manifest.samples_seen, "ledger": manifest.ledger}
+    weights = export(handed_on.folder, worker.model_config)
     models.save_weights(
         weights,
         directory,
@@ -361,15 +405,20 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
         worker.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
+    if kept is not None:
+        kind = f"weights of step {kept['step']}, the best {metric} {kept['value']:.4f},"
     worker.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     for name in artifacts.WEIGHT_FILES:
         checkpoints.storage.send(f"{checkpoints.stage}/{name}")
-    return {
+    result: StageResult = {
         "step": progress.step,
-        "samples_seen": last.manifest.samples_seen,
-        "ledger": last.manifest.ledger,
-        "bad_samples": last.manifest.bad_samples,
+        "samples_seen": last.samples_seen,
+        "ledger": last.ledger,
+        "bad_samples": last.bad_samples,
         "metrics": progress.last_metrics,
         "world": worker.world,
         "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),
     }
+    if kept is not None:
+        result["kept"] = kept
+    return result

@@ -140,6 +140,10 @@ class TrainConfig:
     # every such step is a checkpoint, and counts for keep
     evaluate_on: Literal["training", "spare"] = "training"
     probe: ProbeConfig = field(default_factory=ProbeConfig)  # few-shot probe during training, at every evaluation
+    # metric, such as accuracy or 5shot: the weights of the evaluation with the highest are handed on, instead of the
+    # last ones; for it every evaluated step is a checkpoint, and the best stays whatever keep says; null: the last
+    keep_best: str | None = None
+    patience: int = 0  # evaluations in a row without a better keep_best, after which the stage ends; 0: never
     log_every: int = 50  # steps between log lines
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints that stay, 2 or more
@@ -151,12 +155,12 @@ class TrainConfig:
 
     RESUME: ClassVar[Tags] = tags(
         forbid="data model init new_head optim objective loss label_smoothing mixup thinning polyak steps passes "
-        "batch_size precision seed",
+        "batch_size precision seed keep_best patience",
         warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
         "probe",
         free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
     )
-    LATER: ClassVar[tuple[str, ...]] = ("thinning",)
+    LATER: ClassVar[tuple[str, ...]] = ("thinning", "keep_best", "patience")
 
     @property
     def labels_read(self) -> int:
@@ -173,7 +177,28 @@ class TrainConfig:
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
-        at_least(self, 0, "mixup evaluate_every keep_every checkpoint_blocks")
+        at_least(self, 0, "mixup evaluate_every keep_every checkpoint_blocks patience")
+        require(
+            self.patience == 0 or self.keep_best is not None,
+            f"patience is {self.patience} and keep_best names no metric that it waits for\n"
+            "  add keep_best=accuracy, or patience=0",
+        )
+        if self.keep_best is not None:
+            require(
+                self.evaluate_every > 0,
+                f"keep_best is {self.keep_best} and evaluate_every 0: there is one evaluation alone, at the end\n"
+                "  set evaluate_every, or keep_best=null",
+            )
+            require(
+                self.evaluate_on == "training",
+                f"keep_best is {self.keep_best} and evaluate_on {self.evaluate_on}: the stage would hand weights on "
+                "before their evaluations are there\n  set evaluate_on=training, or keep_best=null",
+            )
+            require(
+                self.polyak == 0,
+                f"keep_best is {self.keep_best} and polyak {self.polyak}: evaluations amid the steps are of weights "
+                "that are not averaged, and others would be handed on\n  set polyak=0, or keep_best=null",
+            )
         more_than_0(self, "activation_gb timeout_s stall_s")
         is_contradiction = self.checkpoint_blocks > 0 and self.activation_gb is not None
         require(

@@ -255,6 +255,17 @@ def driver_killed_before_the_evaluation_of(step: int) -> None:
     before(train, "evaluate_between", lambda worker, progress: progress.step == step, strike)
 
 
+def driver_killed_at_the_end() -> None:
+    """The driver is killed when everything is committed and evaluated, and nothing is handed on yet."""
+    driver = os.getpid()
+
+    def strike() -> None:
+        os.kill(driver, signal.SIGKILL)
+        sleep()
+
+    before(train, "hand_on", lambda *args: True, strike)
+
+
 def spare_core() -> None:
     """This machine has cores that no worker uses."""
     os.sched_getaffinity = lambda pid: set(range(64))  # type: ignore[assignment]

@@ -645,6 +645,67 @@ def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run)
     assert_same(run, twin)
 
 
+def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_killed(shards, run) -> None:
+    """Killed between the commit of the last evaluated step and its evaluation, and once more before the stage's end.
+
+    What is to come of it is counted by hand, from a run that keeps all steps and knows nothing of a best.
+    """
+    options = [f"pretrain.data.evaluate={shards / 'test'}", "pretrain.evaluate_every=4", "pretrain.optim.lr=0.03"]
+    everything = ["pretrain.save_every=4", "pretrain.keep_every=4"]
+    assert finish(run, *options, *everything) == 0, said(run)
+    accuracies = {step: values[0]["accuracy"] for step, values in evaluations(stage(run)).items() if values[0]}
+    best, end, waited = 4, 40, 0
+    for step, accuracy in sorted(accuracies.items())[1:]:
+        if accuracy > accuracies[best]:
+            best, waited = step, 0
+        else:
+            waited += 1
+        if waited == 2:
+            end = step
+            break
+    assert best + 8 == end < 40, f"the plain run's accuracies make no test: {accuracies}"
+    commits = {read_manifest(folder).step: folder for folder in committed(stage(run) / "checkpoints")}
+    expected = read_manifest(commits[best])
+    whole = json.loads((stage(run) / "done.json").read_text())
+    peak = max(accuracies.values())
+    first = min(step for step, accuracy in accuracies.items() if accuracy == peak)
+    assert whole["best"] == {"accuracy": {"value": peak, "step": first}}
+    forget(run)
+
+    kept = [*options, "pretrain.keep_best=accuracy", "pretrain.patience=2", "pretrain.keep=2"]
+    assert finish(run, *kept, patch=f"driver_killed_before_the_evaluation_of {end}") == -signal.SIGKILL
+    steps = {read_manifest(folder).step for folder in committed(stage(run) / "checkpoints")}
+    newest = max(step for step in range(end) if step % 4 == 0 or step % 5 == 0)
+    assert steps >= {best, newest, end} and len(steps) <= 4, "the newest two and the best, and one on its way out"
+    assert finish(run, *kept, patch="driver_killed_at_the_end") == -signal.SIGKILL
+    assert accuracies[end] == evaluations(stage(run))[end][0]["accuracy"] and not (stage(run) / "done.json").exists()
+    assert finish(run, *kept) == 0, said(run)
+
+    done = json.loads((stage(run) / "done.json").read_text())
+    found = checkpoint_reader.verify(found_folder(run, best))
+    assert (found.files, found.ledger) == (expected.files, expected.ledger), "not the bits of the plain run's step"
+    weights, _ = models.load_weights(stage(run))
+    from_commit = checkpoint_reader.Reader(found_folder(run, best), found.files)
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    assert all(tensor.equal(weights[name]) for name, tensor in from_commit.weights(shapes).items())
+    value = accuracies[best]
+    assert (done["step"], done["best"]) == (end, {"accuracy": {"value": value, "step": best}})
+    told = {"metric": "accuracy", "value": value, "step": best, "samples_seen": 16 * best, "ledger": expected.ledger}
+    assert done["kept"] == told == json.loads((stage(run) / "provenance.json").read_text())["kept"]
+    assert done["metrics"] == {"accuracy": accuracies[end]}
+    log = (stage(run) / "log.txt").read_text()
+    assert f"2 evaluations without a better accuracy than {value:.4f} at step {best}, patience is 2" in log
+    assert f"done at step {end}: weights of step {best}, the best accuracy {value:.4f}, in" in log
+    # Nobody's hand prunes it either.
+    assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
+    assert found_folder(run, best).is_dir()
+
+
+def found_folder(run: Path, step: int) -> Path:
+    """The folder of a committed step."""
+    return next(folder for folder in committed(stage(run) / "checkpoints") if read_manifest(folder).step == step)
+
+
 @pytest.mark.parametrize("frozen", ["driver and workers", "driver"])
 def test_a_driver_that_wakes_up_after_its_run_was_taken_over_ends_with_73_and_changes_nothing(
     frozen, twin, run

@@ -25,6 +25,7 @@ from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation import async_evaluation
+from pipeline.evaluation.best import scores_of, steps_of_best
 from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.versions import code_version
@@ -101,9 +102,8 @@ def list_all(path: str) -> None:
                     f"world {manifest.world}  ZeRO {manifest.zero}  attempt {manifest.attempt}  "
                     f"ledger {manifest.ledger[:12]}"
                 )
-                for score, value in evaluations.get(manifest.step, {}).items():
-                    is_score = isinstance(value, float) and score not in ("time", "seconds")
-                    if is_score and not async_evaluation.OF_ONE_SEED.search(score):
+                if manifest.step in evaluations:
+                    for score, value in scores_of(evaluations[manifest.step]).items():
                         line += f"  {score} {value:.4f}"
                 echo(line)
             for name in run.storage.unpublished(checkpoints.folder):
@@ -240,7 +240,9 @@ def export_weights(path: str, step: int | None, target: Path) -> None:
 
 
 def prune(path: str, keep: int, keep_every: int) -> None:
-    """Delete all but the newest `keep` of every stage, the multiples of `keep_every`, and those that are to be judged.
+    """Delete all but the newest `keep` of every stage, the multiples of `keep_every`, and those that must stay.
+
+    These are the commits that are to be judged, and the one that `keep_best` keeps.
 
     Raises UsageError for fewer than 2, CheckpointError where a checkpoint that is to stay is bad; then nothing is
     deleted.
@@ -253,6 +255,10 @@ def prune(path: str, keep: int, keep_every: int) -> None:
             for name in checkpoints.committed()[:keep]:
                 checkpoints.verify(name)
         for checkpoints in run.stages:
-            needed = async_evaluation.requested(run.storage.local / checkpoints.stage)
+            folder = run.storage.local / checkpoints.stage
+            needed = async_evaluation.requested(folder)
+            if (folder / artifacts.TASK).exists():
+                metric = artifacts.read_record(folder / artifacts.TASK)["config"].get("keep_best")
+                needed += steps_of_best(folder, metric, checkpoints.committed_steps)
             for name in checkpoints.prune(keep, keep_every, needed):
                 echo(f"{checkpoints.stage}: {name} deleted")

@@ -92,12 +92,15 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     for name, value in stage.chosen.items():
         require(name not in keys, f"{stage.name}: {name} names an input, which a grid with held_out cannot choose")
         inputs_in_key[name] = f"{earlier[value[1:]].key}/{name}"
-    # The numbers of a sweep's run depend on more than its weights: it is there to be compared.
+    # The numbers of a sweep's run depend on more than its weights: it is there to be compared. And evaluations choose
+    # the weights that a stage with keep_best hands on.
     warned: dict[str, object] = {}
-    if stage.is_run:
+    chooses_weights = getattr(stage.config, "keep_best", None) is not None
+    if stage.is_run or chooses_weights:
         warned = config.tagged(stage.config, "warn")
     for name, warned_value in warned.items():
-        if name in ("data.evaluate", "data.preprocess") or name.startswith("probe."):
+        is_judging = name in ("data.evaluate", "data.preprocess") or name.startswith("probe.")
+        if is_judging or (chooses_weights and name == "evaluate_every"):
             inputs_in_key[name] = keys.get(name, str(warned_value))
 
     # 3. The key. Inputs are in it by content and not by path: the same data in another place is the same stage.

@@ -32,7 +32,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from data.errors import ConfigError, DataError
 from jobs.recipe.key import model_of
@@ -60,10 +60,12 @@ class SweepConfig:
     held_out: dict[str, Any] = field(default_factory=dict)  # fields that the grid has instead; the best runs again
     seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
     best: str = "accuracy"  # the metric whose highest mean wins; of equal ones the first in the recipe
+    # which evaluation of each run counts: its last, or the best of all that it has made
+    evaluation: Literal["last", "best"] = "last"
     groups: dict[str, list[str]] = field(default_factory=dict)  # names of `each` that get a mean of their own
     chosen_on_test: bool = False  # let held_out share samples with the final evaluation; the table says so
 
-    RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best groups chosen_on_test")
+    RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best evaluation groups chosen_on_test")
 
     def __post_init__(self) -> None:
         require(bool(self.each or self.grid or self.seeds), "nothing varies: give each, grid or seeds")
@@ -211,6 +213,8 @@ def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool,
     # A choice is made among the rows of one grid; means are of a table that reports.
     if not chooses:
         section["groups"] = sweep.groups
+    if sweep.evaluation != "last":
+        section["evaluation"] = sweep.evaluation
     if sweep.chosen_on_test or on_test:
         section["chosen_on_test"] = True
     return section

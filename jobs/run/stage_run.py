@@ -95,7 +95,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         "command": " ".join(sys.argv),
         "user": os.environ.get("USER", ""),
     }
-    for name in ("ledger", "samples_seen", "step"):
+    for name in ("ledger", "samples_seen", "step", "kept"):
         if name in outcome:
             provenance[name] = outcome[name]
     artifacts.write_record(directory / artifacts.PROVENANCE, provenance)

@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from data.files import write_whole
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from models.checks import did_you_mean
 from pipeline import artifacts
-from pipeline.config import Tags, tags
+from pipeline.config import Tags, require, tags
 from pipeline.evaluation import async_evaluation, document, intervals
 
 DOCUMENT = "sweep.json"
@@ -60,9 +60,10 @@ class Config:
     chooses: bool = False  # whether the values of the best row are what the table is for
     groups: dict[str, list[str]] = field(default_factory=dict)  # rows that get a mean of their own
     chosen_on_test: bool = False  # its values were chosen by samples that its numbers are of
+    evaluation: Literal["last", "best"] = "last"  # of each run, which counts
 
-    RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups chosen_on_test")
-    LATER: ClassVar[tuple[str, ...]] = ("chosen_on_test",)
+    RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups chosen_on_test evaluation")
+    LATER: ClassVar[tuple[str, ...]] = ("chosen_on_test", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Result:
     values: Mapping[str, Any]  # of the grid, or chosen from one
     metrics: Mapping[str, float]
     diverged: str = ""  # the message of its end, where it has diverged
+    steps: Mapping[str, int] = field(default_factory=dict)  # of the best evaluations, by metric, where these count
     entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation, where it has one
 
 
@@ -118,7 +120,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
     results = []
     for name, run_config in cfg.runs.items():
-        results.append(result_of(name, run_config, cfg.best, context))
+        results.append(result_of(name, run_config, cfg, context))
     rows = rows_of(results)
     best: Row | None = None
     for row in rows:
@@ -163,6 +165,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     }
     if cfg.chosen_on_test:
         record["chosen_on_test"] = True
+    if cfg.evaluation == "best":
+        record["evaluation"] = cfg.evaluation
     artifacts.write_record(context.directory / DOCUMENT, record)
 
     # In one line, for `status` and the campaign's closing table.
@@ -180,6 +184,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         summary = f"{cfg.best} {', '.join(parts)}"
     if cfg.chosen_on_test:
         summary += ", chosen on test"
+    if cfg.evaluation == "best":
+        summary += ", best evaluations"
     return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
 
@@ -203,13 +209,20 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
     return values
 
 
-def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
+def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Result:
     """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
+    best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
     metrics = async_evaluation.without_single_seeds(done.get("metrics", {}))
+    steps: dict[str, int] = {}
+    if table.evaluation == "best":
+        metrics = {}
+        for metric, evaluation in done.get("best", {}).items():
+            metrics[metric] = evaluation["value"]
+            steps[metric] = evaluation["step"]
     diverged = done.get(DIVERGED, "")
     if best not in metrics and not diverged:
         raise DataError(
@@ -222,7 +235,7 @@ def result_of(name: str, cfg: RunConfig, best: str, context: Context) -> Result:
     entries = {}
     if (folder / document.NAME).exists():
         entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
-    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, entries)
+    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, steps, entries)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -309,6 +322,8 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
     title = f"{context.stage.name}, in %"
     if context.stage.config.chosen_on_test:
         title += ", chosen on test"
+    if context.stage.config.evaluation == "best":
+        title += ", the best evaluation of each run, chosen by what it is judged on"
     # 1. The metrics that are in any row.
     metrics = [metric]
     for row in all_rows:
@@ -356,6 +371,11 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
                 f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
                 "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
             )
+        require(
+            cfg.evaluation == "last" or run_stage.kind.trains,
+            f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
+            "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
+        )
     yield from ()
 
 

@@ -34,9 +34,11 @@ from jobs.resolved_recipe import (
 )
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
+from models.checks import did_you_mean
 from pipeline import artifacts, config
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import TrainConfig, check_model, check_schedule, steps_of, trained_model
 from pipeline.versions import code_version
@@ -50,6 +52,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
     from jobs.stages.async_evaluation import AsyncEvaluation
     from pipeline.checkpoints.saver import check_disk_space
+    from pipeline.evaluation.best import best_of, evaluations_of
     from pipeline.health import EXCLUDED_STEPS
     from pipeline.train import train
 
@@ -85,6 +88,8 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     )
     if evaluations is not None:
         evaluations.finish()
+    # The records are all here now, also those of evaluations beside training.
+    outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
         campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
@@ -238,6 +243,20 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         worlds = allowed_worlds(cfg, there.campaign.cluster)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+    if cfg.keep_best is not None:
+        metrics = list(metrics_of(cfg))
+        require(
+            cfg.keep_best in metrics,
+            f"{name}.keep_best is {cfg.keep_best}, which its evaluations will not have"
+            f"{did_you_mean(cfg.keep_best, metrics)}\n  expected one of {', '.join(metrics) or 'none'}\n"
+            "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on",
+        )
+        require(
+            there.campaign.remote is None,
+            f"{name}.keep_best reads the records of all attempts, and {there.campaign.remote} is no shared folder\n"
+            f"  leave it out: {name}.keep_best=null",
+        )
 
     # Classes and image shapes. The model is not known where the weights that it starts from do not exist.
     classes: dict[str, int] = {}

@@ -80,7 +80,7 @@ class Saver:
         self.keep = keep
         self.keep_every = keep_every
         self.max_failed_saves = max_failed_saves
-        self.needed = needed  # steps whose checkpoints stay until they have been judged
+        self.needed = needed  # steps whose checkpoints stay: until they have been judged, or as the best
         self.expected_bytes = expected_bytes  # of a checkpoint; from the first commit on, those of the last one
 
         self.last_committed: int | None = None  # step
@@ -275,9 +275,10 @@ class Saver:
         except Exception as error:  # a thread has no caller that would hear of it
             self.telemetry.log(f"old checkpoints stay: {type(error).__name__}: {error}")
 
-    def newest(self) -> Chosen:
-        """Return the newest checkpoint, its files on this node; rank 0 alone. Raises CheckpointError, StorageError."""
-        name = self.checkpoints.committed()[0]
+    def of_step(self, step: int) -> Chosen:
+        """Return a committed step, its files on this node; rank 0 alone. Raises CheckpointError, StorageError."""
+        # Of one step the later attempt comes first.
+        name = next(name for name in self.checkpoints.committed() if step_of(Path(name)) == step)
         return Chosen(name, self.checkpoints.fetch(name), self.checkpoints.manifest(name))
 
 
@@ -356,12 +357,17 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     """
     kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_sets_here else 1
     # Of this disk alone: what lies in an object store needs no room here.
+    if cfg.keep_best is not None:
+        kept += 1  # the best may be older than all of them
     existing = Folder(checkpoints.local).published("")
     to_come = kept + 1 - min(len(existing), kept)
     # A short stage makes fewer.
     if cfg.steps is not None:
         last_step = step_of(Path(existing[0])) if existing else 0
-        to_come = min(to_come, math.ceil((cfg.steps - last_step) / cfg.save_every))
+        saves = math.ceil((cfg.steps - last_step) / cfg.save_every)
+        if cfg.keep_best is not None:
+            saves += math.ceil((cfg.steps - last_step) / cfg.evaluate_every)
+        to_come = min(to_come, saves)
     one_checkpoint = checkpoint_bytes(cfg, model)
     weights = models.parameters_of(model) * BYTES_FP32
     parts = f"{to_come} checkpoints of {size_text(one_checkpoint)}, weights of {size_text(weights)}"

@@ -336,6 +336,34 @@ def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs
     assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
 
 
+def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(protocol):
+    best = "finetune.sweep.evaluation=best"
+    loaded = campaign.load(protocol, [best])
+    for name, last, highest in (("finetune.lr-0.01", 0.5, 0.75), ("finetune.lr-0.1", 0.7, 0.7)):
+        folder = finish(loaded, name, last)
+        done = artifacts.read_record(folder / "done.json")
+        done["best"] = {"accuracy": {"value": highest, "step": 8}, "5shot": {"value": 0.1, "step": 4}}
+        artifacts.write_record(folder / "done.json", done)
+    document, said = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 0.01}
+    assert document["evaluation"] == "best" and document["runs"][0]["steps"] == {"accuracy": 8, "5shot": 4}
+    assert said[0].startswith("finetune.grid, in %, the best evaluation of each run, chosen by what it is judged on")
+    assert said[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
+    # The same runs by their last evaluations: another table, of another key.
+    loaded = campaign.load(protocol, [])
+    document, _ = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 0.1} and document["runs"][0]["steps"] == {}
+    with pytest.raises(ConfigError) as error:
+        campaign.load(protocol, ["finetune.sweep.evaluation=bset"])
+    assert "evaluation" in str(error.value) and "best" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        varies = "sweep: {each: {b: null}, best: top-1, evaluation: best}"
+        campaign.load(
+            protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"]
+        )
+    assert "e: e.b is of kind evaluate, which is evaluated once\n  expected runs that train" in str(error.value)
+
+
 def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
     """Nineteen tasks in small: three in two groups, and three seeds."""
     recipe = tmp_path / "tasks.yaml"
