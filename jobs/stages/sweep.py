@@ -8,6 +8,9 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
     optim.lr=0.01                 98.02   the best
     optim.lr=0.03                     -   diverged
 
+                     parameters   GMACs    exaFLOPs   samples   steps   seconds   images/s
+    optim.lr=0.003        26.6k   1e-4      1.2e-09      2.0k      60      12.1        159
+
 1. The metrics of every run are read from what it left behind; a run that has diverged has none.
 2. Runs that differ by their seed alone make a row: mean and standard deviation (n − 1) of every metric, and where the
    runs were evaluated by a stage evaluate, on the same samples, the interval over runs, draws and samples
@@ -29,6 +32,7 @@ import numpy as np
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
+from jobs.stages.axes import axes_of, table_of
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
@@ -78,6 +82,7 @@ class Result:
     metrics: Mapping[str, float]
     diverged: str = ""  # the message of its end, where it has diverged
     steps: Mapping[str, int] = field(default_factory=dict)  # of the best evaluations, by metric, where these count
+    axes: Mapping[str, float] = field(default_factory=dict)  # parameters, exaflops, samples, … (jobs/stages/axes.py)
     entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation, where it has one
 
 
@@ -114,6 +119,7 @@ class Row:
     means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged
     values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
     remark: str = ""  # "diverged", or the values that were chosen for the row, where they are not its name
+    axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
 
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
@@ -162,6 +168,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         "runs": [run_as_json(result) for result in results],
         "rows": rows_as_json(rows),
         "means": rows_as_json(means),
+        "axes": {row.name: dict(row.axes) for row in rows},
     }
     if cfg.chosen_on_test:
         record["chosen_on_test"] = True
@@ -235,7 +242,8 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
     entries = {}
     if (folder / document.NAME).exists():
         entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
-    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, steps, entries)
+    axes = axes_of(context.campaign.stage(name), folder)
+    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, steps, axes, entries)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -265,7 +273,10 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             remark = "diverged"
         elif remark == name:
             remark = ""
-        rows.append(Row(name, means, runs[0].values, remark))
+        axes: dict[str, float] = {}
+        for axis, mean in means_by_metric([result.axes for result in runs]).items():
+            axes[axis] = mean.mean
+        rows.append(Row(name, means, runs[0].values, remark, axes))
     return rows
 
 
@@ -351,6 +362,9 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
             lines[number] += "   the best"
         elif row.remark:
             lines[number] += f"   {row.remark}"
+    axes = table_of({row.name: row.axes for row in rows})
+    if axes:
+        lines += ["", *axes]
     for line in lines:
         context.log(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")

@@ -1,0 +1,69 @@
+"""What a run of a sweep has cost: the axes of a study's figures (paper, figures 3 to 5 and table 6).
+
+In:  the folder of a finished stage and, where it has trained, its metrics.jsonl
+Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "samples": 12000000, "steps": 2930, "seconds": 3600.0,
+     "images_per_s": 3333.3}
+
+Compute is counted as `plan` counts it. Seconds are those of the steps that the run has kept: start-up, evaluations,
+and what a failure has cost are not in them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import models
+from jobs.resolved_recipe import Stage
+from pipeline.monitoring.telemetry import account, amount, read_metrics
+from pipeline.token_dropping import flops_of, phases
+from pipeline.training_config import TrainConfig
+
+
+def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
+    """Return what is known of a finished stage: of one that does not train, its model alone. Raises DataError."""
+    model = stage.model
+    if model is None:
+        return {}
+    axes: dict[str, float] = {"parameters": models.parameters_of(model), "gmacs": models.macs_of(model) / 1e9}
+    records = read_metrics(folder, None)
+    reports = [record for record in records if record["kind"] == "train"]
+    if not stage.kind.trains or not reports:
+        return axes
+    cfg: TrainConfig = stage.config
+    steps = reports[-1]["step"]
+    # Which step sees how many patches depends on the steps that were planned: the stage may have ended early.
+    in_order = phases(cfg.thinning, reports[-1]["steps"], model)
+    axes["exaflops"] = flops_of(in_order, model, range(steps), cfg.batch_size) / 1e18
+    axes["samples"] = reports[-1]["samples_seen"]
+    axes["steps"] = steps
+    spent = account(records)
+    axes["seconds"] = spent.compute + spent.data + spent.checkpoint
+    if axes["seconds"] > 0:
+        axes["images_per_s"] = axes["samples"] / axes["seconds"]
+    return axes
+
+
+def table_of(axes_of_row: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the lines of a table of the axes, by row, "-" where a row does not know one; none where no run trains."""
+    names: list[str] = []
+    for axes in axes_of_row.values():
+        for name in axes:
+            if name not in names:
+                names.append(name)
+    if "samples" not in names:
+        return []
+    headings = {"gmacs": "GMACs", "exaflops": "exaFLOPs", "images_per_s": "images/s"}
+    width = max(map(len, axes_of_row))
+    lines = ["".ljust(width)] + [row.ljust(width) for row in axes_of_row]
+    for name in names:
+        cells = [headings.get(name, name)]
+        for axes in axes_of_row.values():
+            cell = "-"
+            if name in ("gmacs", "exaflops") and name in axes:
+                cell = f"{axes[name]:.4g}"
+            elif name in axes:
+                cell = amount(axes[name])
+            cells.append(cell)
+        column = max(map(len, cells)) + 3
+        for number, cell in enumerate(cells):
+            lines[number] += f"{cell:>{column}}"
+    return lines
