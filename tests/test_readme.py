@@ -121,7 +121,7 @@ def test_the_commands_of_the_readme_run(places: dict[str, str], monkeypatch: pyt
 
     # What the commands exported is opened by the lines that stand below them, and both libraries see the same model.
     (code,) = [block.removeprefix("python\n") for block in code_blocks(README) if block.startswith("python\n")]
-    shutil.copy(next(Path("images").rglob("*.png")), "photo.jpg")
+    shutil.copy(next(Path("images/class-0").iterdir()), "photo.jpg")
     printed: list[torch.Tensor] = []
     exec(code, {"print": printed.append})
     of_timm, of_transformers = printed
