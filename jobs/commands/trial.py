@@ -106,6 +106,8 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         keep=2,
         keep_every=0,
         evaluate_every=0,
+        keep_best=None,
+        patience=0,
         evaluate_on="training",
         data=dataclasses.replace(cfg.data, evaluate=None),
         probe=ProbeConfig(),

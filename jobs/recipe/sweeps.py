@@ -107,7 +107,7 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
         first_fields = dict(next(iter(sweep.each.values()), None) or {})
         first_fields.pop("held_out", None)
         first_values: Section = next(iter(grid_of(sweep, where).values()), {})
-        check(name, with_fields(with_fields(base, flat(first_fields, where), where), first_values, where))
+        check(name, with_fields(with_own(base, flat(first_fields, where), where), first_values, where))
         for run, written in stages_of(name, base, sweep).items():
             require(
                 run == name or run not in recipe,
@@ -129,7 +129,7 @@ def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written
         stem = name
         if row:
             stem = f"{name}.{row}"
-        section = with_fields(base, flat(own, f"{where}.each.{row}"), where)
+        section = with_own(base, flat(own, f"{where}.each.{row}"), where)
         chosen: dict[str, str] = {}
         runs: dict[str, Run] = {}
         if not grid:
@@ -285,6 +285,18 @@ def with_fields(section: Section, fields: Section, where: str) -> dict[str, obje
             place = deeper
         place[last] = copy.deepcopy(value)
     return changed
+
+
+def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
+    """Return a copy of a section with the fields of a name of `each`.
+
+    One that names another model takes over what every model has, and no field of the model that it replaces.
+    """
+    section = dict(base)
+    model = section.get("model")
+    if "model.name" in fields and isinstance(model, Mapping) and model.get("name") != fields["model.name"]:
+        section["model"] = {key: model[key] for key in ("image_size", "classes") if key in model}
+    return with_fields(section, fields, where)
 
 
 def check_twice(where: str, values: Sequence[object]) -> None:

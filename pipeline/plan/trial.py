@@ -74,6 +74,8 @@ def key_of(cfg: TrainConfig, model: ModelConfig, sets: Sequence[str]) -> str:
         passes=None,
         seed=0,
         evaluate_every=0,
+        keep_best=None,
+        patience=0,
         evaluate_on="training",
         probe=ProbeConfig(),
         log_every=1,

@@ -159,6 +159,16 @@ def test_runs_are_called_by_what_they_vary(varies, names):
     assert " ".join(expanded({"p": {"kind": "pretrain", "sweep": varies}})) == names
 
 
+def test_a_name_of_each_with_another_model_has_none_of_the_fields_of_the_first():
+    model = {"name": "mu/8", "image_size": 16, "classes": 10, "depth": 3}
+    each = {"vit": {"steps": 9}, "deep": {"model": {"depth": 5}}, "same": {"model.name": "mu/8"}}
+    each["bit"] = {"model": {"name": "BiT-R50x1", "classes": 5}}
+    stages = expanded({"p": {"kind": "pretrain", "model": model, "sweep": {"each": each}}})
+    models = {name: stage.values.get("model") for name, stage in stages.items()}
+    assert models["p.vit"] == models["p.same"] == model and models["p.deep"] == {**model, "depth": 5}
+    assert models["p.bit"] == {"name": "BiT-R50x1", "image_size": 16, "classes": 5}
+
+
 @pytest.mark.parametrize(
     ("varies", "message"),
     [

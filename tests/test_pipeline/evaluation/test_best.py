@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from data.errors import ConfigError
+from jobs.commands.trial import trial_key
 from jobs.recipe import campaign
 from pipeline import config
 from pipeline.evaluation.best import best_of, evaluations_of, evaluations_since_best
@@ -86,3 +87,12 @@ def test_the_metric_must_be_one_and_what_it_is_of_is_in_the_key(recipe: Path):
         error.value
     )
     assert "expected one of accuracy" in str(error.value)
+
+
+def test_a_stage_with_keep_best_has_the_trials_of_one_without(recipe: Path):
+    """`plan` and `trial` take its steps without its evaluations."""
+    keys = set()
+    for more in ([], ["pretrain.keep_best=accuracy", "pretrain.evaluate_every=8", "pretrain.patience=1"]):
+        loaded = campaign.load(recipe, more)
+        keys.add(trial_key(loaded, loaded.stage("pretrain")))
+    assert len(keys) == 1
