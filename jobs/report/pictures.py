@@ -6,7 +6,6 @@ What cannot be read costs the page a picture, and the page says so.
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +56,7 @@ class Album:
         title = "Samples with predictions"
         pictures = []
         try:
-            examples = json.loads(path.read_text())
+            examples = artifacts.read_record(path)
             index = load_index(examples["set"])
             if index.remote:
                 return Gallery(title, [], f"its images lie in a store: {index.directory}")
