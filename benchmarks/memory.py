@@ -49,7 +49,7 @@ class Case:
     @property
     def cfg(self) -> TrainConfig:
         micro_batch = self.train.get("micro_batch", 8)
-        values = {"data": {"train": "none"}, "steps": 1, "micro_batch": 8, "loss": "softmax", **self.train}
+        values = {"data": {"train": "shards"}, "steps": 1, "micro_batch": 8, "loss": "softmax", **self.train}
         values.setdefault("batch_size", micro_batch * self.world)
         return build(TrainConfig, values, "case")
 

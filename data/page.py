@@ -26,7 +26,6 @@ from matplotlib.figure import Figure
 
 from data.checks import printable, printable_lines
 from data.files import write_whole
-from data.images.decode import decode
 
 THUMBNAIL = 112  # pixels of the longer side
 INK = "#010101"
@@ -76,15 +75,14 @@ def svg(figure: Figure, title: str) -> Markup:
 
 def write_page(path: Path, template: str, **values: object) -> None:
     """Write a page of a template in data/templates; it appears whole or not at all."""
-    write_whole(path, render(template, **values))
-
-
-def render(template: str, **values: object) -> str:
-    """Return the text of a page."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
+    # How values are written, for all templates.
     environment.filters["lines"] = lambda text: escape(printable_lines(text))
-    return environment.get_template(template).render(values)
+    environment.filters["first_line"] = lambda text: text.partition("\n")[0]
+    environment.filters["thousands"] = "{:,}".format
+    environment.filters["percent"] = "{:.2%}".format
+    write_whole(path, environment.get_template(template).render(values))
 
 
 def shown(value: object) -> object:
@@ -94,12 +92,7 @@ def shown(value: object) -> object:
     return value
 
 
-def thumbnail(encoded: bytes) -> str:
-    """Return a small JPEG in base64. Raises BadImage."""
-    return jpeg(decode(encoded), THUMBNAIL)
-
-
-def jpeg(image: cv2.typing.MatLike, longest: int) -> str:
+def jpeg(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> Markup:
     """Return pixels (H, W, RGB) as a JPEG in base64, no side of it longer than `longest`."""
     longer_side = max(image.shape[:2])
     longest = min(longest, max(longer_side, THUMBNAIL))
@@ -108,4 +101,4 @@ def jpeg(image: cv2.typing.MatLike, longest: int) -> str:
     width = max(1, image.shape[1] * longest // longer_side)
     # OpenCV takes the channels as BGR when it encodes.
     small = cv2.resize(image[..., ::-1], (width, height), interpolation=cv2.INTER_AREA)
-    return b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode()
+    return Markup(b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode())

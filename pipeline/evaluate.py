@@ -10,7 +10,6 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 Whether the stage ends early for lack of a better evaluation (`patience`) is decided here too: `has_lost_patience`.
 """
 
-import json
 import os
 import socket
 import time
@@ -24,7 +23,6 @@ import torch.distributed as dist
 
 import models
 from data.checks import one_line
-from data.files import write_whole
 from data.index.index import Index
 from models import ModelConfig
 from pipeline import artifacts, config
@@ -93,7 +91,7 @@ def evaluate_weights(
         # For the run's page; a disk that refuses them costs the page a few pictures.
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
-            write_whole(Path(job.directory) / artifacts.EXAMPLES, json.dumps(examples))
+            artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
         judged = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
         unreadable = result["set"]["samples"] - judged

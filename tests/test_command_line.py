@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
         (["runn", "x"], "Did you mean 'run'?"),
         (["run", "x", "--frsh"], "--fresh"),
         (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
-        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits, folder"),
+        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits"),
         (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
         ([], "Missing command"),
         (["status", "/nowhere"], "no run at"),
@@ -216,7 +216,7 @@ def test_a_recipe_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert main(["plan", "digit"]) == 78
     assert "no recipe at digit\n  did you mean digits?" in capsys.readouterr().err
     assert main(["plan", "quite-another"]) == 78
-    assert "recipes that ship: cifar10, digits, folder, vit_b16_i1k" in capsys.readouterr().err
+    assert "recipes that ship: cifar10, digits, vit_b16_i1k" in capsys.readouterr().err
 
 
 def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, capsys):
@@ -225,9 +225,7 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
-    assert (
-        "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits, folder" in capsys.readouterr().err
-    )
+    assert "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])

@@ -44,7 +44,7 @@ COMMANDS = """
 64 <none>                                     => Missing command
 64 train tiny.yaml                            => No such command 'train'|train is called run here
 64 runn tiny.yaml                             => Did you mean 'run'?
-64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits, folder
+64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits
 64 run tiny.yaml --gpus 1                     => No such option: --gpus|typed without dashes: pretrain.optim.lr=1e-3
 64 plan tiny.yaml --resolve                   => Possible options: --fresh, --resolved
 78 run tiny.yaml pretrain.steps 100           => pretrain.steps is not an override|for example pretrain.steps=100

@@ -11,7 +11,7 @@ import numpy as np
 
 from data import page
 from data.checks import printable
-from data.images.decode import BadImage
+from data.images.decode import BadImage, decode
 from data.index.index import Index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Compared, Leaks, Pair, Side, in_pairs
@@ -83,7 +83,7 @@ def write_page(
                 number = [indexed.name for indexed in reader.index.shards].index(shard)
                 row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
                 _, encoded, _ = reader.read(number, row)
-                images.append(page.thumbnail(encoded))
+                images.append(page.jpeg(decode(encoded)))
             figures.append((*images, caption(pair)))
     summary = "\n".join(lines(leaks, train, test))
     page.write_page(

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from data import page
+from data.images.decode import decode
 from data.shards.report import Report
 
 MOST_SHARDS = 1000  # rows of the table
@@ -24,7 +25,7 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     thumbnails = []
     for shard in report.shards:
         for image in shard.grid:
-            thumbnails.append((image.caption, page.thumbnail(image.encoded)))
+            thumbnails.append((image.caption, page.jpeg(decode(image.encoded))))
 
     # Samples a class, and how sides, shapes and sizes are spread.
     with page.charted():

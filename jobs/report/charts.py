@@ -25,6 +25,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 STEEP = 20.0  # times the median, from which on values are drawn on a logarithmic axis
 SIZE = (4.9, 2.5)  # inches at 72 pixels
 LONGEST_LABEL = 28  # characters
+NO_STEPS = np.zeros(0, int)
 
 
 class Line(NamedTuple):
@@ -33,6 +34,7 @@ class Line(NamedTuple):
     label: str
     x: np.ndarray
     y: np.ndarray
+    steps: np.ndarray = NO_STEPS  # at each point, where they are shown in numbers
     number: int = 0
     is_faded: bool = False  # steps that were taken again
     spread: np.ndarray | None = None  # (2, n), how far the interval of each value reaches down and up
@@ -70,8 +72,8 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = ()) ->
     """Draw curves over the samples seen."""
     with charted():
         figure, axes = figure_of(title)
-        finite = [line.y[np.isfinite(line.y)] for line in lines]
-        values = np.concatenate([np.zeros(0), *finite])
+        values = np.concatenate([np.zeros(0), *(line.y for line in lines)])
+        values = values[np.isfinite(values)]
         if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
             axes.set_yscale("log")
         for line in lines:
@@ -89,12 +91,13 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = ()) ->
             if line.spread is not None:
                 axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=style["color"], capsize=3)
             axes.plot([], [], marker=marker, markersize=3.5, label=line.label[:LONGEST_LABEL], **style)
+        kinds = set()
         for mark in marks:
+            kinds.add(mark.kind)
             if mark.kind in MARKED:
                 axes.axvline(mark.x, color=INK, linewidth=0.9, linestyle=MARKED[mark.kind])
             elif mark.y is not None:
                 axes.plot([mark.x], [mark.y], color=LINES[1], marker="^", markersize=7, linestyle="")
-        kinds = {mark.kind for mark in marks}
         for kind in sorted(kinds):
             if kind in MARKED:
                 axes.plot([], [], color=INK, linewidth=0.9, linestyle=MARKED[kind], label=kind)
@@ -112,10 +115,11 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
     with charted():
         figure, axes = figure_of(title, height=0.9 + 0.26 * len(named), left=0.32)
         rows = np.arange(len(named))
-        value, low, high = np.array([values for _, *values in named], float).T
+        names, *columns = zip(*named, strict=True)
+        value, low, high = np.array(columns, float)
         spread = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
-        axes.set_yticks(rows, [name[:LONGEST_LABEL] for name, *_ in named], fontsize=7)
+        axes.set_yticks(rows, [name[:LONGEST_LABEL] for name in names], fontsize=7)
         axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{100 * value:g} %"))
         return svg(figure, title)

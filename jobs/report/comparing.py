@@ -67,6 +67,17 @@ EFFECTS = (
 )
 
 
+# What each attempt has recorded of itself, by its key in the "start" record: (name, kind, effect).
+ATTEMPTS = {
+    "world": ("world size", "world size", Effect.ROUNDING),
+    "hardware": ("hardware", "hardware", Effect.ROUNDING),
+    "threads": ("threads of a worker", "hardware", Effect.ROUNDING),
+    "drop": ("shards left out", "data", Effect.ORDER),
+    "code": ("code of an attempt", "code", Effect.ROUNDING),
+    "machine": ("machine", "hardware", Effect.ROUNDING),
+}
+
+
 @dataclass(frozen=True)
 class Parting:
     """Where two stages part; no `step` where they have not within the steps that both have taken."""
@@ -87,22 +98,27 @@ def facts(stage: Stage) -> dict[str, Fact]:
     record = stage.record
     # 1. The config, with the model as it was resolved. What a resume may change at will acts on nothing.
     config = flat(record.get("config", {})) | flat(record.get("model") or {}, "model.")
-    relevant = {*record.get("forbid", {}), *record.get("warn", {})}
+    # A section of "forbid" is as flat as this, but for lists of sections: {"data.mixture": {}}.
+    relevant = tuple(f"{key}." for key in (*record.get("forbid", {}), *record.get("warn", {})))
     for name, value in config.items():
         effect = Effect.NONE
-        # A section of "forbid" is as flat as this, but for lists of sections: {"data.mixture": {}}.
-        if any(name == key or name.startswith(f"{key}.") for key in relevant):
-            effect = Effect.ROUNDING if name in record.get("warn", {}) else Effect.UPDATE
+        if f"{name}.".startswith(relevant):
+            effect = Effect.UPDATE
+            if name in record.get("warn", {}):
+                effect = Effect.ROUNDING
             for prefixes, known in EFFECTS:
                 if name.startswith(prefixes):
                     effect = known
                     break
-        gathered[name] = Fact("seed" if name == "seed" else "config", value, effect)
+        gathered[name] = Fact("config", value, effect)
+    if "seed" in gathered:
+        gathered["seed"] = gathered["seed"]._replace(kind="seed")
     # 2. The data: what the keys of the sets stand for, and the sets themselves.
     for name, value in record.get("forbid", {}).items():
-        if name.startswith("content of "):
-            effect = Effect.FIRST if name == "content of init" else Effect.ORDER
-            gathered[name] = Fact("data", value, effect)
+        if name == "content of init":
+            gathered[name] = Fact("data", value, Effect.FIRST)
+        elif name.startswith("content of "):
+            gathered[name] = Fact("data", value, Effect.ORDER)
     for field, value in record.get("eval_inputs", {}).items():
         gathered[f"content of {field}"] = Fact("data", value, Effect.NONE)
     for name, index in stage.sets.items():
@@ -110,36 +126,34 @@ def facts(stage: Stage) -> dict[str, Fact]:
         values: dict[str, Any] = {"": index}
         if isinstance(index, Index):
             values = {": digest": index.digest, ": samples": index.samples}
-            values |= {f": tar {shard.name}": shard.sha256 for shard in index.shards}
+            for shard in index.shards:
+                values[f": tar {shard.name}"] = shard.sha256
             for label, count in enumerate(index.class_counts):
                 values[f": class {label}"] = f"{index.class_name(label)}, {count:,} samples"
         for part, value in values.items():
             gathered[f"set {name}{part}"] = Fact("data", value, effect)
     # 3. Code and machines, as each attempt has recorded them.
     gathered["code"] = Fact("code", stage.task.get("job", {}).get("code"), Effect.ROUNDING)
-    environment = stage.provenance.get("environment", {})
-    recorded: dict[str, tuple[str, list[Any]]] = {
-        "world size": ("world size", [start.get("world") for start in stage.starts]),
-        "hardware": ("hardware", [start.get("hardware") for start in stage.starts]),
-        "threads of a worker": ("hardware", [start.get("threads") for start in stage.starts]),
-        "shards left out": ("data", [sorted(start.get("drop") or []) for start in stage.starts]),
-        "code of an attempt": ("code", [start.get("code") for start in stage.starts]),
-        "machine": ("hardware", [environment.get("machine")]),
-    }
-    for package in sorted({name for start in stage.starts for name in start.get("versions", {})}):
-        recorded[package] = ("packages", [start.get("versions", {}).get(package) for start in stage.starts])
+    environment = dict(stage.provenance.get("environment", {}))
+    machine = environment.pop("machine", None)
+    # Attempts that are alike are one value: a restart alone is no difference.
+    histories: dict[str, list[str]] = {}
+    for recorded in [*stage.starts, {"machine": machine}]:
+        for key, value in flat(recorded).items():
+            if key == "drop":
+                value = sorted(value or [])
+            history = histories.setdefault(key, [])
+            if value is not None and history[-1:] != [str(value)]:
+                history.append(str(value))
     for package, version in environment.items():
-        if package != "machine":
-            recorded.setdefault(package, ("packages", [version]))
-    for name, (kind, values_of_attempts) in recorded.items():
-        # Attempts that are alike are one value: a restart alone is no difference.
-        distinct: list[Any] = []
-        for value in values_of_attempts:
-            if value is not None and value not in distinct[-1:]:
-                distinct.append(value)
-        if distinct:
-            effect = Effect.ORDER if name == "shards left out" else Effect.ROUNDING
-            gathered[name] = Fact(kind, ", then ".join(map(str, distinct)), effect)
+        if version is not None:
+            histories.setdefault(f"versions.{package}", [str(version)])
+    for key, (name, kind, effect) in ATTEMPTS.items():
+        if histories.get(key):
+            gathered[name] = Fact(kind, ", then ".join(histories[key]), effect)
+    for key, history in sorted(histories.items()):
+        if key.startswith("versions.") and history:
+            gathered[key.removeprefix("versions.")] = Fact("packages", ", then ".join(history), Effect.ROUNDING)
     for first, last in stage.left_out:
         gathered[f"steps left out from {first} on"] = Fact("data", f"up to {last}", Effect.ORDER)
     return gathered
@@ -149,18 +163,17 @@ def differences(first: Stage, second: Stage) -> list[Difference]:
     """Return what two stages do not share, what matters most first."""
     facts_of_first = facts(first)
     facts_of_second = facts(second)
-    nothing = Fact("", None, Effect.NONE)
+    nothing = Fact("", "not there", Effect.NONE)
     differing: list[Difference] = []
     many: dict[str, list[Difference]] = {}  # the tars of each set, and its classes
     for name in facts_of_first | facts_of_second:
         left = facts_of_first.get(name, nothing)
         right = facts_of_second.get(name, nothing)
-        # In kind too: 1 is not true, and a missing fact is no null.
-        if (repr(left.value), left.kind == "") == (repr(right.value), right.kind == ""):
+        # As text: 1 is not true. In kind too: a missing fact is none that says so.
+        if left.kind == right.kind and repr(left.value) == repr(right.value):
             continue
-        known = left if left.kind else right
-        texts = ["not there" if not fact.kind else str(fact.value) for fact in (left, right)]
-        difference = Difference(known.kind, name, texts[0], texts[1], known.effect)
+        known = right if left is nothing else left
+        difference = Difference(known.kind, name, str(left.value), str(right.value), known.effect)
         part_of_set = re.match(r"set .*: (tar|class) ", name)
         if part_of_set is None:
             differing.append(difference)
@@ -178,19 +191,21 @@ def differences(first: Stage, second: Stage) -> list[Difference]:
 
 def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
     """Find the first step at which the losses of two stages differ, and the likeliest cause of it."""
-    losses = []
-    ledgers = []
+    losses: list[dict[int, float]] = []
+    ledgers: list[dict[int, str]] = []
     for stage in (first, second):
         steps = stage.steps
         losses.append(dict(zip(steps.step[steps.kept].tolist(), steps.loss[steps.kept].tolist(), strict=True)))
-        ledgers.append({report["step"]: report["ledger"] for _, is_kept, report in stage.reports if is_kept})
+        ledgers.append({report["step"]: report["ledger"] for report in stage.kept_reports})
     common = sorted(losses[0].keys() & losses[1].keys())
     step = None
+    before = []  # losses that are the same
     for number in common:
         # As text: two losses that are not a number are the same.
         if repr(losses[0][number]) != repr(losses[1][number]):
             step = number
             break
+        before.append(losses[0][number])
     ledger_before = 0
     ledger_after = None
     for number in sorted(ledgers[0].keys() & ledgers[1].keys()):
@@ -203,7 +218,6 @@ def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
 
     # What could have acted: before the first update only the model and its input, behind it first of all the updates.
     at = (losses[0][step], losses[1][step])
-    before = [losses[0][number] for number in common[: common.index(step)]]
     if not before:
         effects = [Effect.FIRST, Effect.ROUNDING]
         reason = "the losses differ before the first update"
@@ -222,12 +236,13 @@ def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
         reason += "; the ledgers are equal: both saw the same samples in the same order"
     if abs(at[0] - at[1]) < TINY * abs(at[0]):
         reason += "; so small a difference can come of another order of sums alone"
-    candidates: list[Difference] = []
-    for effect in effects:
-        of_effect = [difference for difference in differing if difference.effect is effect]
-        # A new seed, or another set, moves keys and digests along: the seed and the config say more than a digest.
-        candidates += sorted(of_effect, key=lambda difference: KINDS.index(difference.kind))
-    cause = candidates[0] if candidates else None
+    candidates = []
+    for difference in differing:
+        if difference.effect in effects:
+            candidates.append(difference)
+    # A new seed, or another set, moves keys and digests along: the seed and the config say more than a digest.
+    candidates.sort(key=lambda difference: (effects.index(difference.effect), KINDS.index(difference.kind)))
+    cause = next(iter(candidates), None)
     return Parting(len(common), step, at, ledger_before, ledger_after, cause, candidates[1:], reason)
 
 

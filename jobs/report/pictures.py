@@ -6,15 +6,16 @@ What cannot be read costs the page a picture, and the page says so.
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from markupsafe import Markup
+
 from data.errors import PatchlineError
 from data.images.decode import BadImage, decode
 from data.index.document import load_index
-from data.page import THUMBNAIL, jpeg
+from data.page import jpeg
 from data.shards.reader import ShardReader
 from jobs.report.reading import Stage
 from pipeline import artifacts
@@ -29,7 +30,7 @@ ANALYSES = 3  # folders of `analyze` that are shown
 class Picture(NamedTuple):
     """An image with what is said of it."""
 
-    image: str
+    image: Markup  # as a JPEG in base64
     caption: str
     is_wrong: bool = False
 
@@ -57,7 +58,7 @@ class Album:
         title = "Samples with predictions"
         pictures = []
         try:
-            examples = json.loads(path.read_text())
+            examples = artifacts.read_record(path)
             index = load_index(examples["set"])
             if index.remote:
                 return Gallery(title, [], f"its images lie in a store: {index.directory}")
@@ -67,11 +68,13 @@ class Album:
                 names = [index.class_name(label) for label in example["labels"]]
                 is_wrong = example["predicted"] not in example["labels"]
                 said = f"{index.class_name(example['predicted'])} {example['confidence']:.0%}"
-                verdict = f"✗ {said}, it is {', '.join(names)}" if is_wrong else f"✓ {said}"
-                pictures.append(Picture(jpeg(decode(encoded), THUMBNAIL), f"{verdict} ({key})", is_wrong))
+                caption = f"✓ {said} ({key})"
+                if is_wrong:
+                    caption = f"✗ {said}, it is {', '.join(names)} ({key})"
+                pictures.append(Picture(jpeg(decode(encoded)), caption, is_wrong))
             self.left -= len(pictures)
         except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
-            return Gallery(title, pictures, f"the others cannot be shown: {first_line(error)}")
+            return Gallery(title, pictures, f"the others cannot be shown: {str(error) or repr(error)}")
         of_set = "/".join(Path(examples["set"]).parts[-2:])
         remark = f"of step {examples['step']} on {of_set}: the confident mistakes first, then right ones"
         return Gallery(title, pictures, remark)
@@ -94,12 +97,12 @@ class Album:
 
                 batch = rebuild_step(stage.folder, spike["step"], stage.records, most=OF_SPIKE)
                 for image, labels, (_epoch, shard, sample) in zip(batch.images, batch.labels, batch.ids, strict=True):
-                    names = [batch.source.class_name(int(label)) for label in labels if label >= 0]
+                    names = map(batch.source.class_name, labels[labels >= 0].tolist())
                     caption = f"{', '.join(names)} ({batch.source.shards[int(shard)].name}, {sample})"
-                    pictures.append(Picture(jpeg(image, THUMBNAIL), caption))
+                    pictures.append(Picture(jpeg(image), caption))
                 self.left -= len(pictures)
             except Exception as error:  # a set that is gone, a store that does not answer, a changed config
-                remark = f"its batch cannot be rebuilt: {first_line(error)}"
+                remark = f"its batch cannot be rebuilt: {str(error) or repr(error)}"
             galleries.append(Gallery(title, pictures, remark))
         return galleries
 
@@ -113,11 +116,6 @@ class Album:
                 try:
                     pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), name))
                 except (OSError, BadImage) as error:
-                    remark = f"{name} cannot be shown: {first_line(error)}"
+                    remark = f"{name} cannot be shown: {error}"
             galleries.append(Gallery(str(numbers.parent.relative_to(run)), pictures, remark))
         return galleries
-
-
-def first_line(error: BaseException) -> str:
-    """Return what is said of an error in a line."""
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -33,6 +33,7 @@ from pipeline.monitoring.telemetry import Record, duration, read_metrics
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
 LEASE_PERIODS = 1.2  # for which a lease of another machine is watched: 6 s, for `report` is not to wait for longer
+DRAW = "-seed-"  # in the name of a value that is of a single draw of the shots
 LOG_TAIL = 1 << 20  # bytes at the end of a log.txt that are looked through
 
 
@@ -61,16 +62,14 @@ class Stage:
     """One stage of a run, as its folder shows it; the sets that it reads are loaded when they are asked for."""
 
     folder: Path
-    record: dict[str, Any]  # stage.json
+    name: str
+    record: dict[str, Any] = field(default_factory=dict)  # stage.json
     done: dict[str, Any] | None = None
     task: dict[str, Any] = field(default_factory=dict)  # task.json, of a trained stage
     provenance: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # metrics.jsonl
     problem: str = ""  # why the rest could not be read
-
-    @property
-    def name(self) -> str:
-        return str(self.record.get("name") or self.folder.name)
+    result: str = ""  # what the stage came to, or how far it is
 
     @property
     def batch_size(self) -> int:
@@ -86,32 +85,36 @@ class Stage:
         return self.of_kind("start")
 
     @cached_property
-    def reports(self) -> list[tuple[int, bool, Record]]:
-        """Return (attempt, whether its last step went on, record) of every report of steps."""
-        kept_up_to = [math.inf] * len(self.starts)
-        for number in reversed(range(len(self.starts) - 1)):
-            kept_up_to[number] = min(kept_up_to[number + 1], self.starts[number + 1]["step"])
-        numbers = {start["attempt"]: number for number, start in enumerate(self.starts)}
-        reports = []
-        for record in self.of_kind("train"):
-            number = numbers.get(record["attempt"], 0)
-            is_kept = not kept_up_to or record["step"] <= kept_up_to[number]
-            reports.append((record["attempt"], is_kept, record))
-        return reports
+    def reports(self) -> list[Record]:
+        """Return every report of steps, over all attempts."""
+        return self.of_kind("train")
+
+    @cached_property
+    def kept_reports(self) -> list[Record]:
+        """Return the reports whose last step went on: no later attempt has begun before it."""
+        kept_up_to: dict[int, float] = {}  # by attempt
+        furthest = math.inf
+        for start in reversed(self.starts):
+            kept_up_to.setdefault(start["attempt"], furthest)
+            furthest = min(furthest, start["step"])
+        kept = []
+        for report in self.reports:
+            if report["step"] <= kept_up_to.get(report["attempt"], math.inf):
+                kept.append(report)
+        return kept
 
     @cached_property
     def steps(self) -> Steps:
         """Return every step that was reported. Raises DataError where a record was altered."""
-        columns: list[list[np.ndarray]] = [[], [], [], [], []]
-        for attempt, _is_kept, report in self.reports:
+        parts = [np.zeros((5, 0))]
+        for report in self.reports:
             count = len(report["losses"])
             behind = np.arange(count)[::-1]  # steps between each and the end of the report
-            columns[0].append(report["step"] - behind)
-            columns[1].append(report["samples_seen"] - behind * self.batch_size)
-            columns[2].append(np.array(report["losses"], float))
-            columns[3].append(np.array(report["grad_norms"], float))
-            columns[4].append(np.full(count, attempt))
-        step, samples, loss, norm, attempts = (np.concatenate([np.zeros(0), *column]) for column in columns)
+            samples = report["samples_seen"] - behind * self.batch_size
+            attempts = np.full(count, report["attempt"])
+            columns = [report["step"] - behind, samples, report["losses"], report["grad_norms"], attempts]
+            parts.append(np.array(columns, float))
+        step, samples, loss, norm, attempts = np.concatenate(parts, axis=1)
         # Of several attempts that took a step, the last is the one whose weights went on.
         later = np.minimum.accumulate(np.append(math.inf, step[::-1]))[:-1][::-1]  # the least step behind each
         return Steps(step.astype(int), samples, loss, norm, attempts.astype(int), step < later)
@@ -135,7 +138,9 @@ class Stage:
     def sets(self) -> dict[str, Index | str]:
         """Return the sets that a trained stage reads, by their place in the config; a text where one cannot be read."""
         job = self.task.get("job", {})
-        paths = {f"train {number}": path for number, path in enumerate(job.get("train", []), 1)}
+        paths = {}
+        for number, path in enumerate(job.get("train", []), 1):
+            paths[f"train {number}"] = path
         if len(paths) == 1:
             paths = {"train": paths["train 1"]}
         for name in ("evaluate", "probe_train", "probe_test"):
@@ -153,9 +158,10 @@ class Stage:
     def incidents(self) -> list[Incident]:
         """Return what incidents.txt tells, each with what became of it."""
         path = self.folder / "incidents.txt"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        incidents = []
-        for entry in INCIDENT.split(text):
+        incidents: list[Incident] = []
+        if not path.exists():
+            return incidents
+        for entry in INCIDENT.split(path.read_text(errors="replace")):
             first_line, _, traceback = entry.partition("\n")
             if not first_line.strip():
                 continue
@@ -212,14 +218,14 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read a run directory or a stage's folder. Raises UsageError where there is neither."""
-    folders = [record.parent for record in path.glob("*/stage.json")]
+    records = list(path.glob("*/stage.json"))
     run = path
     name = path.name
     if (path / "stage.json").exists():
-        folders = [path]
+        records = [path / "stage.json"]
         run = path.parent
         name = f"{run.name}/{path.name}"
-    if not folders:
+    if not records:
         neighbours = sorted({record.parents[1].name for record in path.parent.glob("*/*/stage.json")})
         raise UsageError(
             f"no run at {path}\n  expected a run directory, or a stage's folder in it\n"
@@ -238,20 +244,23 @@ def read_run(path: Path) -> Run:
             # A command that was killed could not write its end: status.json says "running" for ever.
             # A copy of a run has no lease, which says nothing. A lease of another machine is watched for a moment.
             lease_state, lease = judge(Folder(run), lambda text: None, LEASE_PERIODS)
-            has_owner = lease_state == "held" or lease is None
-            state = "running" if has_owner else "stopped"
-            end = f"since {last['time']}" if has_owner else f"killed, or lost with its machine; begun {last['time']}"
+            end = f"killed, or lost with its machine; begun {last['time']}"
+            if lease_state == "held" or lease is None:
+                state = "running"
+                end = f"since {last['time']}"
     except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
         pass
-    stages = [read_stage(folder) for folder in sorted(folders, key=artifacts.started_s)]
+    records.sort(key=lambda record: artifacts.started_s(record.parent))
+    stages = [read_stage(record.parent) for record in records]
     return Run(path, name, stages, state, end, command)
 
 
 def read_stage(folder: Path) -> Stage:
     """Read a stage's folder; what was altered is said on the page, and the rest of the page is there."""
-    stage = Stage(folder, {})
+    stage = Stage(folder, folder.name)
     try:
         stage.record = artifacts.read_record(folder / "stage.json")
+        stage.name = str(stage.record.get("name") or folder.name)
         stage.done = artifacts.read_done(folder)
         if (folder / artifacts.TASK).exists():
             stage.task = artifacts.read_record(folder / artifacts.TASK)
@@ -263,6 +272,21 @@ def read_stage(folder: Path) -> Stage:
         stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
         stage.records = []
+        # Reports that were read whole stay: they tell how far the stage is.
+        if "steps" not in vars(stage):
+            stage.reports = []
+
+    if stage.done is None:
+        if stage.reports:
+            stage.result = f"step {stage.reports[-1]['step']:,} of {stage.reports[-1]['steps']:,}"
+    elif "diverged" in stage.done or "summary" in stage.done:
+        stage.result = str(stage.done.get("diverged") or stage.done["summary"])
+    else:
+        metrics = []
+        for name, value in stage.done.get("metrics", {}).items():
+            if DRAW not in name:
+                metrics.append(f"{name} {value:.2%}")
+        stage.result = ", ".join(metrics)
     return stage
 
 

@@ -25,7 +25,7 @@ from pipeline.checkpoints.stage_checkpoints import Chosen
 from tests.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
-LOGS = {"log.txt", "metrics.jsonl"}  # nothing is made of them
+LOGS = {"log.txt", "metrics.jsonl", "examples.json"}  # nothing is made of them
 FLIPS_PER_FILE = 8
 
 
@@ -212,8 +212,9 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
     worker: Any = SimpleNamespace(
         job=SimpleNamespace(directory=str(folder)),
-        saver=SimpleNamespace(newest=lambda: Chosen(newest.name, newest, manifest.read_manifest(newest))),
+        saver=SimpleNamespace(of_step=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),
         model_config=loaded.stage("pretrain").model,
+        cfg=loaded.stage("pretrain").config,
     )
     progress: Any = SimpleNamespace(step=24)
     weights = (folder / "weights.safetensors").read_bytes()

@@ -1,6 +1,7 @@
 """What a trained stage ends with: averaged weights, and masked patch prediction as another objective."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,7 +99,7 @@ def test_a_resume_does_not_need_the_weights_that_the_stage_started_from(recipe):
     shutil.rmtree(manifest.committed(folder / "checkpoints")[0])
     (resized / "weights.safetensors").unlink()
     run_stages(recipe, "finetune", overrides=RESUMED)
-    assert "resumed from step 2 (attempt 1" in (folder / "log.txt").read_text()
+    assert re.search(r"resumed from step 2 \(attempt \d", (folder / "log.txt").read_text())
     assert (folder / "weights.safetensors").read_bytes() == weights
     assert len(read_metrics(folder, "transfer")) == 1
 

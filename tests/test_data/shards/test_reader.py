@@ -198,13 +198,13 @@ pretrain:
   micro_batch: 8
   precision: fp32
   log_every: 1
-fewshot: {{init: "@pretrain", probe: {{train: {train}, test: {train}, shots: [1]}}}}
+fewshot: {{init: "@pretrain", probe: {{train: {train}, test: {test}, shots: [1]}}}}
 """
 
 
-def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, tmp_path, capsys):
+def test_a_shard_that_is_overwritten_in_mid_run_ends_it_with_65(made, shards, tmp_path, capsys):
     recipe = tmp_path / "run.yaml"
-    recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", steps=5_000))
+    recipe.write_text(RECIPE.format(run=tmp_path / "run", train=tmp_path / "set", test=shards / "test", steps=5_000))
     overwritten_after: list[int] = []
 
     def overwrite() -> None:

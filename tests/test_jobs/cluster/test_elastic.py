@@ -71,7 +71,7 @@ def test_many_worlds_are_said_in_few_words() -> None:
         (["cluster.workers={least: 4, most: 2}"], "cluster: workers.most is 2, expected 4 or more"),
         (["cluster.workers.least=1"], "cluster.workers.most is missing"),
         (["cluster.workers={leest: 1, most: 2}"], "unknown key cluster.workers.leest; did you mean 'least'?"),
-        (["cluster.workers=some"], "cluster.workers is 'some', expected a whole number, or a section with the keys"),
+        (["cluster.workers=some"], "cluster.workers is some, expected a whole number, or a section with the keys"),
         (["cluster.patience_s=-1"], "patience_s is -1.0, expected 0 or more"),
     ],
 )

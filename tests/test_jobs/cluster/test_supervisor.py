@@ -144,10 +144,10 @@ def test_an_attempt_that_failed_is_followed_by_another_after_its_wait(script, re
     incidents = tmp_path / "pretrain-1" / "incidents.txt"
     assert incidents.exists() == bool(causes)
     if causes:
-        lines = incidents.read_text().splitlines()
-        assert lines == [
-            line for cause in causes for line in (f"now worker 1 on n1, in forward of step 4: {cause}", "its stacks")
-        ]
+        expected = []
+        for number, cause in enumerate(causes, 1):
+            expected += [f"now attempt {number}: worker 1 on n1, in forward of step 4: {cause}", "its stacks"]
+        assert incidents.read_text().splitlines() == expected
     folders = sorted(path.name for path in (tmp_path / "pretrain-1" / "attempts").iterdir())
     assert folders == [f"attempt-{number:06d}" for number in range(1, len(script) + 1)]
 
@@ -231,10 +231,10 @@ def test_a_stage_moves_off_nodes_grows_and_falls_back_without_a_restart(tmp_path
 def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
     context = Stand(tmp_path, []).context()
     context.directory.mkdir(parents=True)
-    supervisor.write_incident(context, WorkerGroupError(2, "n2", cause, "stacks"), {1: Place(7, "forward", 3, "")})
+    supervisor.write_incident(context, 3, WorkerGroupError(2, "n2", cause, "stacks"), {1: Place(7, "forward", 3, "")})
     remedy = "" if cause == "other" else "; lower micro_batch, activation_gb or data.processes"
     text = (context.directory / "incidents.txt").read_text().splitlines()
-    assert text[0].endswith(f" worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
+    assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
 
 
 LOOKS = [

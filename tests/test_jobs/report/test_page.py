@@ -134,7 +134,7 @@ def test_a_browser_shows_the_page_without_a_request_and_hostile_names_as_text(tm
         example = {"shard": 0, "sample": number, "labels": [number], "predicted": (number + 1) % 5, "confidence": 0.9}
         examples.append(example)
     document = {"step": 24, "set": str(tmp_path / "set"), "samples": examples}
-    (folder / artifacts.EXAMPLES).write_text(json.dumps(document))
+    artifacts.write_record(folder / artifacts.EXAMPLES, document)
     (folder / "incidents.txt").write_text(incident(5, f"worker 0 on {MARKUP}: {HOSTILE[2]}", f"</pre>{MARKUP}"))
     add(folder, {"kind": "evaluate_failed", "step": 8, "error": MARKUP}, SPIKE)
     (folder / "log.txt").write_text(f"bad sample 1 replaced: {MARKUP}: {HOSTILE[1]}\n")

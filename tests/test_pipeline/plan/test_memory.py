@@ -238,7 +238,17 @@ def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> Non
     beside_it = {"model", "init", "checkpoint_blocks", "activation_gb"}  # as the model and the blocks recomputed
     not_traced = {"thinning", "compile"}  # what is planned then is said (docs/design/memory.md)
     without_memory = {"new_head", "passes", "uneven", "seed", "evaluate_every", "evaluate_on", "probe", "log_every"}
-    without_memory |= {"save_every", "keep", "keep_every", "max_skipped", "max_failed_saves", "timeout_s", "stall_s"}
+    without_memory |= {
+        "keep_best",
+        "patience",
+        "save_every",
+        "keep",
+        "keep_every",
+        "max_skipped",
+        "max_failed_saves",
+        "timeout_s",
+        "stall_s",
+    }
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
     assert fields == in_the_step | beside_it | not_traced | without_memory
     step = step_to_trace(TrainConfig(steps=1), models.ViTConfig(), 1, 1, 0, is_gpu=False)
