@@ -260,9 +260,10 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
         record = artifacts.read_record(stage.folder / "sweep.json")
         values |= {"metric": record["metric"], "chosen": record["chosen"]}
         drawn = []
+        lost = {result["row"] for result in record["runs"] if result["diverged"]}
         for name, means in {**record["rows"], **record["means"]}.items():
             mean = means.get(record["metric"])
-            values["rows"].append((name, mean))
+            values["rows"].append((name, mean, name in lost))
             if mean is not None:
                 low, high = mean["interval"] or (mean["mean"], mean["mean"])
                 drawn.append((name, mean["mean"], low, high))
