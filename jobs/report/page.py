@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from data import page
 from data.checks import one_line
 from data.errors import PatchlineError
 from data.index.index import Index
+from data.storage import Storage
 from jobs.report import charts
 from jobs.report.charts import Line, Mark
 from jobs.report.comparing import curve, differences, part
@@ -51,12 +52,15 @@ class Evaluated(NamedTuple):
     deviation: float  # between the draws
 
 
-def write_report(paths: Sequence[Path], output: Path, *, with_replay: bool = True) -> Path:
+def write_report(
+    paths: Sequence[Path], output: Path, stores: Mapping[Path, Storage] | None = None, *, with_replay: bool = True
+) -> Path:
     """Write the page of these runs and return where it is. Raises UsageError where there is no run, OSError.
 
-    `with_replay` shows the batches of spikes, for which torch is imported.
+    A path may be the local copy of a run in a store: `stores` says of which. `with_replay` shows what takes seconds:
+    the batches of spikes, for which torch is imported, and images that lie in a store.
     """
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     if len(runs) == 1:
         page.write_page(output, "run.html", **run_values(runs[0], Album(with_replay=with_replay)))
     else:

@@ -66,7 +66,7 @@ class Album:
             settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
             reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
             if index.remote and not self.with_replay:
-                how = as_typed(f"{COMMAND} report {stage.folder.parent}")
+                how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
                 return Gallery(title, [], f"its images lie in a store; to see them: {how}")
             for example in islice(examples["samples"], self.left):
                 key, encoded, _ = reader.read(example["shard"], example["sample"])
@@ -91,7 +91,7 @@ class Album:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"
             if spike["limit"] < 1e300:  # until enough norms are known there is no limit
                 title += f", usual up to {spike['limit']:.3g}"
-            command = as_typed(f"{COMMAND} replay {stage.folder} step={spike['step']}")
+            command = as_typed(f"{COMMAND} replay {stage.address} step={spike['step']}")
             if not self.with_replay or self.left < OF_SPIKE:
                 galleries.append(Gallery(title, [], f"to see its batch: {command}"))
                 continue
