@@ -100,10 +100,12 @@ def verdict(run: Run) -> str:
     """Return how the run stands, in a line."""
     results = []
     unfinished = []
+    tables = tuple(f"{stage.name}." for stage in run.stages if "summary" in (stage.done or {}))
     for stage in run.stages:
         if stage.done is None:
             unfinished.append(stage)
-        elif stage.result and "sets" not in stage.done:
+        # What sets were packed, and what each run of a sweep came to, is in the table of stages.
+        elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
@@ -241,7 +243,7 @@ def evaluations(stage: Stage) -> tuple[list[Evaluated], Markup | None]:
         points = [(stage.samples_at(row.step), row.value, row.low, row.high) for row in reversed(of_name)]
         x, value, low, high = np.array(points).T
         lines.append(Line(name, x, value, number=number, spread=np.maximum([value - low, high - value], 0)))
-    return rows, charts.line_chart("evaluations, accuracy with 95 % intervals", lines[:MOST_LINES])
+    return rows, charts.line_chart("evaluations, accuracy with 95 % intervals", lines[:MOST_LINES], is_share=True)
 
 
 def document_values(stage: Stage) -> dict[str, Any]:
@@ -269,13 +271,16 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
             mean = means.get(record["metric"])
             values["rows"].append((name, mean, name in lost))
             if mean is not None:
-                low, high = mean["interval"] or (mean["mean"], mean["mean"])
+                spread = mean["sd"] or 0.0
+                low, high = mean["interval"] or (mean["mean"] - spread, mean["mean"] + spread)
                 drawn.append((name, mean["mean"], low, high))
         names = {result["stage"] for result in record["runs"]}
     except (PatchlineError, OSError, LookupError, TypeError) as error:
         return {"name": stage.name, "problem": str(error)}
     if drawn:
-        values["chart"] = charts.value_chart(f"{stage.name}: {record['metric']}", drawn[:MOST_ROWS])
+        of_samples = any(mean and mean["interval"] for _, mean in values["rows"])
+        title = f"{stage.name}: {record['metric']}, {'95 %' if of_samples else '± between runs'}"
+        values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
     lines: list[Line] = []
     for other in run.stages:
         if other.name in names and other.reports:

@@ -6,6 +6,7 @@ What cannot be read costs the page a picture, and the page says so.
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,10 @@ MOST = 240  # pictures of a page; a thumbnail has about 4 kB
 OF_SPIKE = 16  # of the global batch
 SPIKES = 3  # the newest of a stage, whose batches are shown
 FIGURE = 800  # pixels of the longer side
+FIGURES = {
+    "attention.png": "what the class token attends to",
+    "inside.png": "patch filters, positions, and how far each head looks",
+}
 ANALYSES = 3  # folders of `analyze` that are shown
 
 
@@ -116,11 +121,12 @@ class Album:
         galleries = []
         for numbers in sorted([*run.glob("*/analysis.json"), *run.glob("*/*/analysis.json")])[:ANALYSES]:
             pictures = []
-            remark = ""
-            for name in ("attention.png", "inside.png"):
-                try:
-                    pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), name))
-                except (OSError, BadImage) as error:
-                    remark = f"{name} cannot be shown: {error}"
+            try:
+                analysis = json.loads(numbers.read_bytes())
+                remark = f"{analysis['weights']}, over {len(analysis['images'])} images"
+                for name, what in FIGURES.items():
+                    pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), what, name))
+            except (OSError, BadImage, ValueError, LookupError, TypeError) as error:
+                remark = f"it cannot be shown: {error}"
             galleries.append(Gallery(str(numbers.parent.relative_to(run)), pictures, remark))
         return galleries

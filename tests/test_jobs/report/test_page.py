@@ -305,7 +305,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     document = {"results": [{"set": {"name": "test"}, "values": {"top-1": value}}]}
     (folders["evaluate"] / "evaluation.json").write_text(json.dumps(document))
     folders["figures"].mkdir()
-    (folders["figures"] / "analysis.json").touch()
+    (folders["figures"] / "analysis.json").write_text('{"weights": "runs/digits/finetune", "images": ["a", "b"]}')
     for name in ("attention.png", "inside.png"):
         picture = np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8)
         (folders["figures"] / name).write_bytes(cv2.imencode(".png", picture)[1].tobytes())
@@ -313,8 +313,9 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     shown = Tables(text)
     assert shown.row("optim.lr=0.01") == ["optim.lr=0.01", "91.23%", "90.12% to 92.34%", "± 0.45%", "3"]
     assert shown.row("optim.lr=0.3")[1] == "diverged" and "Chosen: optim.lr=0.01" in shown.text
-    assert 'aria-label="grid: accuracy"' in text and 'aria-label="loss of the runs"' in text
+    assert 'aria-label="grid: accuracy, 95 %"' in text and 'aria-label="loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
+    assert "runs/digits/finetune, over 2 images" in shown.text
     assert 'alt="attention.png"' in text and 'alt="inside.png"' in text
 
 
