@@ -28,6 +28,7 @@ from jobs.report.charts import Line, Mark
 from jobs.report.comparing import curve, differences, part
 from jobs.report.pictures import Album
 from jobs.report.reading import DRAW, Run, Stage, read_run
+from jobs.stages.study_chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.monitoring.telemetry import account, amount, duration
@@ -262,7 +263,7 @@ def figure_values(stage: Stage) -> dict[str, Any]:
     try:
         record = artifacts.read_record(stage.folder / "figure.json")
         text = (stage.folder / "figure.md").read_text()
-        return {"name": stage.name, "chart": charts.study_chart(record), "text": text, "problem": ""}
+        return {"name": stage.name, "chart": study_chart(record), "text": text, "problem": ""}
     except (PatchlineError, OSError, LookupError, TypeError) as error:
         return {"name": stage.name, "problem": str(error)}
 

@@ -141,7 +141,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     if cfg.fit:
         figure["fit"] = fitted(cfg, points, context.stage.name, is_share=figure["is_share"])
     # Imported here and not above, as in every stage: a recipe is checked without matplotlib.
-    from jobs.report.charts import write_study_chart
+    from jobs.stages.study_chart import write_study_chart
 
     artifacts.write_record(context.directory / DOCUMENT, figure)
     write_study_chart(figure, context.directory)
