@@ -1,4 +1,4 @@
-"""The chart of a figure.json (jobs/stages/figure.py): as files that open anywhere, and inline in the page of the run."""
+"""The chart of a figure.json (jobs/stages/figure.py): as files for any viewer, and inline in the page of the run."""
 
 from __future__ import annotations
 
