@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from data.errors import RunOwned
@@ -15,7 +14,6 @@ from data.storage import Folder
 from jobs import ownership
 from jobs.ownership import Lease, judge, newest_lease
 from tests.drives import fork_context
-from tests.families import wait_until
 
 pytestmark = pytest.mark.quick
 
@@ -65,7 +63,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
     ("machine", "blow", "state", "waits"),
     [
         ("", None, "held", False),
-        ("", signal.SIGKILL, "lost", False),  # the kernel knows, though nobody has collected the dead process
+        ("", signal.SIGKILL, "lost", False),
         ("", signal.SIGSTOP, "lost", True),
         ("another", None, "held", True),
         ("another", signal.SIGKILL, "lost", True),
@@ -81,7 +79,7 @@ def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_chan
         if blow == signal.SIGSTOP:
             time.sleep(LOST_S)
         else:
-            wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+            process.join()
     began = time.monotonic()
     found, seen = judge(Folder(tmp_path / "run"), lambda text: None)
     took_s = time.monotonic() - began
