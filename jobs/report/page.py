@@ -281,20 +281,22 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
         record = artifacts.read_record(stage.folder / "sweep.json")
         values |= {"metric": record["metric"], "chosen": record["chosen"]}
         drawn = []
+        spread_of = "± between runs"
         lost = {result["row"] for result in record["runs"] if result["diverged"]}
         for name, means in {**record["rows"], **record["means"]}.items():
             mean = means.get(record["metric"])
             values["rows"].append((name, mean, name in lost))
             if mean is not None:
-                spread = mean["sd"] or 0.0
-                low, high = mean["interval"] or (mean["mean"] - spread, mean["mean"] + spread)
+                deviation = mean["sd"] or 0.0
+                low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
+                if mean["interval"]:
+                    spread_of = "95 %"
                 drawn.append((name, mean["mean"], low, high))
         names = {result["stage"] for result in record["runs"]}
     except (PatchlineError, OSError, LookupError, TypeError) as error:
         return {"name": stage.name, "problem": str(error)}
     if drawn:
-        of_samples = any(mean and mean["interval"] for _, mean in values["rows"])
-        title = f"{stage.name}: {record['metric']}, {'95 %' if of_samples else '± between runs'}"
+        title = f"{stage.name}: {record['metric']}, {spread_of}"
         values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
     lines: list[Line] = []
     for other in run.stages:
