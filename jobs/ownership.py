@@ -23,10 +23,8 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +38,7 @@ from data.errors import ClusterError, ConfigError, PatchlineError, RunOwned, Sto
 from data.files import make_folder
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
+from jobs.terminal import typed_command
 from pipeline.checkpoints.manifest import ATTEMPTS, newest_attempt
 
 LEASES = "leases"
@@ -127,7 +126,7 @@ class Lease:
             "start": start_of(os.getpid()),
             "job": this_job(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": shlex.join(["python", *sys.orig_argv[1:]]),  # as it was typed: sys.argv has lost the `-m jobs`
+            "command": typed_command(),
             "period_s": PERIOD_S,
             "renewals": 0,
             "renewed": "",

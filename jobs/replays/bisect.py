@@ -9,6 +9,7 @@ half without which the metric comes back to more than the middle between its val
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -138,8 +139,10 @@ def run_search(request: Mapping[str, Any], cfg: TrainConfig, context: Context) -
     """Have workers search a step; returns what they have found."""
     from pipeline.search import search
 
+    began = time.time()
+
     def make_task(attempt: int) -> dict[str, Any]:
-        task = training.make_training_task(cfg, context, attempt, until=request["step"])
+        task = training.make_training_task(cfg, context, began, attempt, until=request["step"])
         return {**task, "search": dict(request)}
 
     worlds = allowed_worlds(cfg, context.campaign.cluster)

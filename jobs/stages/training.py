@@ -82,7 +82,7 @@ def run(
     # 3. Attempts, until one has taken all steps.
     outcome = supervise(
         train,
-        partial(make_training_task, cfg, context, until=until, masked=masked),
+        partial(make_training_task, cfg, context, time.time(), until=until, masked=masked),
         context,
         worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
@@ -102,12 +102,15 @@ def run(
 def make_training_task(
     cfg: TrainConfig,
     context: Context,
+    began: float,
     attempt: int,
     *,
     until: int | None = None,
     masked: Sequence[Sequence[int]] = (),
 ) -> Task:
     """Return the task of an attempt's workers, and leave it in task.json, from which `jobs replay` starts.
+
+    `began` is the time at which this command has begun to work on the stage.
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
@@ -150,6 +153,7 @@ def make_training_task(
         probe_test=campaign.path_of(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
+        began=began,
         remote=campaign.remote,
         device_bytes=device_bytes,
         until=until,

@@ -292,7 +292,7 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     said: list[str] = []
     joined: list[Any] = []
 
-    def tick(folder: Path, attempt: int) -> None:
+    def tick(folder: Path, attempt: int, _step: int) -> None:
         if attempt == 1 and len(records(folder)) == 3 and not joined:
             joined.append(nodes.cluster.add_node(num_cpus=1, **nodes.options))
         if attempt == 3 and len(records(folder)) == 3:
