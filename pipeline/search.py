@@ -10,23 +10,26 @@
    then, the search goes on before the culprit, until it ends or has taken 2·log₂(batch) steps.
 
 In:  {"config": …, "job": …, "search": {"step": 120, "metric": "grad_norm", "usual": 0.4}}
-Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_without": 0.41, "replays": 12, "ids": […], …}
+Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_without": 0.41, "replays": 12, …}
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from data.index.index import Index
 from pipeline import config
 from pipeline.batches import micro_batches, next_batch
 from pipeline.health import SPIKE
 from pipeline.masking import Mask, ranges_of
+from pipeline.monitoring.telemetry import without_nan
 from pipeline.start import Job, set_up
 from pipeline.train import notice_sigterm, take_step
 from pipeline.training_config import TrainConfig
@@ -34,33 +37,11 @@ from pipeline.training_config import TrainConfig
 LEAST_SPIKE = 2.0  # times the usual value: what is less is no spike to look for
 
 
-class SearchOutcome(TypedDict):
-    """Holds what a search has come to; `rows` are slots of the global batch."""
+def search(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the samples of a step without which its metric is usual. Collective; raises what training does.
 
-    value: float | None  # of the metric, with nothing masked; None where it is not finite
-    loss: float | None
-    grad_norm: float | None
-    usual: float
-    limit: float
-    is_spike: bool
-    is_found: bool  # masking `rows` ends the spike, and the search has come to its end
-    rows: list[int]  # the smallest set that is known to end the spike
-    twins: list[int]  # of `rows`, those that were masked because their bytes are those of another
-    value_without: float | None
-    replays: int  # times that the step was taken
-    ids: list[list[int]]  # epoch, shard and sample of every row
-
-
-class Taken(NamedTuple):
-    """Holds a step as it came out with some rows masked."""
-
-    value: float  # of the metric; infinite where it is not finite
-    loss: float
-    norm: float
-
-
-def search(task: Mapping[str, Any]) -> SearchOutcome:
-    """Find the samples of a step without which its metric is usual. Collective; raises what training does."""
+    Numbers that are not finite are None in what it returns; rows are slots of the global batch.
+    """
     cfg = config.build(TrainConfig, json.loads(json.dumps(task["config"])), "config")
     worker, progress = set_up(cfg, Job(**task["job"]))
     notice_sigterm(worker.sigterm)
@@ -80,63 +61,52 @@ def search(task: Mapping[str, Any]) -> SearchOutcome:
         progress.step += 1
     planned = worker.order.batch(step)
     own = [next_batch(worker, batches, step, planned) for _ in range(worker.arithmetic.accumulation)]
-    of_workers: list[list[list[int]]] = [[] for _ in range(worker.world)]
-    dist.all_gather_object(of_workers, [row for batch in own for row in batch.ids.tolist()])
-    ids = np.array([row for of_worker in of_workers for row in of_worker], np.int64)  # (B, 3), in the order of slots
-    state = {part.name: (part.start, copies(part.tensors)) for part in worker.engine.fragments(held=True)}
+    of_workers: list[list[np.ndarray]] = [[] for _ in range(worker.world)]
+    dist.all_gather_object(of_workers, [batch.ids.numpy() for batch in own])
+    ids = np.concatenate([rows for of_worker in of_workers for rows in of_worker])  # (B, 3), in the order of slots
+    state: dict[str, tuple[int, dict[str, Tensor]]] = {}
+    for name, start, tensors in worker.engine.fragments(held=True):
+        state[name] = (start, {kind: tensor.detach().clone().flatten() for kind, tensor in tensors.items()})
     updates = worker.engine.updates
 
     def read(name: str, kind: str, start: int, count: int) -> Tensor:
         first, tensors = state[name]
         return tensors[kind][start - first : start - first + count]
 
+    # The last time that the step was taken: loss and norm.
     replays = 0
+    loss = math.nan
+    norm = math.nan
 
-    def take(rows: Sequence[int]) -> Taken:
-        nonlocal replays
+    def value_without(rows: Sequence[int]) -> float:
+        nonlocal replays, loss, norm
         if replays:
             worker.engine.load(read, updates)
         replays += 1
         mask = Mask(ranges_of(*ids[list(rows), 1:].T))
-        taken = take_step(replace(worker, mask=mask), step, iter(own))
+        loss = take_step(replace(worker, mask=mask), step, iter(own)).mean_loss
         norm = worker.engine.gradient_norm
-        value = norm if metric == "grad_norm" else taken.mean_loss
-        value *= mask.left(planned) / cfg.batch_size
+        value = (norm if metric == "grad_norm" else loss) * mask.left(planned) / cfg.batch_size
         worker.telemetry.log(f"step {step + 1} without {len(rows)} of {len(ids)} samples: {metric} {value:.4g}")
-        return Taken(value if math.isfinite(value) else math.inf, taken.mean_loss, norm)
+        return value if math.isfinite(value) else math.inf
 
     # 2. As it was, and the limit.
-    whole = take([])
-    limit = math.sqrt(usual * whole.value) if math.isfinite(whole.value) else SPIKE * usual
-    is_spike = whole.value > LEAST_SPIKE * usual
-    outcome: SearchOutcome = {
-        "value": finite(whole.value),
-        "loss": finite(whole.loss),
-        "grad_norm": finite(whole.norm),
-        "usual": usual,
-        "limit": limit,
-        "is_spike": is_spike,
-        "is_found": False,
-        "rows": [],
-        "twins": [],
-        "value_without": None,
-        "replays": replays,
-        "ids": ids.tolist(),
-    }
-    if is_spike:
-        found = culprits(
-            lambda rows: take(rows).value,
-            len(ids),
-            limit,
-            most=2 * math.ceil(math.log2(max(len(ids), 2))) - 1,
-            twins_of=lambda row: same_bytes(worker.index, ids, row),
-        )
-        outcome |= {**found._asdict(), "replays": replays}  # type: ignore[typeddict-item]
+    value = value_without([])
+    outcome: dict[str, Any] = {"loss": loss, "grad_norm": norm, "value": value, "usual": usual}
+    outcome["limit"] = math.sqrt(usual * value) if math.isfinite(value) else SPIKE * usual
+    outcome["is_spike"] = value > LEAST_SPIKE * usual
+    found = Culprits([], [], False, value)
+
+    # 3 and 4.
+    if outcome["is_spike"]:
+        most = 2 * math.ceil(math.log2(max(len(ids), 2))) - 1
+        twins_of = partial(same_bytes, worker.index, ids)
+        found = culprits(value_without, len(ids), outcome["limit"], most=most, twins_of=twins_of)
     worker.telemetry.close()
     worker.phases.close()
     worker.engine.close()
     dist.destroy_process_group()
-    return outcome
+    return without_nan({**outcome, **found._asdict(), "replays": replays})  # type: ignore[return-value]
 
 
 class Culprits(NamedTuple):
@@ -190,28 +160,18 @@ def culprits(
         if smallest.rows == found or are_enough(found):
             return smallest._replace(twins=twins, is_found=True)
         # Copies of a sample are each enough for the spike: they go together.
-        copies_of_it = sorted({*twins_of(end)} - {*found})
-        twins += copies_of_it
-        found = sorted({*found, *copies_of_it})
-        if copies_of_it and taken < most and are_enough(found):
+        copies = sorted({*twins_of(end)} - {*found})
+        twins += copies
+        found = sorted({*found, *copies})
+        if copies and taken < most and are_enough(found):
             return smallest._replace(twins=twins, is_found=True)
     return smallest
 
 
-def same_bytes(index: Any, ids: np.ndarray, row: int) -> list[int]:
+def same_bytes(index: Index, ids: np.ndarray, row: int) -> list[int]:
     """Return the rows of a batch whose samples have the bytes of one of them, itself among them."""
     digests = np.zeros(len(ids), np.uint64)
     for shard in np.unique(ids[:, 1]):
         rows = ids[:, 1] == shard
         digests[rows] = index.table(int(shard))["digest"][ids[rows, 2]]
     return np.flatnonzero(digests == digests[row]).tolist()
-
-
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of a fragment's tensors, flat."""
-    return {kind: tensor.detach().clone().flatten() for kind, tensor in tensors.items()}
-
-
-def finite(value: float) -> float | None:
-    """Return a number as a record has it: None for one that is not finite."""
-    return value if math.isfinite(value) else None

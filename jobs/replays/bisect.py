@@ -129,7 +129,6 @@ def bisect_step(stage: RecordedStage, folder: Path, step: int, metric: str, over
             f"  slot {sample['slot']}: {sample['shard']} {sample['key']}, labels {sample['labels']}; "
             f"{sample['picture']}"
         )
-    del outcome["ids"]
     report = {**made_by(stage), **request, "start": start, **outcome, "samples": samples}
     artifacts.write_record(again / "bisect.json", report)
     echo(f"written: {again / 'bisect.json'}")
@@ -201,9 +200,7 @@ def bisect_shards(
 ) -> None:
     """Find the shard behind what a metric has lost between two commits, by taking the steps between them again."""
     metric = values["metric"] or "accuracy"
-    places = sorted({0, *stage.commits})
-    if first is None or last is None or first not in places or last not in stage.commits or first >= last:
-        raise UsageError(f"--from {first} --to {last}: expected two commits of {stage.folder.name}: {places[-12:]}")
+    first, last = stage.two_commits(first, last)
     at: dict[int, float] = {}
     for record in read_metrics(stage.folder, "evaluate"):
         scores = scores_of(record)

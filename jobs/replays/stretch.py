@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import models
-from data.errors import DataError, UsageError
+from data.errors import UsageError
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Folder
@@ -53,11 +53,6 @@ class RecordedStage:
     records: Sequence[Record]  # metrics.jsonl, of all kinds
     commits: Mapping[int, Path]  # by step, in rising order; of one step the newest
     steps: int  # of the whole stage
-
-    @property
-    def run(self) -> Path:
-        """Return the run directory."""
-        return self.folder.parent
 
     def index(self) -> Index:
         """Return the set that is trained on, mixtures joined: the shards and samples that masks are of."""
@@ -118,6 +113,15 @@ class RecordedStage:
                 f"{cluster.workers}: without exact_parts other numbers have other bits\n  type cluster.workers={world}"
             )
         return cluster
+
+    def two_commits(self, first: int | None, last: int | None) -> tuple[int, int]:
+        """Return two steps between which there is a stretch. Raises UsageError."""
+        if first is None or last is None or first not in (0, *self.commits) or last not in self.commits:
+            listed = ", ".join(map(str, [0, *self.commits][-12:]))
+            raise UsageError(f"--from {first} --to {last}: expected two commits of {self.folder.name}: {listed}")
+        if first >= last:
+            raise UsageError(f"--from {first} --to {last}: expected a later step behind --to")
+        return first, last
 
     def commit_before(self, step: int) -> int:
         """Return the newest commit from which a step, counted from 1, can be taken again; 0 for the first weights."""
@@ -181,11 +185,10 @@ def without_evaluation(cfg: TrainConfig) -> TrainConfig:
 
 def output_folder(stage: RecordedStage, command: str, named: str | None) -> Path:
     """Return where a command on a run writes: beside the run, and never into it. Raises UsageError."""
-    folder = Path(named).resolve() if named else stage.run.with_name(f"{stage.run.name}-{command}")
-    if folder.is_relative_to(stage.run):
-        raise UsageError(
-            f"--output {folder} lies in the run that is looked at\n  expected another, as {stage.run}-{command}"
-        )
+    run = stage.folder.parent
+    folder = Path(named).resolve() if named else run.with_name(f"{run.name}-{command}")
+    if folder.is_relative_to(run):
+        raise UsageError(f"--output {folder} lies in the run that is looked at\n  expected another, as {run}-{command}")
     return folder
 
 
@@ -207,12 +210,14 @@ def take_again(
     target = folder / stage.folder.name
     checkpoints = target / "checkpoints"
     if start and not checkpoints.exists():
-        # Made under another name: a checkpoint is there whole, or not at all.
+        # Made under another name: a checkpoint is there whole, or not at all. Nobody writes into its files.
         source = stage.commits[start]
         staged = checkpoints / f".tmp-{source.name}-linked"
-        staged.mkdir(parents=True)
-        for file in source.iterdir():
-            link_or_copy(file, staged / file.name)
+        try:
+            shutil.copytree(source, staged, copy_function=os.link)
+        except OSError:  # another disk, or one that knows no second names
+            shutil.rmtree(staged, ignore_errors=True)
+            shutil.copytree(source, staged)
         staged.rename(checkpoints / source.name)
     if (stage.folder / artifacts.EXCLUDED_STEPS).exists():
         target.mkdir(parents=True, exist_ok=True)
@@ -237,20 +242,10 @@ def take_again(
     return target
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or where that cannot be a copy; neither is ever written into."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy(source, target)
-
-
 def made_by(stage: RecordedStage) -> dict[str, Any]:
     """Return what a report of a replay says of the run that it looked at and of the code that looked."""
-    if not stage.job.get("code"):
-        raise DataError(f"{stage.folder / artifacts.TASK} does not say which code it ran\n  expected its code version")
     return {
-        "run": str(stage.run),
+        "run": str(stage.folder.parent),
         "stage": stage.record["name"],
         "key": stage.record["key"],
         "code_of_run": stage.job["code"],

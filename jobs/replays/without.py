@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import models
 from data.errors import DataError, UsageError
@@ -68,8 +69,9 @@ def without(
         raise UsageError("nothing is named that the run is to be without\n  expected --samples FILE or --shards NAME")
     last = max(stage.commits, default=0)
     to = last if to is None else to
-    if not 0 < to <= last:
-        raise UsageError(f"--to {to}: expected a step up to {last}, the last commit of {stage.folder.name}")
+    if to not in stage.commits:
+        listed = ", ".join(map(str, [*stage.commits][-12:]))
+        raise UsageError(f"--to {to}: expected a commit of {stage.folder.name}, to compare with: {listed}")
     index = stage.index()
     removal = planned_removal(stage, masked_ranges(index, samples, shards), to)
     request = asdict(removal)
@@ -162,11 +164,11 @@ def report(stage: RecordedStage, removal: Removal, folder: Path, again: Path) ->
         files = stage.manifest(removal.start).files
         values["commit_files"] = {name: file["sha256"] for name, file in files.items()}
     echo(f"weights {weights[:12]}, ledger {manifest.ledger[:12]}")
-    if removal.to in stage.commits:
-        shape = export(stage.commits[removal.to], models.from_dict(stage.record["model"]))
-        theirs, _ = models.load_weights(again)
-        are_equal = all(bool((shape[name] == tensor).all()) for name, tensor in theirs.items())
-        values["equals_run"] = are_equal and manifest.ledger == stage.manifest(removal.to).ledger
-        echo("equal to the run's, bit for bit" if values["equals_run"] else "the run's are others")
+    theirs = export(stage.commits[removal.to], models.from_dict(stage.record["model"]))
+    are_equal = manifest.ledger == stage.manifest(removal.to).ledger
+    for name, tensor in models.load_weights(again)[0].items():
+        are_equal = are_equal and torch.equal(tensor, theirs[name])
+    values["equals_run"] = are_equal
+    echo("equal to the run's, bit for bit" if are_equal else "the run's are others")
     artifacts.write_record(folder / "audit.json", values)
     echo(f"written: {folder / 'audit.json'}; the run without them: {again}")
