@@ -38,6 +38,7 @@ from pipeline.monitoring.telemetry import Record, account, duration, read_metric
 from pipeline.versions import git_commit
 
 NAMED = 8  # states that a difference names, the largest first
+NOISE = 1e-8  # of the largest second moment of a parameter: what is less is of a gradient that is zero in theory
 LAST_BITS = 1e-4  # of a loss or norm: other hardware differs by less in the first steps
 SIGNED_AS = "patchline"  # the namespace of a signature
 CONDITIONS = ("hardware", "threads", "versions", "code")  # of an attempt's start, which bits may depend on
@@ -266,6 +267,11 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
             if not differs.any():
                 continue
             gap = (saved - taken).abs().nan_to_num(nan=math.inf)
+            # Adam makes updates of the rounding noise of gradients that are zero in theory, as those of a key's bias:
+            # there the least change anywhere else makes the largest.
+            if (name, "exp_avg_sq") in readers[1].pieces:
+                squares = readers[1](name, "exp_avg_sq", piece.start, piece.length)
+                gap = torch.where(squares > NOISE * squares.max(), gap, 0.0)
             element = int(torch.where(differs, gap, -1.0).argmax())
             share = float(gap[element] / taken.square().mean().sqrt().clamp(min=1e-30))
             worker = int(piece.file.removeprefix("rank-").partition(".")[0])
