@@ -103,12 +103,13 @@ def test_every_manifest_is_taken() -> None:
 def test_what_a_rule_or_a_schema_forbids_is_refused() -> None:
     """That the check above can fail: by a rule of each project, a wrong type, a wrong name."""
     by_kind = {document["kind"]: document for document in documents()}
+    borrowing_alone = {"reclaimWithinCohort": "Never", "borrowWithinCohort": {"policy": "LowerPriority"}}
     table = (
         ("RayJob", "managedBy", "somebody", r"self in \['ray.io/kuberay-operator'"),
         ("RayJob", "deletionStrategy", {}, r"has\(self.onSuccess\)"),
         ("RayJob", "backoffLimit", "many", "'many' is not of type 'integer'"),
         ("RayCluster", "workers", [], "RayCluster.spec.workers: unknown"),
-        ("ClusterQueue", "preemption", {"borrowWithinCohort": {"policy": "LowerPriority"}}, "reclaimWithinCohort"),
+        ("ClusterQueue", "preemption", borrowing_alone, "reclaimWithinCohort"),
     )
     for kind, name, value, expected in table:
         document = copy.deepcopy(by_kind[kind])
