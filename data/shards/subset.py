@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -326,15 +326,10 @@ def summary(index: Index, parent: Index) -> list[str]:
     """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
     assert index.origin is not None, "a subset was made of something"
     share = index.samples / parent.samples
-    parts = []  # of the rule: "shots 10", "seed 0"
-    for option, value in index.origin.rule.items():
-        if isinstance(value, Mapping):
-            value = f"{value['path']} ({value['sha256'][:12]})"
-        parts.append(f"{option} {value}")
     lines = [
         f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
         f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
-        f"of {parent.tables} (digest {parent.digest[:12]}), by {', '.join(parts)}",
+        f"of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}",
     ]
     shots = index.origin.rule.get("shots", 0)
     lost = []  # classes that have samples in the parent alone

@@ -151,7 +151,8 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
         if Reads.OUTCOME in parent.kind.inputs.values():
             runs = ", ".join(parent.parents.values())
             raise ConfigError(
-                f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}"
+                f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}\n"
+                f"  {value}.* stands for each of them"
             )
         if not parent.kind.makes_weights or part:
             makers = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -98,7 +99,7 @@ def verdict(run: Run) -> str:
     for stage in run.stages:
         if stage.done is None:
             unfinished.append(stage)
-        elif stage.result:
+        elif stage.result and "sets" not in stage.done:
             results.append(f"{stage.name} {stage.result}")
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
@@ -155,6 +156,7 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     evaluated, chart = evaluations(stage)
     if chart is not None:
         drawn.append(chart)
+    seconds = asdict(account(stage.records))
     # 2. What went wrong, and the sets with their largest classes.
     failures = []
     for record in stage.of_kind(*FAILURES):
@@ -164,7 +166,11 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     for name, index in stage.sets.items():
         if isinstance(index, Index):
             largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
-            sets.append({"name": name, "index": index, "labels": largest, "shards": [*islice(index.shards, MOST_ROWS)]})
+            values = {"index": index, "labels": largest, "shards": [*islice(index.shards, MOST_ROWS)]}
+            # Parts of one set share its tars, and differ in their samples.
+            if index.origin is not None:
+                values["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
+            sets.append({"name": name, **values})
         else:
             sets.append({"name": name, "problem": index})
     return {
@@ -174,7 +180,8 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         "evaluations": evaluated,
         "spikes": album.spikes(stage),
         "judged": album.judged(stage),
-        "seconds": asdict(account(stage.records)),
+        "stopped": seconds.pop("stopped"),
+        "seconds": seconds,
         "failures": failures,
         "sets": sets,
         "hardware": dict.fromkeys(start.get("hardware", "") for start in stage.starts),
@@ -253,9 +260,10 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
         record = artifacts.read_record(stage.folder / "sweep.json")
         values |= {"metric": record["metric"], "chosen": record["chosen"]}
         drawn = []
+        lost = {result["row"] for result in record["runs"] if result["diverged"]}
         for name, means in {**record["rows"], **record["means"]}.items():
             mean = means.get(record["metric"])
-            values["rows"].append((name, mean))
+            values["rows"].append((name, mean, name in lost))
             if mean is not None:
                 low, high = mean["interval"] or (mean["mean"], mean["mean"])
                 drawn.append((name, mean["mean"], low, high))
