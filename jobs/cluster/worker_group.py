@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -293,7 +293,8 @@ class WorkerGroup:
                     raise
                 except Exception as error:
                     rank = link.ranks[0].rank
-                    cause = self.nodes.loss_of(link.agent, error) or f"its agent failed: {error}"
+                    (loss,) = self.nodes.losses_of([(link.agent, error)])
+                    cause = loss or f"its agent failed: {error}"
                     raise WorkerGroupError(rank, link.agent.name, cause) from error
         return answers
 
@@ -317,7 +318,8 @@ class WorkerGroup:
             limit = MISSED_BEATS_PEER
         self.ask_at_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
 
-        for link in self.links:
+        failed: dict[int, BaseException] = {}  # by the number of the link
+        for number, link in enumerate(self.links):
             answer = link.answer
             if answer is None or not answer.done():
                 continue
@@ -325,10 +327,7 @@ class WorkerGroup:
             try:
                 report: NodeReport = answer.result()
             except Exception as error:
-                # Or a connection that broke for a moment: then the agent is asked again.
-                link.loss = self.nodes.loss_of(link.agent, error)
-                if not link.loss:
-                    time.sleep(TOGETHER_S)
+                failed[number] = error
                 continue
 
             link.news = report.news
@@ -346,6 +345,10 @@ class WorkerGroup:
                     # At once, not with the next poll: a driver that is killed in between would get these lines again.
                     link.agent.call("take", link.taken)
                     link.taken = {}
+        if failed:
+            self._note_losses([self.links[number] for number in failed], list(failed.values()))
+            # Where a connection broke for a moment the agent is asked again.
+            time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
         """Have every agent end its workers; return when all have answered whose nodes are there, or after a while."""
@@ -367,11 +370,12 @@ class WorkerGroup:
         """
         now = self.clock()
         silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
-        if not silent:
-            return
-        with ThreadPoolExecutor(len(silent)) as threads:
-            losses = list(threads.map(lambda link: self.nodes.loss_of(link.agent, None), silent))
-        for link, loss in zip(silent, losses, strict=True):
+        if silent:
+            self._note_losses(silent, [None] * len(silent))
+
+    def _note_losses(self, links: Sequence[AgentLink], errors: Sequence[BaseException | None]) -> None:
+        agents = [link.agent for link in links]
+        for link, loss in zip(links, self.nodes.losses_of(list(zip(agents, errors, strict=True))), strict=True):
             link.loss = loss
             # A node that answers is given as many beats again.
             link.asked = self.clock()
