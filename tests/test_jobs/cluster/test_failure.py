@@ -5,6 +5,7 @@ No process is started: workers are the records that they would have left, and ag
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Sequence, Set
 from concurrent.futures import Future
