@@ -117,11 +117,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file or folder its name, in the place of another file.
-
-    An NFS server whose answer was lost is asked again by the kernel, and may then find no source any more: where
-    `target` is what `source` was, the first request has renamed it (docs/storage.md).
-    """
+    """Rename; NFS, whose first answer was lost, may find no source when it is asked again (docs/storage.md)."""
     renamed = source.stat()
     try:
         os.rename(source, target)
@@ -210,14 +206,14 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file at `path` among all processes; the kernel frees it when its process ends, however it ends.
 
-    The block gets True when it has the lock; without `wait`, False where another process has it.
     Raises StorageError where the file system has no locks.
     """
     with open(path, "a") as file:
-        yield take_lock(file.fileno(), path, wait=wait)
+        take_lock(file.fileno(), path, wait=True)
+        yield
 
 
 def take_lock(handle: int, path: Path, *, wait: bool) -> bool:

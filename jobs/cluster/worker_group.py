@@ -70,6 +70,7 @@ class AgentLink:
     news: int = 0
     taken: dict[str, Mark] = field(default_factory=dict)  # files of the node that were written here since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
+    error: BaseException | None = None  # that the last poll raised
     loss: str = ""  # how the node was lost
 
 
@@ -318,8 +319,8 @@ class WorkerGroup:
             limit = MISSED_BEATS_PEER
         self.ask_at_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
 
-        failed: dict[int, BaseException] = {}  # by the number of the link
-        for number, link in enumerate(self.links):
+        failed = []
+        for link in self.links:
             answer = link.answer
             if answer is None or not answer.done():
                 continue
@@ -327,7 +328,8 @@ class WorkerGroup:
             try:
                 report: NodeReport = answer.result()
             except Exception as error:
-                failed[number] = error
+                link.error = error
+                failed.append(link)
                 continue
 
             link.news = report.news
@@ -346,8 +348,8 @@ class WorkerGroup:
                     link.agent.call("take", link.taken)
                     link.taken = {}
         if failed:
-            self._note_losses([self.links[number] for number in failed], list(failed.values()))
             # Where a connection broke for a moment the agent is asked again.
+            self.ask_at_nodes(failed, 0)
             time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
@@ -366,17 +368,15 @@ class WorkerGroup:
     def ask_at_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
         """Ask the nodes whose agents have missed `limit` heartbeats whether they are there, and note which are lost.
 
-        They are asked at the same time: a rack without power costs one wait, and not one for each of its nodes.
+        A node of which an agent's answer was an error is asked about with a limit of 0.
         """
         now = self.clock()
         silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
-        if silent:
-            self._note_losses(silent, [None] * len(silent))
-
-    def _note_losses(self, links: Sequence[AgentLink], errors: Sequence[BaseException | None]) -> None:
-        agents = [link.agent for link in links]
-        for link, loss in zip(links, self.nodes.losses_of(list(zip(agents, errors, strict=True))), strict=True):
+        if not silent:
+            return
+        for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
             link.loss = loss
+            link.error = None
             # A node that answers is given as many beats again.
             link.asked = self.clock()
 

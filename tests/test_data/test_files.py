@@ -299,13 +299,13 @@ def test_a_lock_is_free_the_moment_its_process_is_killed(tmp_path) -> None:
     holder = context.Process(target=hold, args=(tmp_path / "lock", is_held))
     holder.start()
     assert is_held.wait(60)
-    with files.locked(tmp_path / "lock", wait=False) as has_lock:
-        assert not has_lock
+    with open(tmp_path / "lock", "a") as file:
+        assert not files.take_lock(file.fileno(), tmp_path / "lock", wait=False)
     assert holder.pid is not None
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    with files.locked(tmp_path / "lock", wait=False) as has_lock:
-        assert has_lock
+    with open(tmp_path / "lock", "a") as file:
+        assert files.take_lock(file.fileno(), tmp_path / "lock", wait=False)
 
 
 def test_only_one_creates_a_file_exclusively(tmp_path) -> None:
