@@ -31,6 +31,13 @@ THUMBNAIL = 112  # pixels of the longer side
 INK = "#010101"
 GRID = "#010102"
 LINES = ("#010103", "#010104", "#010105", "#010106", "#010107", "#010108")
+# Lines differ by these too, so that nobody needs the colour.
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+# Colours of a file that nothing but a viewer opens, in the place of the page's.
+ON_PAPER = {INK: "#222222", GRID: "#dddddd"} | dict(
+    zip(LINES, ("#1f5fa8", "#c4441c", "#2f7d32", "#7b3fa0", "#a07000", "#00788c"), strict=True)
+)
 COLOURS = {INK: "var(--ink)", GRID: "var(--line)"} | {line: f"var(--c{n})" for n, line in enumerate(LINES, 1)}
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text, in a font of the reader
@@ -94,6 +101,11 @@ def shown(value: object) -> object:
 
 def jpeg(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> Markup:
     """Return pixels (H, W, RGB) as a JPEG in base64, no side of it longer than `longest`."""
+    return Markup(b64encode(jpeg_bytes(image, longest)).decode())
+
+
+def jpeg_bytes(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> bytes:
+    """Return pixels (H, W, RGB) as a JPEG, no side of it longer than `longest`."""
     longer_side = max(image.shape[:2])
     longest = min(longest, max(longer_side, THUMBNAIL))
     # A sliver of an image would otherwise come out with no rows or columns.
@@ -101,4 +113,4 @@ def jpeg(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> Markup:
     width = max(1, image.shape[1] * longest // longer_side)
     # OpenCV takes the channels as BGR when it encodes.
     small = cv2.resize(image[..., ::-1], (width, height), interpolation=cv2.INTER_AREA)
-    return Markup(b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode())
+    return cv2.imencode(".jpg", small)[1].tobytes()

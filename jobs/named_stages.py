@@ -21,7 +21,12 @@ from pipeline.artifacts import DONE, TASK
 
 STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
 CHECKPOINTS = "checkpoints"
-READS = {CONFIG: "weights", TASK: "training", CHECKPOINTS: "checkpoints"}  # what a command may need → in words
+READS = {
+    CONFIG: "weights",
+    TASK: "training",
+    CHECKPOINTS: "checkpoints",
+    "sweep.json": "a sweep's table",
+}  # what a command may need → in words
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Reads(Enum):
     ANY_WEIGHTS = "any weights"  # the same, or weights of other projects
     FILE = "file"  # known by the digest of its content
     OUTCOME = "outcome"  # of a finished stage of any kind, also of one that has diverged
+    TABLE = "table"  # of a sweep: the folder of its sweep.json
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jobs.report.charts import Line, Mark
 from jobs.report.comparing import curve, differences, part
 from jobs.report.pictures import Album
 from jobs.report.reading import DRAW, Run, Stage, read_run
+from jobs.stages.study_chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.monitoring.telemetry import account, amount, duration
@@ -72,7 +73,10 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
     detailed = run.trained[-DETAILED:]
     documents = []
     sweeps = []
+    figures = []
     for stage in run.stages:
+        if (stage.folder / "figure.json").exists():
+            figures.append(figure_values(stage))
         if (stage.folder / "evaluation.json").exists():
             documents.append(document_values(stage))
         if (stage.folder / "sweep.json").exists():
@@ -86,6 +90,7 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
         "details": [stage_values(stage, album) for stage in detailed],
         "documents": documents,
         "sweeps": sweeps,
+        "figures": figures,
         "analyses": album.analyses(run.path),
         "amount": amount,
         "duration": duration,
@@ -251,6 +256,16 @@ def document_values(stage: Stage) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         return {"name": stage.name, "problem": str(error), "rows": []}
     return {"name": stage.name, "problem": "", "rows": rows}
+
+
+def figure_values(stage: Stage) -> dict[str, Any]:
+    """Return the figure of a study, and its text."""
+    try:
+        record = artifacts.read_record(stage.folder / "figure.json")
+        text = (stage.folder / "figure.md").read_text()
+        return {"name": stage.name, "chart": study_chart(record), "text": text, "problem": ""}
+    except (PatchlineError, OSError, LookupError, TypeError) as error:
+        return {"name": stage.name, "problem": str(error)}
 
 
 def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:

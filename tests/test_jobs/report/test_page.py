@@ -264,7 +264,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
         "rows": rows,
         "means": {},
         "chosen": {"optim.lr": 0.01},
-        "runs": [{"stage": "pretrain"}],
+        "runs": [{"stage": "pretrain", "row": "optim.lr=0.3", "diverged": "not finite"}],
     }
     artifacts.write_record(folders["grid"] / "sweep.json", record)
     value = {"value": 0.8765, "low": 0.85, "high": 0.9, "samples": 1234}
