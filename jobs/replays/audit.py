@@ -242,6 +242,7 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
     # 1. The steps. A disk may have refused a record, and a stretch that was given up has none.
     before = values_of(read_metrics(folder))
     after = values_of(read_metrics(again))
+    has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
         if step not in before or step not in after:
             continue
@@ -249,6 +250,7 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
         ours = after[step]
         finding.steps += 1
         finding.traced += bool(theirs.trace and ours.trace)
+        has_other_result |= not (are_same(theirs.loss, ours.loss) and are_same(theirs.norm, ours.norm))
         what, worker = first_difference(theirs, ours)
         if what and not finding.what:
             finding.step, finding.what, finding.worker = step, what, worker
@@ -279,9 +281,12 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
             finding.differing.append(state)
     finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
 
-    # 3. A commit may differ where no record of its steps does.
+    # 3. A trace tells where a difference begins, and accuses nobody by itself: other code may make another one. And a
+    # commit may differ where no record of its steps does.
     if manifests[0].ledger != manifests[1].ledger:
         finding.what = "ledger"
+    elif not finding.differing and not has_other_result:
+        finding.step, finding.what, finding.worker = None, "", None
     elif finding.differing and not finding.what:
         finding.step, finding.what = finding.last, "state"
         finding.worker = finding.differing[0].worker
