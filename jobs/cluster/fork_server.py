@@ -46,8 +46,21 @@ PRELOAD = (
     "torch.utils.tensorboard",  # with which rank 0 writes event files
 )
 IMPORTS = "imports"  # the word by which a fork server is told to import all this
-# Variables that the imports read, by how their names begin. Not OMP_NUM_THREADS: a worker is told its threads.
-READ_BY_IMPORTS = ("ATEN_", "CUDA_", "DS_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "PYTORCH", "TORCH")
+# Variables that the imports read, by how their names begin.
+READ_BY_IMPORTS = (
+    "ATEN_",
+    "CUDA_",
+    "DS_",
+    "GLIBC_",
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "OMP_",
+    "PYTORCH",
+    "TORCH",
+)
 STANDING_S = 60.0  # for a process that imports to be done
 LONGEST_REQUEST = 65_536  # bytes
 # For workers on CPUs, which keep the memory that a step frees (keep_freed_memory in pipeline/process_group.py):

@@ -29,8 +29,8 @@ IMPORTED = "imported"  # the word by which a process knows that it has the envir
 def main() -> None:
     """Import, then serve."""
     if IMPORTED not in sys.argv:
-        # Some variables are read when a process starts.
-        environment = fork_server.import_environment(os.environ)
+        # Some variables are read when a process starts. The first is what Ray gives to an actor without a CPU.
+        environment = fork_server.import_environment({"OMP_NUM_THREADS": "1", **os.environ})
         os.execve(sys.executable, [sys.executable, "-m", "jobs.cluster.standing", IMPORTED], environment)
     path = fork_server.standing_socket()
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -41,14 +41,19 @@ def main() -> None:
         listener.bind(str(path))
         # First: an agent that asks meanwhile waits for the answer, and imports nothing itself.
         listener.listen()
+        # The imports set some variables themselves.
+        environment = dict(os.environ)
+        imported = fork_server.what_is_imported(environment)
         fork_server.import_for_workers()
         gc.freeze()
         # The forks are not waited for: their agents are.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        imported = fork_server.what_is_imported(os.environ)
         while True:
             agent, _ = listener.accept()
             with agent, suppress(OSError):
+                code_version.cache_clear()
+                if fork_server.what_is_imported(environment) != imported:
+                    sys.exit("the code on the disk is another by now")
                 serve(agent, listener, imported)
 
 
@@ -56,9 +61,6 @@ def serve(agent: socket.socket, listener: socket.socket, imported: str) -> None:
     """Answer one agent, with the pid of its fork server or with nothing. Raises OSError where it is gone."""
     message, handles, _, _ = socket.recv_fds(agent, fork_server.LONGEST_REQUEST, 2)
     wanted, folder = json.loads(message)
-    code_version.cache_clear()
-    if fork_server.what_is_imported(os.environ) != imported:
-        sys.exit("the code on the disk is another by now")
     if wanted != imported:
         agent.send(b"")
         return

@@ -15,11 +15,12 @@ from tests.families import wait_until
 from tests.hosts import ROOT
 
 START = """
+import os
 import sys
 from pathlib import Path
 from jobs.cluster import fork_server, standing
 fork_server.standing_socket = lambda: Path(sys.argv[1])
-fork_server.import_for_workers = lambda: print("imports", flush=True)
+fork_server.import_for_workers = lambda: os.environ.setdefault("TORCH_SET_BY_AN_IMPORT", "1")
 standing.main()
 """
 
