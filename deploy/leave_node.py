@@ -16,9 +16,8 @@ import psutil
 import ray
 
 POLL_S = 1.0
-# A worker is a fork of its agent's fork server, and has the command of it, as that may be a fork itself: how many
-# ancestors of a worker have its command. And how the command of a driver begins.
-ANCESTORS = {"jobs.cluster.fork_server": 1, "jobs.cluster.standing": 2}
+# A worker is a fork of its agent's fork server, and has the command of it; and how the command of a driver begins.
+FORK_SERVER = "jobs.cluster.fork_server"
 DRIVER = ["-m", "jobs", "run"]
 
 
@@ -43,8 +42,8 @@ def is_busy() -> bool:
             return True
         # What ends meanwhile is no worker any more.
         with suppress(psutil.NoSuchProcess):
-            same = [parent for parent in process.parents() if words and parent.cmdline() == words]
-            if any(name in words and len(same) >= ANCESTORS[name] for name in ANCESTORS):
+            parent = process.parent()
+            if FORK_SERVER in words and parent is not None and parent.cmdline() == words:
                 return True
     return False
 

@@ -139,7 +139,7 @@ class SupervisedHosts(RayHosts):
     """Hosts that keep a Ray cluster and a campaign alive by themselves, with the units of deploy/systemd.
 
     Each host, when it is booted, starts its units (tests/supervisor.py): the first the head and the driver, the others
-    a node each, and all of them the imports. From then on nobody types anything: tests cut, mend, kill and boot.
+    a node each. From then on nobody types anything: tests cut, mend, kill and boot.
     """
 
     def __init__(self, shared: Path, names: list[str], recipe: Path) -> None:
@@ -159,7 +159,6 @@ class SupervisedHosts(RayHosts):
 
     def _start_nodes(self, names: list[str], **environment: str) -> None:
         for name in names:
-            self._start_unit(name, "patchline-warm.service", environment)
             if name == self.names[0]:
                 self._start_unit(name, "patchline-head.service", environment)
                 driver = f"patchline-driver@{self.recipe.stem}.service"

@@ -166,18 +166,15 @@ def units() -> dict[str, configparser.ConfigParser]:
 
 def test_the_units_restart_what_may_go_on_and_hand_the_token_on() -> None:
     found = units()
-    names = ("head", "node", "driver@", "warm")
-    assert found.keys() == {f"patchline-{name}.service" for name in names}
+    assert found.keys() == {"patchline-head.service", "patchline-node.service", "patchline-driver@.service"}
     for name, unit in found.items():
         service = unit["Service"]
         assert service["User"] == "patchline" and service["NoNewPrivileges"] == "yes"
-        # Whoever only imports talks to nobody.
-        assert service.get("LoadCredential", "warm").startswith("warm" if "warm" in name else "auth_token:")
-        assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+        assert service["LoadCredential"].startswith("auth_token:") and unit["Unit"]["StartLimitIntervalSec"] == "0"
         is_driver = "driver" in name
         assert service["Restart"] == ("on-failure" if is_driver else "always")
         # A stop leaves the time for a commit, in which nobody is killed.
-        if "node" in name or is_driver:
+        if "head" not in name:
             assert float(service["TimeoutStopSec"]) >= STOP_GRACE_S
     driver = found["patchline-driver@.service"]["Service"]
     assert {int(code) for code in driver["RestartPreventExitStatus"].split()} == MISTAKES

@@ -2,8 +2,7 @@
 
     python -m jobs.cluster.fork_server CONNECTION LIFELINE FOLDER [imports]      two inherited file descriptors
 
-1. Its agent (agent.py) starts it; it imports torch, DeepSpeed and more while the driver still prepares. Where a process
-   of the machine has imported all this already (standing.py), it is a fork of that one.
+1. Its agent (agent.py) starts it; it imports torch, DeepSpeed and more while the driver still prepares.
 2. It takes requests from the connection, and answers each:
 
        Listen("10.0.0.1")        →  Listening(34530)       the socket of the next rank 0's store
@@ -18,9 +17,7 @@ imported, and each worker imports for itself: a fork of a process that has never
 
 import gc
 import importlib
-import json
 import os
-import select
 import shutil
 import signal
 import socket
@@ -34,7 +31,6 @@ from pathlib import Path
 
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
-from pipeline.versions import code_version, package_versions
 
 ROOT = Path(__file__).parents[2]
 # Imported once for all workers, and DeepSpeed with torch's compiler behind them.
@@ -46,23 +42,6 @@ PRELOAD = (
     "torch.utils.tensorboard",  # with which rank 0 writes event files
 )
 IMPORTS = "imports"  # the word by which a fork server is told to import all this
-# Variables that the imports read, by how their names begin.
-READ_BY_IMPORTS = (
-    "ATEN_",
-    "CUDA_",
-    "DS_",
-    "GLIBC_",
-    "GOMP_",
-    "KMP_",
-    "LD_",
-    "MALLOC_",
-    "MKL_",
-    "OMP_",
-    "PYTORCH",
-    "TORCH",
-)
-STANDING_S = 60.0  # for a process that imports to be done
-LONGEST_REQUEST = 65_536  # bytes
 # For workers on CPUs, which keep the memory that a step frees (keep_freed_memory in pipeline/process_group.py):
 # - One arena for all threads. Another thread's heaps hold 64 MB at most: whatever is larger goes back to the kernel at
 #   once, whatever mallopt was told.
@@ -117,18 +96,19 @@ class ForkServer:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if not has_gpus:
             words.append(IMPORTS)
-            environment = import_environment(environment)
+            # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers. Of what malloc
+            # is told it takes the last, so the user's own settings come first.
+            settings = [environment.get(MALLOC_VARIABLE), MALLOC[MALLOC_VARIABLE]]
+            environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            environment[MALLOC_VARIABLE] = ":".join(filter(None, settings))
         self.process = self.launch(words, environment, (theirs.fileno(), lifeline))
         theirs.close()
         os.close(lifeline)
 
     def launch(
         self, words: Sequence[str], environment: Mapping[str, str], handles: Sequence[int]
-    ) -> "subprocess.Popen[bytes] | StandingFork":
+    ) -> subprocess.Popen[bytes]:
         """Start the process, which inherits these file descriptors."""
-        standing = ask_standing(words[5], environment, handles) if IMPORTS in words else None
-        if standing is not None:
-            return standing
         # A new process inherits which signals are blocked; this one unblocks them when it has handlers.
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
@@ -149,58 +129,6 @@ class ForkServer:
             os.close(self.lifeline)
         self.process.wait()
         self.connection.close()
-
-
-def import_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that imports for workers on CPUs."""
-    # DeepSpeed chooses its accelerator when it is imported, which happens there for all workers. Of what malloc is told
-    # it takes the last, so the user's own settings come first.
-    settings = [environment.get(MALLOC_VARIABLE), MALLOC[MALLOC_VARIABLE]]
-    changes = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", MALLOC_VARIABLE: ":".join(filter(None, settings))}
-    return {**environment, **changes}
-
-
-# ------------------------------------------------------------------------ a process that has imported (standing.py)
-
-
-@dataclass(frozen=True)
-class StandingFork:
-    """A fork server that is no child of its agent."""
-
-    pid: int
-    handle: int  # can be read when the process has ended
-
-    def wait(self) -> None:
-        """Return when the process has ended."""
-        select.select([self.handle], [], [])
-        os.close(self.handle)
-
-
-def standing_socket() -> Path:
-    """Return where a process of this user and machine would be asked that has imported."""
-    return Path(f"/dev/shm/pl-standing-{os.geteuid()}/socket")
-
-
-def what_is_imported(environment: Mapping[str, str]) -> str:
-    """Return what tells the imports of one process from those of another: code, packages, variables that they read."""
-    variables = sorted(item for item in environment.items() if item[0].startswith(READ_BY_IMPORTS))
-    return json.dumps([code_version(), package_versions(), variables])
-
-
-def ask_standing(folder: str, environment: Mapping[str, str], handles: Sequence[int]) -> StandingFork | None:
-    """Have a process that has imported be forked into a fork server; None where there is none, or it has others."""
-    path = standing_socket()
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        # Another user could have made the folder.
-        if path.parent.stat().st_uid == os.geteuid():
-            connection.settimeout(STANDING_S)
-            connection.connect(str(path))
-            request = json.dumps([what_is_imported(environment), folder])
-            socket.send_fds(connection, [request.encode()], handles)
-            pid = connection.recv(64)
-            if pid:
-                return StandingFork(int(pid), os.pidfd_open(int(pid)))
-    return None
 
 
 # ------------------------------------------------------------------------ in the fork server
