@@ -3,9 +3,9 @@
     python deploy/node.py 10.0.0.1:6379         # in the place of `ray start --address=10.0.0.1:6379 --block`
 
 A head that is started anew knows none of its nodes: each must join again. Where the head has lost its power, Ray on a
-node finds that out 35 s after the head is back (measured with 2.60), because it asks an address that is silent ever
-more rarely. Here a connection to the head is held, on which the kernel asks once a second. Silence ends nothing: the
-link may be cut. A head that refuses a connection, after it had taken one, has no Ray any more.
+node learns of it by what it has sent, which TCP repeats ever more rarely while the head is away. Here a connection to
+the head is held, on which the kernel asks once a second. Silence ends nothing: the link may be cut. A head that refuses
+a connection, after it had taken one, has no Ray any more.
 """
 
 import signal
@@ -39,14 +39,16 @@ def main(head: str) -> int:
 
 
 def end_with_head(head: str, pid: int) -> None:
-    """Wait until the head is gone, then end the raylet: `ray start --block` ends the rest, and itself."""
+    """Whenever the head is gone, end the raylet: `ray start --block` ends the rest, and itself."""
     host, _, port = head.rpartition(":")
-    wait_for_the_end(host, int(port))
-    print(f"{head} refuses connections: its Ray is gone, this node joins the next", flush=True)
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children():
-            if process.name() == "raylet":
-                process.kill()
+    while True:
+        wait_for_the_end(host, int(port))
+        print(f"{head} refuses connections: its Ray is gone, this node joins the next", flush=True)
+        # None yet, where the head was lost while Ray here waited for it: then it waits for the next.
+        with suppress(psutil.Error):
+            for process in psutil.Process(pid).children():
+                if process.name() == "raylet":
+                    process.kill()
 
 
 def wait_for_the_end(host: str, port: int) -> None:

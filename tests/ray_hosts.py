@@ -63,6 +63,7 @@ class RayHosts:
         self.network = Network(shared)
         self.names = names
         self.say = say  # told every line that is typed, and where
+        self.token_path: dict[str, str] = {}  # of a command on the head, where the token is not in its home
         try:
             self.start()
         except BaseException:
@@ -107,6 +108,7 @@ class RayHosts:
             f"ray drain-node --address {self.address} --node-id {node_id} --reason DRAIN_NODE_REASON_PREEMPTION "
             f"--reason-message 'taken back' --deadline-remaining-seconds {stays_s}",
             RAY_AUTH_MODE="token",
+            **self.token_path,
         )
 
     def _start_nodes(self, names: list[str], **environment: str) -> None:
@@ -149,6 +151,7 @@ class SupervisedHosts(RayHosts):
         self.token.chmod(0o600)
         self.driver: subprocess.Popen[bytes] | None = None  # the supervisor of the driver, on the head
         super().__init__(shared, names)
+        self.token_path["RAY_AUTH_TOKEN_PATH"] = str(self.token)
 
     def start(self) -> None:
         """Boot all hosts."""
