@@ -58,7 +58,7 @@ def train_on_trace(task: dict[str, Any]) -> dict[str, Any]:
     arrays = np.load(twin["arrays"])
     stop_file = Job(**task["job"]).stop_file
     loader = TraceLoader(arrays["rows"], arrays["images"], arrays["labels"], twin["steps"] - 1, stop_file)
-    batches.TrainLoader = loader  # type: ignore[attr-defined, misc, assignment]
+    batches.training_loader = loader  # type: ignore[assignment]
     keep_parameters(loader, Path(twin["parameters"]))
     return train.train({"config": task["config"], "job": task["job"]})
 
