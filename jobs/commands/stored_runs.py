@@ -79,10 +79,11 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
 
 
 @contextmanager
-def local_copy(url: str) -> Iterator[tuple[Bucket, str]]:
+def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
     """Give the block a run with a temporary local folder, and the stage in it that the URL names, "" for none.
 
-    The folder has what commands read of the run. Raises UsageError where there is no run, StorageError.
+    The folder has what commands read of the run, and with_logs each log.txt. Raises UsageError where there is no run,
+    StorageError.
     """
     run = check_store_url(url)
     stage = ""
@@ -95,14 +96,10 @@ def local_copy(url: str) -> Iterator[tuple[Bucket, str]]:
         store.local.mkdir()
         if not store.list():
             raise UsageError(f"no run at {run}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
-        fetch_small_files(store, is_read)
+        files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES
+        # Small files lie in the run or in a stage.
+        fetch_small_files(store, lambda name: name.count("/") < 2 and name.rpartition("/")[2] in files)
         yield store, stage
-
-
-def is_read(name: str) -> bool:
-    """Tell whether a command reads the file of this name whole: a small one of the run or of a stage."""
-    *folders, file = name.split("/")
-    return len(folders) < 2 and file in SMALL_FILES
 
 
 def status(url: str) -> None:

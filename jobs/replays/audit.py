@@ -38,6 +38,7 @@ from pipeline.monitoring.telemetry import Record, account, duration, read_metric
 from pipeline.versions import git_commit
 
 NAMED = 8  # states that a difference names, the largest first
+NOISE = 1e-8  # of the largest second moment of a parameter: what is less is of a gradient that is zero in theory
 LAST_BITS = 1e-4  # of a loss or norm: other hardware differs by less in the first steps
 SIGNED_AS = "patchline"  # the namespace of a signature
 CONDITIONS = ("hardware", "threads", "versions", "code")  # of an attempt's start, which bits may depend on
@@ -241,6 +242,7 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
     # 1. The steps. A disk may have refused a record, and a stretch that was given up has none.
     before = values_of(read_metrics(folder))
     after = values_of(read_metrics(again))
+    has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
         if step not in before or step not in after:
             continue
@@ -248,6 +250,7 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
         ours = after[step]
         finding.steps += 1
         finding.traced += bool(theirs.trace and ours.trace)
+        has_other_result |= not (are_same(theirs.loss, ours.loss) and are_same(theirs.norm, ours.norm))
         what, worker = first_difference(theirs, ours)
         if what and not finding.what:
             finding.step, finding.what, finding.worker = step, what, worker
@@ -266,6 +269,11 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
             if not differs.any():
                 continue
             gap = (saved - taken).abs().nan_to_num(nan=math.inf)
+            # Adam makes updates of the rounding noise of gradients that are zero in theory, as those of a key's bias:
+            # there the least change anywhere else makes the largest.
+            if (name, "exp_avg_sq") in readers[1].pieces:
+                squares = readers[1](name, "exp_avg_sq", piece.start, piece.length)
+                gap = torch.where(squares > NOISE * squares.max(), gap, 0.0)
             element = int(torch.where(differs, gap, -1.0).argmax())
             share = float(gap[element] / taken.square().mean().sqrt().clamp(min=1e-30))
             worker = int(piece.file.removeprefix("rank-").partition(".")[0])
@@ -273,9 +281,12 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
             finding.differing.append(state)
     finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
 
-    # 3. A commit may differ where no record of its steps does.
+    # 3. A trace tells where a difference begins, and accuses nobody by itself: other code may make another one. And a
+    # commit may differ where no record of its steps does.
     if manifests[0].ledger != manifests[1].ledger:
         finding.what = "ledger"
+    elif not finding.differing and not has_other_result:
+        finding.step, finding.what, finding.worker = None, "", None
     elif finding.differing and not finding.what:
         finding.step, finding.what = finding.last, "state"
         finding.worker = finding.differing[0].worker

@@ -88,9 +88,14 @@ class Trace(NamedTuple):
 
 
 def checksum(flat: Tensor) -> Tensor:
-    """Return a number that any flipped bit of an fp32 tensor changes, in whatever order elements are added."""
-    # Below 2⁴⁸, which float64 holds exactly.
-    return flat.detach().view(torch.int32).sum(dtype=torch.int64).remainder(1 << 48).double()
+    """Return a number, exact in float64, that any flipped bit of an fp32 tensor changes."""
+    # Two elements at a time, as one integer of 64 bits: the sum of single ones takes ten times as long on a CPU.
+    bits = flat.detach().flatten().view(torch.int32)
+    first = bits.storage_offset() % 2
+    stop = first + (len(bits) - first) // 2 * 2
+    total = bits[first:stop].view(torch.int64).sum() + bits[:first].sum() + bits[stop:].sum()
+    # Both halves count: a flip changes one of them, or one by what it does not carry to the other.
+    return ((total & 0xFFFFFFFF) + (total >> 32 & 0xFFFFFFFF)).double()
 
 
 class ExactEngine(Engine):

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from data.order import Ids
+from jobs.replays.audit import Finding, judge
+from pipeline.engine.exact import checksum
 from pipeline.masking import Mask, ranges_of
 from pipeline.search import culprits
 
@@ -64,3 +67,31 @@ def test_copies_are_found_together_and_where_all_are_to_blame_nobody_is_named() 
     found = culprits(lambda rows: 40.0 * (1024 - len(rows)) / 1024, 1024, 6.0, most=19, twins_of=lambda row: [row])
     assert not found.is_found
     assert 871 <= len(found.rows) < 900  # without 870 of 1,024 it is 6.02
+
+
+def test_any_flipped_bit_changes_a_checksum() -> None:
+    numbers = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    for part in (numbers[:7], numbers[1:], numbers.view(2, 4)):
+        before = float(checksum(part))
+        bits = part.flatten().view(torch.int32)  # of the same memory
+        for element in range(len(bits)):
+            for bit in range(32):
+                flip = -(1 << 31) if bit == 31 else 1 << bit
+                bits[element] ^= flip
+                assert float(checksum(part)) != before, (element, bit)
+                bits[element] ^= flip
+        assert float(checksum(part)) == before
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict"),
+    [
+        (Finding(10, 15, what="ledger", step=11, size=1e-6, conditions={"threads": [1, 2]}), "other data"),
+        (Finding(10, 15, what="loss", step=11, size=1e-6, conditions={"threads": [1, 2]}), "other hardware"),
+        (Finding(10, 15, what="loss", step=11, size=1e-2, conditions={"threads": [1, 2]}), "silent corruption"),
+        (Finding(10, 15, what="loss", step=12, size=1e-6, conditions={"threads": [1, 2]}), "silent corruption"),
+        (Finding(10, 15, what="loss", step=11, size=1e-6), "silent corruption"),
+    ],
+)
+def test_what_a_difference_is_told_by_where_it_begins_and_what_else_differs(finding: Finding, verdict: str) -> None:
+    assert judge(finding) == verdict
