@@ -121,8 +121,13 @@ class Plan:
         if stage.kind is sweep.KIND:
             cfg: sweep.Config = stage.config
             rows = {run.row for run in cfg.runs.values()}
-            chooses = f": chooses {sweep.TIES}" if cfg.chooses else ""
-            self.add("table", f"{len(cfg.runs)} runs in {len(rows)} rows by {cfg.best}{chooses}")
+            text = f"{len(cfg.runs)} runs in {len(rows)} rows"
+            runs = map(campaign.stage, cfg.runs)
+            if any(list(run.kind.metrics(run.config)) for run in runs):
+                text += f" by {cfg.best}"
+                if cfg.chooses:
+                    text += f": chooses {sweep.TIES}"
+            self.add("table", text)
 
         # 4. Which names its classes have, and whose labels are taken on trust.
         names, nameless = class_names.known_names(stage, Available(campaign))

@@ -172,7 +172,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         "means": rows_as_json(means),
         "axes": {row.name: dict(row.axes) for row in rows},
     }
-    if cfg.chosen_on_test:
+    is_measured = any(row.means for row in rows)
+    if cfg.chosen_on_test and is_measured:
         record["chosen_on_test"] = True
     if cfg.evaluation == "best":
         record["evaluation"] = cfg.evaluation
@@ -181,7 +182,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     # In one line, for `status` and the campaign's closing table.
     if best is not None:
         summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
-    elif not any(row.means for row in rows):
+    elif not is_measured:
         summary = f"{len(results)} runs in {len(rows)} rows"
     else:
         parts = []
@@ -193,7 +194,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
                 part += f" ({row.remark})"
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
-    if cfg.chosen_on_test:
+    if cfg.chosen_on_test and is_measured:
         summary += ", chosen on test"
     if cfg.evaluation == "best":
         summary += ", best evaluations"
