@@ -104,13 +104,11 @@ def plan(
         # YAML ends its last line itself.
         print(render.resolved(campaign), end="")
         return
-    # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
-    from jobs.commands.plan import plan
-    from jobs.commands.plan_training import Assumptions
     from jobs.recipe.validate import refuse, validate_all
     from jobs.resolved_recipe import INPUTS, MEMORY
     from jobs.run.stale_evaluations import with_new_evaluations
     from jobs.run.sync import looked_at
+    from pipeline.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
     with looked_at(campaign.storage) as folder:
@@ -118,6 +116,9 @@ def plan(
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         results = validate_all(campaign, campaign.stages, fresh=fresh)
         refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+        # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
+        from jobs.commands.plan import plan
+
         plan(campaign, assumed, activity.now)
         for result in results:
             if result.level != "FAIL":
@@ -223,7 +224,7 @@ def replay(
             "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
             f"  with the store's own tools, for example: aws s3 sync {run} runs/NAME"
         )
-    replay.replay(Path(run).resolve(), step, to)
+    replay.replay(Path(run), step, to)
 
 
 @commands.command()

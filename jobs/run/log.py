@@ -24,7 +24,7 @@ from jobs.progress import activity
 from jobs.stages.sweep import DIVERGED
 from jobs.terminal import CLOSE_S, Terminal, write_last
 from pipeline.evaluation.async_evaluation import without_single_seeds
-from pipeline.monitoring.telemetry import append_whole, duration, last_metrics
+from pipeline.monitoring.telemetry import append_whole, counted, duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
 DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
@@ -205,7 +205,7 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
             parts = [row["summary"]]
         elif "sets" in row:
             shards = sum(packed["shards"] for packed in row["sets"].values())
-            parts = [f"{len(row['sets'])} sets, {shards} shards"]
+            parts = [f"{counted(len(row['sets']), 'set')}, {counted(shards, 'shard')}"]
         else:
             for name in ("kept", "resized", "new", "dropped"):
                 if row.get(name):
@@ -213,7 +213,8 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
 
         # 2. The line.
         images_seen = "-"
-        if "samples_seen" in row:
+        # Sets that are parts of others, or tars that are indexed, have had no image opened.
+        if row.get("samples_seen"):
             images_seen = f"{row['samples_seen']:,}"
         time_text = duration(row["seconds"])
         if row["skipped"]:
