@@ -37,18 +37,20 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
 
 @commands.command()
 def new(
-    folder: Annotated[str, typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")],
+    images: Annotated[
+        list[str], typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")
+    ],
     model: Annotated[str | None, typer.Option(help="S/16, for one; else what images and machine are good for.")] = None,
     init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these instead.")] = None,
     output: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="The recipe; else FOLDER.yaml here.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.01, help="Time to train; else 10, with a GPU 60.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time to train; else 10, with a GPU 60.")] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Overlook labels: masked patch prediction.")] = False,
     _debug: Debug = False,
 ) -> None:
     """Look at images and write a recipe that trains on them as it is."""
     from jobs.commands import new
 
-    new.new(folder, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
+    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
 
 
 @single_stage.command()

@@ -99,7 +99,7 @@ class Preprocessing:
         if remaining:
             warnings.warn(
                 f"{library} resizes by another filter than {self.ops!r}: images of that size get the same pixels, "
-                f"larger ones others (by {remaining} of −1 … 1 in the mean, where a photograph is made 3 times smaller: "
+                f"larger ones others (by {remaining} of −1 … 1 in the mean, of a photograph made 3 times smaller: "
                 "docs/models.md)",
                 stacklevel=4,
             )

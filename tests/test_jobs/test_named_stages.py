@@ -99,5 +99,5 @@ def test_a_set_goes_by_the_names_of_its_run_stage_and_itself(run, capsys):
         assert f"{run}/{typed}: parts-0000000b, finished" in capsys.readouterr().err
     for path in (f"{run}/parts-0000000a/held-out", f"{run.parent}/elsewhere/x", "s3://bucket/x/y/z", "held-out"):
         assert find_set(path) == path
-    with pytest.raises(DataError, match="parts has no set 'heldout'\n(.*\n)*.*finished 1970.*: sets held-out"):
+    with pytest.raises(DataError, match=r"parts has no set 'heldout'\n(.*\n)*.*finished 1970.*: sets held-out"):
         find_set(f"{run}/parts/heldout")

@@ -134,6 +134,7 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         stage = tmp_path / "x" / f"finetune-{key}"
         shutil.copytree(ours, stage)
         artifacts.write_record(stage / "stage.json", {"name": "finetune", "started": 1e9 + number})
+        artifacts.write_record(stage / "task.json", {})
         if number < 2:
             weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
             artifacts.write_record(stage / "done.json", {"seconds": 5.0, "files": weights})
