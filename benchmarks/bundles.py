@@ -1,12 +1,14 @@
 """What a large placement group costs Ray's head and the driver, with resources that nobody has.
 
-    nice -n 5 .venv/bin/python -m benchmarks.bundles 8 64 256 1000
+    nice -n 5 .venv/bin/python -m benchmarks.bundles 64 512 2048 8000
+    nice -n 5 .venv/bin/python -m benchmarks.bundles 64 512 2048 8000 --bundle 1      # as if no node had room for two
 
-Starts a Ray head on this machine that counts eight CPUs for each bundle of the largest group, and asks for one group of
-so many bundles after the other, through what a campaign asks with (RayNodes). A row each: the seconds until Ray has
-placed it, what the driver asks once a second (`status`), the seconds until it is given back, the driver's CPU for a
-round of as many heartbeats (of four actors), and the memory of Ray's processes and of this one. All bundles lie on
-one node: on a cluster `status` grows with the nodes too.
+Starts a Ray head on this machine that counts a CPU for each worker of the largest group, and asks for the places of so
+many workers, one group after the other, through what a campaign asks with (RayNodes): in bundles of eight, as on nodes
+that have room for eight each. A row each: the seconds until Ray has placed them, what the driver asks once a second
+(`status`), the seconds until they are given back, the driver's CPU for a round of heartbeats, one a bundle (of four
+actors), and the memory of Ray's processes and of this one. All bundles lie on one node: on a cluster `status` grows
+with the nodes too.
 """
 
 import argparse
@@ -23,11 +25,10 @@ from ray.util.placement_group import placement_group_table
 
 from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.ray_agent import call_actor
-from jobs.cluster.ray_nodes import RayNodes
+from jobs.cluster.ray_nodes import RayNodes, bundle_sizes
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import Place
 
-CPUS = 8  # of a bundle
 REPEATS = 5
 ACTORS = 4
 
@@ -62,17 +63,20 @@ def heartbeat_cpu_ms(actors: list[Any], nodes: int) -> float:
 def main() -> int:
     """Print a row for each number of bundles."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bundles", description=__doc__)
-    parser.add_argument("bundles", type=int, nargs="+")
-    numbers = parser.parse_args().bundles
+    parser.add_argument("workers", type=int, nargs="+")
+    parser.add_argument("--bundle", type=int, default=8, help="workers that a node has room for")
+    words = parser.parse_args()
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray.init(num_cpus=CPUS * max(numbers), include_dashboard=False, log_to_driver=False)
-    remote: Any = ray.remote(Answerer).options(num_cpus=0, max_concurrency=max(numbers) // ACTORS + 1)
+    ray.init(num_cpus=max(words.workers), include_dashboard=False, log_to_driver=False)
+    at_once = max(words.workers) // words.bundle // ACTORS + 1
+    remote: Any = ray.remote(Answerer).options(num_cpus=0, max_concurrency=at_once)
     actors = [remote.remote() for _ in range(ACTORS)]
     heartbeat_cpu_ms(actors, ACTORS)
-    print("bundles  placed s  status ms  given back s  round, CPU ms   memory MiB", flush=True)
-    for number in numbers:
-        cluster = ClusterConfig(workers=number, cpus_per_worker=CPUS, backend="ray")
-        nodes = RayNodes(cluster, is_embedded=False)
+    print("workers bundles  placed s  status ms  given back s  round, CPU ms   memory MiB", flush=True)
+    for number in words.workers:
+        nodes = RayNodes(ClusterConfig(workers=number, backend="ray"), is_embedded=False)
+        sizes = bundle_sizes(number, [words.bundle] * (number // words.bundle))
+        nodes.sizes = lambda workers, there, sizes=sizes: sizes  # type: ignore[method-assign]
         began = time.perf_counter()
         nodes.reserve(f"/runs/{number}", [number], print, lambda: None)
         placed_s = time.perf_counter() - began
@@ -80,14 +84,14 @@ def main() -> int:
         for _ in range(REPEATS):
             nodes.status()
         status_ms = 1000 * (time.perf_counter() - began) / REPEATS
-        round_ms = statistics.median([heartbeat_cpu_ms(actors, number) for _ in range(REPEATS)])
+        round_ms = statistics.median([heartbeat_cpu_ms(actors, len(sizes)) for _ in range(REPEATS)])
         memory = memory_mib()
         began = time.perf_counter()
         nodes.release()
         while any(row["state"] == "CREATED" for row in placement_group_table().values()):
             time.sleep(0.01)
         removed_s = time.perf_counter() - began
-        row = f"{number:7} {placed_s:9.2f} {status_ms:10.1f} {removed_s:13.2f} {round_ms:14.0f}"
+        row = f"{number:7} {len(sizes):7} {placed_s:9.2f} {status_ms:10.1f} {removed_s:13.2f} {round_ms:14.0f}"
         print(f"{row}   {memory}", flush=True)
     ray.shutdown()
     return 0

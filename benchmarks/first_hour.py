@@ -118,7 +118,7 @@ def theirs(train_py: Path, python: str, images: Path, folder: Path, limit_s: flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("train_py", type=Path)
-    parser.add_argument("--python", required=True, help="of the environment with timm and torchvision")
+    parser.add_argument("--python", type=os.path.abspath, required=True, help="of the environment with timm")
     parser.add_argument("--images", type=Path, default=ROOT.parent / "shared" / "images")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--sets", nargs="+", default=["photographs", "cifar10", "digits"])

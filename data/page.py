@@ -31,6 +31,13 @@ THUMBNAIL = 112  # pixels of the longer side
 INK = "#010101"
 GRID = "#010102"
 LINES = ("#010103", "#010104", "#010105", "#010106", "#010107", "#010108")
+# Lines differ by these too, so that nobody needs the colour.
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+# Colours of a file that nothing but a viewer opens, in the place of the page's.
+ON_PAPER = {INK: "#222222", GRID: "#dddddd"} | dict(
+    zip(LINES, ("#1f5fa8", "#c4441c", "#2f7d32", "#7b3fa0", "#a07000", "#00788c"), strict=True)
+)
 COLOURS = {INK: "var(--ink)", GRID: "var(--line)"} | {line: f"var(--c{n})" for n, line in enumerate(LINES, 1)}
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text, in a font of the reader

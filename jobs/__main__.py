@@ -29,7 +29,7 @@ from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, leaks, shards, weights
 from jobs.command_line.words import make_group
 from jobs.progress import activity
-from jobs.terminal import is_closed_pipe, write_last
+from jobs.terminal import COMMAND, is_closed_pipe, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -41,7 +41,6 @@ EXIT_CODES = (
 
 STREAMS = {"demo", "logs", "run"}  # commands that print what others write, and show that they live
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # as a shell has it of programs that end at a closed pipe
-LONGEST_ACTIVITY = 60  # characters of the words that say what a command does
 # Our commands, and what people who come from other programs call them.
 OTHER_COMMANDS = {
     "run": "train fit start launch resume pretrain finetune",
@@ -66,18 +65,18 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
     With `kind` the words are a recipe, and its one stage of that kind runs: `python -m jobs.pretrain RECIPE`.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    program = "patchline"
+    prog_name = program()
     parser = get_command(app)
     if kind is not None:
-        program = f"python -m jobs.{kind}"
+        prog_name = f"{COMMAND}.{kind}"
         parser = get_command(campaigns.single_stage)
     if "_PATCHLINE_COMPLETE" in os.environ:
         # A shell asks how a word may go on; this answers and ends the process.
-        parser.main(prog_name=program)
+        parser.main(prog_name="patchline")
     try:
-        with parser.make_context(program, list(words), obj=kind) as context:
+        with parser.make_context(prog_name, list(words), obj=kind) as context:
             if not STREAMS.intersection(words[:1]) and kind is None:
-                activity.now(f"{' '.join(words)[:LONGEST_ACTIVITY]} …")
+                activity.now(f"{' '.join(words[:1])}: starting …")
             return parser.invoke(context) or ExitCode.DONE
     except typer.Exit as end:  # after --help
         return end.exit_code
@@ -108,7 +107,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     print(f"error: {' '.join(error.format_message().replace('Value error, ', '').split())}", file=sys.stderr)
     for meant, others in OTHER_COMMANDS.items():
         if words and words[0] in others.split():
-            print(f"  {words[0]} is called {meant} here: patchline {meant} --help", file=sys.stderr)
+            print(f"  {words[0]} is called {meant} here: {program()} {meant} --help", file=sys.stderr)
     if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
         print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)

@@ -27,8 +27,10 @@ from pipeline.monitoring.telemetry import last_metrics
 STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
 CHECKPOINTS = "checkpoints"
 RECORD = "stage.json"
-# What a command may need that an unfinished stage has too, in words; all else is of finished stages.
-OF_ANY_STAGE = {TASK: "training", CHECKPOINTS: "checkpoints", RECORD: "a record"}
+TABLE = "sweep.json"
+# What a command may need of a stage, in words; a set goes by its name.
+READS = {CONFIG: "weights", TASK: "training", CHECKPOINTS: "checkpoints", TABLE: "a sweep's table", RECORD: "a record"}
+OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # that an unfinished stage has too
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     of_name = [stage for stage in stages if name in ("", stage.name)]
     fitting = []
     for stage in of_name:
-        if (stage.path / needs).exists() and (stage.is_finished or needs in OF_ANY_STAGE):
+        if (stage.path / needs).exists() and (stage.is_finished or needs in OF_UNFINISHED):
             fitting.append(stage)
     half_done = [stage for stage in of_name if not stage.is_finished and (stage.path / TASK).exists()]
     if not fitting and needs == CONFIG and half_done:
         raise not_finished(half_done[0])
     if not fitting:
-        what = {CONFIG: "weights", **OF_ANY_STAGE}.get(needs, f"set {needs!r}")
+        what = READS.get(needs, f"set {needs!r}")
         lines = [f"{run / name} has no {what}", "  the stages of this run:"]
         if name and not of_name:
             lines[0] = f"{run} has no stage {name!r}{did_you_mean(name, {stage.name for stage in stages})}"
@@ -101,7 +103,7 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     names = sorted({stage.name for stage in fitting})
     if one_name and len(names) > 1:
         listed = "\n".join(f"  {run / name}" for name in names)
-        raise UsageError(f"{path} has {len(names)} stages with {OF_ANY_STAGE[needs]}\n  name one:\n{listed}")
+        raise UsageError(f"{path} has {len(names)} stages with {READS[needs]}\n  name one:\n{listed}")
 
     taken = fitting[0]
     line = f"{typed or path}: {taken}"

@@ -23,10 +23,8 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +38,7 @@ from data.errors import ClusterError, ConfigError, PatchlineError, RunOwned, Sto
 from data.files import make_folder
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
+from jobs.terminal import typed_command
 from pipeline.checkpoints.manifest import ATTEMPTS, newest_attempt
 
 LEASES = "leases"
@@ -71,6 +70,7 @@ class LeaseRecord(TypedDict):
     token: str  # of one command
     host: str
     machine: str  # a boot of a kernel, and a table of processes of it: only there `pid` says something
+    system: str  # /etc/machine-id, which outlives a boot; "" where there is none
     pid: int
     start: str  # of the process, in the kernel's ticks: another process may get the same pid
     job: str  # "Ray job digits-001-4f1a", "Slurm job 17", "unit patchline-driver@digits.service", or ""
@@ -123,11 +123,12 @@ class Lease:
             "token": uuid4().hex,
             "host": socket.gethostname(),
             "machine": this_machine(),
+            "system": this_system(),
             "pid": os.getpid(),
             "start": start_of(os.getpid()),
             "job": this_job(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "command": shlex.join(["python", *sys.orig_argv[1:]]),  # as it was typed: sys.argv has lost the `-m jobs`
+            "command": typed_command(),
             "period_s": PERIOD_S,
             "renewals": 0,
             "renewed": "",
@@ -300,7 +301,13 @@ def judge(storage: Storage, log: Log, periods: float = LOST_PERIODS) -> tuple[St
             return "lost", seen
         if clock() - seen.record["renewed_s"] < wait_s:
             return "held", seen
-    # 2. Any other is watched: a lease that changes is alive. No time in it is looked at.
+    # 2. systemd ends a unit before it starts it again, and of a machine's last boot no process is left. Two machines
+    # may have one name, or one id by a copied image; with both they are the same.
+    elif seen.record is not None and seen.record["job"].startswith(UNIT) and this_system():
+        ours = (this_job(), socket.gethostname(), this_system())
+        if (seen.record["job"], seen.record["host"], seen.record["system"]) == ours:
+            return "lost", seen
+    # 3. Any other is watched: a lease that changes is alive. No time in it is looked at.
     deadline = time.monotonic() + wait_s
     log_at = time.monotonic() + LOG_WAIT_S
     while time.monotonic() < deadline:
@@ -382,6 +389,14 @@ def this_machine() -> str:
     """Return what tells this boot of a kernel, and its table of processes that this one is in, from all others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def this_system() -> str:
+    """Return the id that the system of this machine was given when it was installed; "" where it has none."""
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def start_of(pid: int) -> str:

@@ -43,6 +43,7 @@ class Reads(Enum):
     ANY_WEIGHTS = "any weights"  # the same, or weights of other projects
     FILE = "file"  # known by the digest of its content
     OUTCOME = "outcome"  # of a finished stage of any kind, also of one that has diverged
+    TABLE = "table"  # of a sweep: the folder of its sweep.json
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,8 @@ class Context:
     campaign: Campaign
     stage: Stage
     log: Callable[[str], None]
-    poll: Callable[[Path, int], None]  # called with an attempt's folder and number while its workers work
+    # called with an attempt's folder, its number, and the last step of which its workers have told, while they work
+    poll: Callable[[Path, int, int], None]
     stop_requested: Callable[[], bool]  # this process is to end
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
     # (done, total, text) → whether a terminal shows it, below the lines

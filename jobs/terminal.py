@@ -16,14 +16,18 @@ import io
 import os
 import queue
 import select
+import shlex
 import sys
 import textwrap
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from data.checks import printable_lines
 from jobs.progress import LiveBar, activity
+
+COMMAND = "python -m jobs"  # how commands begin in all messages
 
 MOST_WAITING = 10_000  # lines; some 2 MB
 LONGEST_LINE = 100  # characters on a terminal; what is redirected stays one line
@@ -64,6 +68,7 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Have a line written, or dropped and counted where too many wait."""
+        text = as_typed(text)
         if self.handle is None:
             print(text, file=self.stream, flush=True)
         elif self.waiting.qsize() < MOST_WAITING:
@@ -171,9 +176,26 @@ def write_all(handle: int, content: bytes) -> None:
             select.select([], [handle], [])
 
 
+def program() -> str:
+    """Return how this process's command begins, as it was typed."""
+    return "patchline" if Path(sys.argv[0]).name == "patchline" else COMMAND
+
+
+def as_typed(text: str) -> str:
+    """Return a text with the commands in it begun as that of this process was."""
+    return text.replace(f"{COMMAND} ", f"{program()} ")
+
+
+def typed_command() -> str:
+    """Return the command of this process as it was typed."""
+    if program() != COMMAND:
+        return shlex.join([program(), *sys.argv[1:]])
+    return shlex.join(["python", *sys.orig_argv[1:]])  # sys.argv has lost the `-m jobs`
+
+
 def echo(line: str) -> None:
     """Print a line of a command's answer at once, without what a terminal would obey."""
-    text = printable_lines(line)
+    text = as_typed(printable_lines(line))
     # Above the bar, whose stdout would break a long line; people copy commands from the answers.
     if activity.bar is not None:
         activity.bar.write(text)
@@ -183,6 +205,7 @@ def echo(line: str) -> None:
 
 def write_last(text: str) -> None:
     """Write a line to stderr before the process ends; a stderr that takes no line is waited for a few seconds."""
+    text = as_typed(text)
     stream = sys.stderr
     handle = handle_of(stream)
     if handle is None:

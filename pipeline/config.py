@@ -207,7 +207,12 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         model = section.get(MODEL) if isinstance(section, dict) else None
         if rest == [MODEL] and not value.startswith(("{", "null")):
             key = f"{key}.name"
-        if rest == [MODEL] and isinstance(model, dict) and (key.endswith(".name") or NAMED_MODEL.search(value)):
+        if (
+            rest == [MODEL]
+            and isinstance(section, dict)
+            and isinstance(model, dict)
+            and (key.endswith(".name") or NAMED_MODEL.search(value))
+        ):
             section[MODEL] = {name: model[name] for name in ("image_size", "classes") if name in model}
         if rest == [MODEL, "name"] and isinstance(model, dict):
             typed = [other.partition("=")[0] for other in overrides]

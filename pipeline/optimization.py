@@ -113,7 +113,7 @@ def build_optimizer(model: "nn.Module", decayed: Set[str], cfg: OptimConfig) -> 
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
 
 
-def learning_rate(step: int, steps: int, peak: float, cfg: ScheduleConfig) -> float:
+def learning_rate(step: float, steps: int, peak: float, cfg: ScheduleConfig) -> float:
     """Return the rate of update `step` (0-based) of `steps`: warm-up, decay and cool-down multiplied together."""
     # The decay runs over the steps after the warm-up; a stage that is all warm-up has none, and no division by zero.
     progress = (step - cfg.warmup_steps) / max(steps - cfg.warmup_steps, 1)

@@ -78,6 +78,7 @@ class Job:
     probe_test: str | None = None
     class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
     claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
+    began: float = 0.0  # when its command began to work on the stage
     remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
     device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
 
@@ -396,6 +397,7 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         "threads": torch.get_num_threads(),
         # For `accounting`: an attempt's start-up counts from the driver's claim, not from its first record.
         "claimed": job.claimed,
+        "began": job.began,
         # For `jobs replay`, which rebuilds a step with the shards that its attempt had.
         "drop": cfg.data.drop,
     }

@@ -2,10 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import TypeVar
 
 import psutil
+
+Answer = TypeVar("Answer")
 
 
 def family_of(pid: int | None = None) -> list[psutil.Process]:
@@ -32,6 +35,13 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
                 if child not in family:
                     family.append(child)
     return family
+
+
+def answers(family: list[psutil.Process], question: Callable[[psutil.Process], Iterable[Answer]]) -> Iterator[Answer]:
+    """What each process answers; one that has ended meanwhile, as short-lived ones of Ray's do, answers nothing."""
+    for process in family:
+        with suppress(psutil.Error):
+            yield from question(process)
 
 
 def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:

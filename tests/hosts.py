@@ -209,14 +209,15 @@ class Network:
         return self.hosts[name]
 
     def boot(self, name: str) -> Host:
-        """Add a host, or start one again that was killed; its address stays, its `/tmp` and `/dev/shm` are empty."""
+        """Add a host, or start one again that was killed; its addresses stay, its `/tmp` and `/dev/shm` are empty."""
         number = self.numbers.setdefault(name, len(self.numbers))
         # Every host knows the others by name. There is no name server, and to ask for one would take seconds.
         known = [f"{PREFIX}.{FIRST_ADDRESS + other} {host}" for host, other in self.numbers.items()]
         self.hosts_file.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         host = Host(self, name, number)
         self.hosts[name] = host
-        peer = ["peer", "name", "eth0", "netns", str(host.init)]
+        # As of a machine: another address behind the same name would be asked in vain until caches forget the old one.
+        peer = ["peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", str(host.init)]
         self.on_switch("ip", "link", "add", host.port, "type", "veth", *peer)
         self.on_switch("ip", "link", "set", host.port, "up", "master", "bridge")
         host.run(

@@ -171,8 +171,8 @@ class SupervisedHosts(RayHosts):
 
     def _start_unit(self, host: str, unit: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         head = self.names[0]
-        words = [f"HEAD={head}", f"RAY_ADDRESS={head}:6379", f"RECIPES={self.recipe.parent}", "RAY_AUTH_MODE=token"]
-        words += [f"RAY_AUTH_TOKEN_PATH={self.token}", "RAY_health_check_failure_threshold=2"]
+        words = [f"HEAD={head}", f"RAY_ADDRESS={head}:6379", f"RECIPES={self.recipe.parent}"]
+        words.append(f"RAY_AUTH_TOKEN_PATH={self.token}")
         command = ["python", "-m", "tests.supervisor", unit, *words]
         with (self.network.shared / f"{host}-{unit.partition('@')[0].removesuffix('.service')}.log").open("a") as log:
             return self.network[host].start(command, log, OMP_NUM_THREADS="1", **PATIENCE, **environment)

@@ -3,8 +3,8 @@
     python -m tests.supervisor patchline-node.service HEAD=h0 RAY_AUTH_TOKEN_PATH=/shared/auth_token
     python -m tests.supervisor patchline-driver@small.service RECIPES=/shared RAY_ADDRESS=h0:6379 …
 
-1. ExecStart is run with the variables that are given, in the place of EnvironmentFile and LoadCredential. The checkout
-   stands where this one does, and RECIPES in the place of /etc/patchline.
+1. ExecStart is run with the variables of deploy/systemd/patchline.env and those that are given, which come in the place
+   of LoadCredential too. The checkout stands where this one does, and RECIPES in the place of /etc/patchline.
 2. When it has ended, what is left of its processes is killed, as systemd does with a unit's control group: each has the
    INVOCATION_ID of this start in its environment.
 3. Restart, RestartPreventExitStatus and RestartSec say whether and when it is started again.
@@ -38,11 +38,20 @@ def main(words: list[str]) -> int:
     unit.read(FOLDER / (f"{template}@.service" if instance else name))
     service = unit["Service"]
     variables = dict(os.environ)
-    for assignment in assignments:
+    lines = (FOLDER / "patchline.env").read_text().splitlines()
+    for assignment in [*(line for line in lines if not line.startswith("#")), *assignments]:
         key, _, value = assignment.partition("=")
         variables[key] = value
+    # Of what the unit sets, its own name; the rest is systemd's.
+    key, _, value = service["Environment"].partition("=")
+    if value == "%n":
+        variables[key] = name
     command = service["ExecStart"].replace("/opt/patchline/.venv/bin/", f"{Path(sys.executable).parent}/")
-    command = command.replace("/etc/patchline", variables.get("RECIPES", "")).replace("%i", instance)
+    command = (
+        command.replace("/opt/patchline", str(ROOT))
+        .replace("/etc/patchline", variables.get("RECIPES", ""))
+        .replace("%i", instance)
+    )
     prevented = {int(code) for code in service.get("RestartPreventExitStatus", "").split()}
 
     child: subprocess.Popen[bytes] | None = None

@@ -14,6 +14,7 @@ from data.errors import Preempted
 from jobs.__main__ import main
 from jobs.cluster.fork_server import IMPORTS
 from jobs.recipe import campaign
+from jobs.terminal import typed_command
 
 pytestmark = pytest.mark.quick
 
@@ -41,8 +42,27 @@ def test_usage_errors_exit_64_and_say_what_was_meant(capsys, words, message):
 def test_help_ends_with_0_and_names_debug_wherever_it_works(capsys, words):
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "Usage: patchline" in out
+    assert "Usage: python -m jobs" in out
     assert ("--debug" in out) == (words[-2:-1] in (["run"], ["check"]))
+
+
+@pytest.mark.parametrize(("program", "other"), [("python -m jobs", "patchline"), ("patchline", "python -m jobs")])
+def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_path, program, other):
+    first = program.replace("python -m jobs", "jobs/__main__.py")
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{first}", "train", "x"])
+    assert main(["train", "x"]) == 64 and main(["evaluate", str(tmp_path), "a=1"]) == 64
+    (tmp_path / "status.json").touch()
+    assert main(["run", str(tmp_path)]) == 78
+    said = capsys.readouterr().err
+    for line in (
+        f"Usage: {program} [OPTIONS]",
+        f"train is called run here: {program} run --help",
+        f"give indexes, or their folders: {program} evaluate WEIGHTS SET",
+        f"that is a run: type its recipe; {program} status {tmp_path}",
+    ):
+        assert line in said
+    assert other not in said
+    assert typed_command().startswith("patchline train x" if program == "patchline" else "python ")
 
 
 def test_help_imports_nothing_heavy():

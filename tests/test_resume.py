@@ -22,7 +22,7 @@ from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
 from tests.drives import assert_same_stage
-from tests.families import family_of
+from tests.families import answers, family_of
 from tests.recipes import TINY
 from tests.scrape import Scraper
 
@@ -93,7 +93,7 @@ def kill_by_plan(folder: Path, plan: list[tuple[int, str]], pauses: list[float])
         attempt = found[0]["attempt"]
         time.sleep(pause)
         if victim == "agent":
-            (pid,) = (p.pid for p in family_of() if "RayAgent" in " ".join(p.cmdline()))
+            (pid,) = answers(family_of(), lambda p: [p.pid] if "RayAgent" in " ".join(p.cmdline()) else [])
         else:
             pid = records(folder / "attempts" / f"attempt-{attempt:06d}", 2)[int(victim)]["pid"]
         os.kill(pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ import mmap
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -211,16 +211,17 @@ class ShardReader:
             f"  {way_out}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
         )
 
-    def labels(self, shard: int) -> Iterator[bytes]:
-        """Give the label of every sample of a shard, in order, without its image; raises DataError as `read` does."""
-        tar = self._shard(shard).tar
-        for sample, row in enumerate(self._table(shard)):
+    def labels(self, shard: int, samples: Iterable[int] | None = None) -> Iterator[bytes]:
+        """Give the labels of samples of a shard, or of all, without their images; raises DataError as `read` does."""
+        table = self._table(shard)
+        for sample in range(len(table)) if samples is None else samples:
+            row = table[sample]
+            tar = self._shard(shard).tar
             start = int(row["label"])
             label = tar[start : start + int(row["label_size"])]
             if label_digest(label) != int(row["label_digest"]):
                 # Fetches a remote shard once more, and raises what is to be said of any other.
                 _, _, label = self.read(shard, sample)
-                tar = self._shard(shard).tar
             yield label
 
     def _table(self, number: int) -> np.ndarray:

@@ -1,8 +1,9 @@
 """Some of the samples of a set, as an index over the same tars: nothing is packed again.
 
-How a subset is made, in order (`make_subset`):
-1. the label of every sample is read, shard by shard, side by side;
-2. the rule chooses samples, each of its parts among those that the one before left:
+How subsets of one set are made, in one pass for all of them (`make_subsets`):
+1. the labels are taken from the tables, which have a digest of each: that of `17` is known without its tar. Other
+   texts, as of several labels, are read, each once a shard; where no rule needs labels, of chosen samples alone;
+2. each rule chooses samples, each of its parts among those that the one before left:
    `keep` classes, `only` or all `but` the samples of a list, a `part`, so many `shots` a class;
 3. each shard of which a sample is left gets a table of these rows; the others are not in the subset;
 4. the JSON names the same tars, and says which index it was made of and by which rule (`index.Origin`).
@@ -17,10 +18,11 @@ fit one another: `:98%` and `98%:` share no sample and are together the whole; 5
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +34,8 @@ from data.draws import few_shot_rows, stratified
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
-from data.index.names import kept_ids, parse_labels
-from data.index.shard import Shard, table_path, write_table
+from data.index.names import Names, kept_ids, parse_labels
+from data.index.shard import Shard, label_digest, table_path, write_table
 from data.remote.cache import CacheConfig
 from data.shards.listed import listed_rows
 from data.shards.parallel import in_parallel
@@ -70,6 +72,11 @@ class Rule:
         has_any = self.keep or self.only or self.but or self.part is not None or self.shots is not None
         if not has_any:
             raise ConfigError("no rule chooses samples\n  expected one or more of keep, only, but, part, shots")
+
+    @property
+    def needs_labels(self) -> bool:
+        """Return whether the labels of all samples decide which are chosen."""
+        return bool(self.keep) or self.seed is not None
 
     def described(self) -> dict[str, Any]:
         """Return what is written of the rule: its parts that were given, a list by its path and its content."""
@@ -110,6 +117,24 @@ class Labels(NamedTuple):
         return has_marked
 
 
+@dataclass
+class Part:
+    """A subset in the making."""
+
+    folder: Path
+    rule: Rule
+    name: str  # of the set
+    chosen: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # (N,)
+    shards: list[Shard] = field(default_factory=list)
+    # Of where each chosen sample lies: what the set is, whatever the rule and the tables' format.
+    places: Any = field(default_factory=sha256)
+
+    @property
+    def path(self) -> Path:
+        """Return the path of its JSON."""
+        return self.folder / f"{self.name}{SUFFIX}"
+
+
 def make_subset(
     parent: Index,
     output: str | os.PathLike[str],
@@ -120,41 +145,64 @@ def make_subset(
     cache: CacheConfig | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> Index:
-    """Write the index of the samples of `parent` that the rule chooses, into a folder of its own; returns it.
+    """Make one subset, as `make_subsets` makes many."""
+    part = Part(Path(output), rule, name or Path(output).name)
+    return make_subsets(parent, [part], workers=workers, cache=cache, report=report)[0]
+
+
+def make_subsets(
+    parent: Index,
+    parts: Sequence[Part],
+    *,
+    workers: int = 1,
+    cache: CacheConfig | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> list[Index]:
+    """Write the indexes of samples of `parent`, each of those that its rule chooses, into a folder of its own.
 
     `report` is told how many shards have been looked at, of how many; `cache` is what fetches remote ones. Raises
-    DataError where the rule chooses nothing or names what is not there, and where a tar is missing.
+    DataError where a rule chooses nothing or names what is not there, and where a tar is missing.
     """
-    folder = Path(output)
-    name = name or folder.name
-    check_name(name, "a set", "give its name: --name train-10shot")
-    path = folder / f"{name}{SUFFIX}"
-    # The subset must not take the place of a set, or of the tables of one.
-    tables = {table_path(folder, shard.name) for shard in parent.shards}
-    for other_path in sorted(folder.glob(f"*{SUFFIX}")):
-        try:
-            other = load_index(other_path)
-        except DataError:
-            # The one to be made is torn or altered, which its error says to mend by making it again.
-            if other_path == path:
+    # 1. A subset must not take the place of a set, of the tables of one, or of another subset.
+    tables = {table_path(Path(), shard.name) for shard in parent.shards}
+    for part in parts:
+        check_name(part.name, "a set", "give its name: --name train-10shot")
+        for other in parts:
+            if other is not part and other.folder.resolve() == part.folder.resolve():
+                raise DataError(f"{part.folder} is named for two subsets\n  expected a folder for each")
+        for other_path in sorted(part.folder.glob(f"*{SUFFIX}")):
+            try:
+                index = load_index(other_path)
+            except DataError:
+                # The one to be made is torn or altered, which its error says to mend by making it again.
+                if other_path == part.path:
+                    continue
+                raise
+            is_this_subset = other_path == part.path and index.origin is not None
+            if is_this_subset:
                 continue
-            raise
-        is_this_subset = other_path == path and other.origin is not None
-        if is_this_subset:
-            continue
-        shares_table = any(table_path(folder, shard.name) in tables for shard in other.shards)
-        if other_path == path or shares_table:
-            raise DataError(
-                f"{other_path} would lose its tables to the subset\n"
-                "  expected a folder for the subset alone\n  give another --output"
-            )
+            shares_table = any(table_path(Path(), shard.name) in tables for shard in index.shards)
+            if other_path == part.path or shares_table:
+                raise DataError(
+                    f"{other_path} would lose its tables to the subset\n"
+                    "  expected a folder for the subset alone\n  give another --output"
+                )
     check_sizes([parent])
 
-    labels = read_all_labels(parent, workers, cache or CacheConfig(), report)
-    chosen = choose(parent, labels, rule)
-    if not chosen.any():
-        raise DataError(f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {rule.described()}")
-    return write_subset(parent, path, chosen, labels, rule)
+    # 2. What is chosen. Where no rule asks for labels, those of chosen samples are counted, and no others are needed.
+    labels = None
+    if any(part.rule.needs_labels for part in parts):
+        labels = read_all_labels(parent, workers, cache or CacheConfig(), report)
+    for part in parts:
+        part.chosen = choose(parent, labels, part.rule)
+        if not part.chosen.any():
+            raise DataError(
+                f"{parent.tables}: the rule chooses none of {parent.samples:,} samples: {part.rule.described()}"
+            )
+    if labels is None:
+        wanted = np.logical_or.reduce([part.chosen for part in parts])
+        labels = read_all_labels(parent, workers, cache or CacheConfig(), report, wanted)
+    return write_subsets(parent, parts, labels)
 
 
 # -------------------------------------------------------------------------------------------------- labels
@@ -166,64 +214,102 @@ class LabelJob(NamedTuple):
     alone: Index  # of this shard
     classes: int
     cache: CacheConfig
+    wanted: np.ndarray | None = None  # (samples of the shard,) whether its label is asked for; None: all are
 
 
 def read_all_labels(
-    index: Index, workers: int, cache: CacheConfig, report: Callable[[int, int], None] | None
+    index: Index,
+    workers: int,
+    cache: CacheConfig,
+    report: Callable[[int, int], None] | None,
+    wanted: np.ndarray | None = None,
 ) -> Labels:
-    """Read the labels of all samples; a shard's sha256 is compared first, as in a run."""
+    """Return the labels of all samples; of samples that are not `wanted` (N,) none."""
     jobs = []
-    for number in range(len(index.shards)):
-        jobs.append(LabelJob(index.alone(number), index.classes, cache))
+    counts = [np.zeros(shard_samples, np.int32) for shard_samples in index.shard_samples]
+    numbers = []  # of the shards that are looked at
+    stop = 0
+    for number, samples in enumerate(map(len, counts)):
+        stop += samples
+        of_shard = None if wanted is None else wanted[stop - samples : stop]
+        if of_shard is None or of_shard.any():
+            jobs.append(LabelJob(index.alone(number), index.classes, cache, of_shard))
+            numbers.append(number)
     values = [np.empty(0, np.int32)]
-    counts = [np.empty(0, np.int32)]
     # A shard that is fetched mostly waits, for which threads will do.
     with in_parallel(read_shard_labels, jobs, workers, report, in_threads=index.remote) as results:
-        for shard_values, shard_counts in results:
+        for number, (shard_values, shard_counts) in zip(numbers, results, strict=True):
             values.append(shard_values)
-            counts.append(shard_counts)
-    return Labels(np.concatenate(values), np.concatenate(counts).cumsum(dtype=np.int64))
+            counts[number] = shard_counts
+    return Labels(np.concatenate(values), np.concatenate([np.empty(0, np.int32), *counts]).cumsum(dtype=np.int64))
 
 
 def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
-    """Return (labels of a shard's samples end to end, how many each sample has): none where a run could use none."""
-    values: list[int] = []
-    counts: list[int] = []
-    ids = job.alone.ids
-    for raw in ShardReader(job.alone, cache=job.cache).labels(0):
+    """Return (labels of a shard's samples end to end, how many each sample has): none where a run could use none.
+
+    A text whose digest is that of a class's id or name is known; of any other digest one sample is read.
+    """
+    index = job.alone
+    rows = np.arange(index.samples) if job.wanted is None else np.flatnonzero(job.wanted)
+    digests, first, text_of = np.unique(index.table(0)["label_digest"][rows], return_index=True, return_inverse=True)
+    known = known_texts(job.classes, index.names)
+    # The sha256 of the tar is left to a run: each label is compared with its own digest.
+    reader = ShardReader(index, verify=False, cache=job.cache)
+    values: list[int] = []  # of all texts end to end
+    lengths = []  # of each
+    for digest, row in zip(digests.tolist(), rows[first].tolist(), strict=True):
+        text = known[digest] if digest in known else next(reader.labels(0, [row]))
         try:
-            labels = parse_labels(raw, ids)
+            labels = parse_labels(text, index.ids)
         except ValueError:
             labels = ()
         # One that has no class is counted as bad by a run, and no class here has it.
         if max(labels, default=0) >= job.classes:
             labels = ()
         values += labels
-        counts.append(len(labels))
-    return np.array(values, np.int32), np.array(counts, np.int32)
+        lengths.append(len(labels))
+
+    # For each sample the place at which the labels of its text begin, as often as there are labels.
+    of_text = np.array(lengths, np.int64)
+    counts = np.zeros(index.samples, np.int32)
+    counts[rows] = of_text[text_of]
+    ends = counts[rows].cumsum()
+    starts = (of_text.cumsum() - of_text)[text_of] - (ends - counts[rows])
+    places = np.repeat(starts, counts[rows]) + np.arange(counts.sum())
+    return np.array(values, np.int32)[places], counts
+
+
+@functools.lru_cache(maxsize=1)
+def known_texts(classes: int, names: Names) -> Mapping[int, bytes]:
+    """Return {digest: text} of the labels that most sets have: nothing, the id of a class, its name."""
+    texts = {}
+    for label in ("", *map(str, range(classes)), *names):
+        texts[label_digest(label.encode())] = label.encode()
+    return texts
 
 
 # ------------------------------------------------------------------------------------------------ choosing
 
 
-def choose(index: Index, labels: Labels, rule: Rule) -> np.ndarray:
-    """Return (N,) whether each sample is chosen, in the order of the set."""
+def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
+    """Return (N,) whether each sample is chosen, in the order of the set; `labels` only where the rule needs them."""
     chosen = np.ones(index.samples, bool)
+    first_labels = np.full(len(chosen), NO_LABEL, np.int64)
+    if labels is not None:
+        # Parts and shots of a seed go by the first label of a sample.
+        starts = np.append(0, labels.ends[:-1]).astype(np.int64)
+        has_label = labels.ends > starts
+        first_labels[has_label] = labels.values[starts[has_label]]
     if rule.keep:
+        assert labels is not None, "a rule that keeps classes needs labels"
         kept = kept_ids(index.names, rule.keep, str(index.tables), index.classes)
         assert kept is not None, "there are classes to keep"
-        has_class = np.isin(labels.values, kept)
-        chosen &= labels.any_of_sample(has_class)
+        chosen &= labels.any_of_sample(np.isin(labels.values, kept))
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
             listed = np.zeros(index.samples, bool)
             listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
-    # Parts and shots of a seed go by the first label of a sample.
-    starts = np.append(0, labels.ends[:-1]).astype(np.int64)
-    has_label = labels.ends > starts
-    first_labels = np.full(len(chosen), NO_LABEL, np.int64)
-    first_labels[has_label] = labels.values[starts[has_label]]
     if rule.part is not None:
         # As the samples stand, or as much of each class.
         rows = np.flatnonzero(chosen)
@@ -273,39 +359,47 @@ def bounds_of(part: str, samples: int) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------------- writing
 
 
-def write_subset(parent: Index, path: Path, chosen: np.ndarray, labels: Labels, rule: Rule) -> Index:
-    """Write the tables of the samples that were chosen, and last the JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replaced: Sequence[Shard] = ()
-    if path.exists():
-        try:
-            replaced = load_index(path).shards
-        except DataError:  # torn: which tables it had, nobody knows, but that they were of the set's shards
-            replaced = parent.shards
-    # Without its JSON nobody reads a subset whose tables are half those of another rule.
-    path.unlink(missing_ok=True)
+def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[Index]:
+    """Write the tables of the samples that were chosen, of all parts shard by shard, and last the JSONs."""
+    replaced: list[Sequence[Shard]] = []  # of each part, the shards whose tables are there already
+    for part in parts:
+        part.folder.mkdir(parents=True, exist_ok=True)
+        shards: Sequence[Shard] = ()
+        if part.path.exists():
+            try:
+                shards = load_index(part.path).shards
+            except DataError:  # torn: which tables it had, nobody knows, but that they were of the set's shards
+                shards = parent.shards
+        replaced.append(shards)
+        # Without its JSON nobody reads a subset whose tables are half those of another rule.
+        part.path.unlink(missing_ok=True)
 
-    shards = []
-    places = sha256()  # of where each chosen sample lies: what the set is, whatever the rule and the tables' format
-    start = 0
+    stop = 0
     for number, shard in enumerate(parent.shards):
-        rows = np.flatnonzero(chosen[start : start + shard.samples])
-        start += shard.samples
-        if len(rows) == 0:
-            continue
-        table = parent.table(number)[rows]
-        for column in ("image", "label"):
-            places.update(np.ascontiguousarray(table[column]).astype("<u8").tobytes())
-        shards.append(write_table(path.parent, table, shard.name, shard.bytes, shard.sha256))
+        stop += shard.samples
+        table = None
+        for part in parts:
+            rows = np.flatnonzero(part.chosen[stop - shard.samples : stop])
+            if len(rows) == 0:
+                continue
+            if table is None:
+                table = parent.table(number)
+            chosen = table[rows]
+            for column in ("image", "label"):
+                part.places.update(np.ascontiguousarray(chosen[column]).astype("<u8").tobytes())
+            part.shards.append(write_table(part.folder, chosen, shard.name, shard.bytes, shard.sha256))
 
-    kept_names = {shard.name for shard in shards}
-    for shard in replaced:
-        if shard.name not in kept_names:
-            table_path(path.parent, shard.name).unlink(missing_ok=True)
-    parent_path = parent.tables / f"{parent.name}{SUFFIX}"
-    origin = Origin(os.path.relpath(parent_path, path.parent), parent.digest, rule.described(), places.hexdigest())
-    class_counts = count_classes(labels, chosen, parent.classes)
-    return write_index(path, parent.directory, shards, class_counts, parent.names, origin=origin)
+    indexes = []
+    for part, shards in zip(parts, replaced, strict=True):
+        kept_names = {shard.name for shard in part.shards}
+        for shard in shards:
+            if shard.name not in kept_names:
+                table_path(part.folder, shard.name).unlink(missing_ok=True)
+        place = os.path.relpath(parent.tables / f"{parent.name}{SUFFIX}", part.folder)
+        origin = Origin(place, parent.digest, part.rule.described(), part.places.hexdigest())
+        counts = count_classes(labels, part.chosen, parent.classes)
+        indexes.append(write_index(part.path, parent.directory, part.shards, counts, parent.names, origin=origin))
+    return indexes
 
 
 def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]:
@@ -326,15 +420,10 @@ def summary(index: Index, parent: Index) -> list[str]:
     """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
     assert index.origin is not None, "a subset was made of something"
     share = index.samples / parent.samples
-    parts = []  # of the rule: "shots 10", "seed 0"
-    for option, value in index.origin.rule.items():
-        if isinstance(value, Mapping):
-            value = f"{value['path']} ({value['sha256'][:12]})"
-        parts.append(f"{option} {value}")
     lines = [
         f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
         f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
-        f"of {parent.tables} (digest {parent.digest[:12]}), by {', '.join(parts)}",
+        f"of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}",
     ]
     shots = index.origin.rule.get("shots", 0)
     lost = []  # classes that have samples in the parent alone

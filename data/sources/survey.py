@@ -235,7 +235,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
         # A folder that is called train and stands alone may be a class, of trains.
         if train is not None and has_folders(Path(parts[train])):
             return parts[train], None
-    # 2. Or what is named is one of two: train.tar beside test.tar, photos/train beside photos/val. Of a pattern that was
+    # 2. Or what is named is one of two: train.tar beside test.tar, photos/train beside photos/val. Of a pattern that is
     # typed only what it matches is taken.
     if path.exists():
         for train in TRAIN:

@@ -18,11 +18,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,12 +32,15 @@ from urllib.parse import urlsplit
 from data.errors import ClusterError
 from jobs.cluster import embedded
 from jobs.cluster_config import ClusterConfig
+from jobs.ownership import UNIT, this_job
 
 ROOT = Path(__file__).parents[2]
 EXCLUDES = [".git", ".venv", "__pycache__", "/runs", "/shards"]  # never shipped; nor what .gitignore names
 NAMESPACE = "patchline"
 WAITING = "waiting for the cluster: "  # how the driver's line begins that says what it waits for; `list` looks for it
 CONNECT_TIMEOUT_S = 5.0
+HEAD_WAIT_S = 60.0  # for the head that starts with the driver's unit; then the unit ends with 69, and is started again
+HEAD_POLL_S = 0.2
 HTTP2_SETTINGS = 4  # the type of the frame that an HTTP/2 server begins with (RFC 9113, 3.4)
 HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, HTTP2_SETTINGS, 0, 0, 0, 0, 0])
 
@@ -73,14 +78,24 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
                 f"a run joins the cluster itself, at the host:port of `ray start --head`; jobs go to dashboards\n"
                 f"type `python -m jobs submit …`, or set RAY_ADDRESS=host:6379"
             )
-        # "auto" is the cluster of this machine, whose address Ray finds itself.
-        if address != "auto":
-            require_reachable(address)
-            if "://" not in address:
-                require_ray(address)
         # Ray's client does not look for the token file unless RAY_AUTH_MODE says so, and is refused with 401.
         embedded.use_token_if_any()
         os.environ.update(embedded.ENVIRONMENT | dict(os.environ))
+        # "auto" is the cluster of this machine, whose address Ray finds itself.
+        if address != "auto":
+            # A unit starts when its machine does, and so does the head's Ray, which takes some seconds.
+            deadline = time.monotonic() + (HEAD_WAIT_S if this_job().startswith(UNIT) else 0.0)
+            while True:
+                try:
+                    require_reachable(address)
+                    break
+                except ClusterError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    import_module("ray")  # meanwhile: it takes a second
+                    time.sleep(HEAD_POLL_S)
+            if "://" not in address:
+                require_ray(address)
         runtime_env = None
         # The workers on other nodes need this checkout; a submitted job has shipped it already.
         is_submitted_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ

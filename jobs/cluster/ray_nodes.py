@@ -1,7 +1,7 @@
 """The nodes of a Ray cluster on which a campaign works: the places of its workers, which Ray reserves, and its agents.
 
-1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, each on one node. From then on
-   Ray's scheduler orders the request among all others, and an autoscaler sees what is wanted.
+1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, all shares of a bundle on one
+   node. From then on Ray's scheduler orders the request among all others, and an autoscaler sees what is wanted.
 2. While Ray has no room, a message says for how many workers there is room, and which campaigns hold the rest.
 3. `agents` starts an actor on each of these nodes, or finds it warm: it belongs to the node and not to the places,
    which may change while the node does not. An actor takes no CPU of Ray's count.
@@ -19,7 +19,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,7 +53,8 @@ TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines
 WARM_SPARES = 2  # nodes without a worker that have an agent: importing torch takes 4 s of two cores, 0.4 GB
 AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
 IDENTITY_S = 60.0  # for all nodes to say who they are: Ray starts a process on each
-ANSWER_S = 2.0  # for a node that is alive to take a connection: TCP asks at 0 and 1 s, and then not before 3 s
+ANSWER_S = 0.5  # for the kernel of a node that is alive to take a connection
+ASKED_TIMES = 2  # one packet may be lost: TCP would ask again after 1 s, a new connection does at once
 ASKED_AT_ONCE = 64  # nodes
 
 
@@ -62,8 +63,13 @@ class Reservation:
     """Holds what this process has reserved, for how many workers and how much each."""
 
     group: PlacementGroup
-    workers: int
+    sizes: Sequence[int]  # workers of each bundle
     share: Mapping[str, int]  # of one worker, by Ray's name of the resource
+
+    @property
+    def workers(self) -> int:
+        """Return for how many workers places are reserved."""
+        return sum(self.sizes)
 
 
 def takes_connections(node: Mapping[str, Any]) -> bool:
@@ -71,11 +77,11 @@ def takes_connections(node: Mapping[str, Any]) -> bool:
 
     Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
     """
-    try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-    except OSError:
-        return False
-    return True
+    for _ in range(ASKED_TIMES):
+        with suppress(OSError):
+            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
+            return True
+    return False
 
 
 def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
@@ -84,6 +90,20 @@ def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | No
         return None
     # Without a space: Ray takes it for a part of the next id, which then names no node.
     return [{"ray.io/node-id": f"!in({','.join(sorted(node_ids))})"}] * bundles
+
+
+def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
+    """Return how many workers each bundle is for, where nodes have room for so many workers each.
+
+    A bundle takes what a node has free: of 1,000 nodes with eight workers each Ray places 1,000 bundles, and not 8,000.
+    For what has no room yet a bundle is a worker's, because nobody knows how large the nodes will be that come free.
+    """
+    sizes: list[int] = []
+    for room in sorted(rooms, reverse=True):
+        size = min(room, workers - sum(sizes))
+        if size:
+            sizes.append(size)
+    return sizes + [1] * (workers - sum(sizes))
 
 
 def largest_within(worlds: Sequence[int], room: int) -> int:
@@ -99,6 +119,7 @@ class RayNodes:
         self.is_embedded = is_embedded
         self.own_node = str(ray.get_runtime_context().get_node_id())
         self.reservation: Reservation | None = None
+        self.last_sizes: Sequence[int] = ()  # of the bundles that were asked for last
         self.lent: list[Reservation] = []  # free places that are given back when anybody wants them
         self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
         self.left_out: set[str] = set()  # ids of nodes that are not used any more
@@ -202,8 +223,19 @@ class RayNodes:
         """Return the ids of the nodes on which the first `world` places lie."""
         if self.reservation is None:
             return set()
-        bundles = placement_group_table(self.reservation.group)["bundles_to_node_id"]
-        return {node_id for bundle, node_id in bundles.items() if bundle < world}
+        return set(self.places(world))
+
+    def places(self, world: int) -> dict[str, dict[int, int]]:
+        """Return where the first `world` workers have their places: by node, how many in which bundle."""
+        assert self.reservation is not None and self.reservation.workers >= world
+        nodes: dict[str, dict[int, int]] = {}  # in the order of the first bundle
+        left = world
+        for bundle, node_id in sorted(placement_group_table(self.reservation.group)["bundles_to_node_id"].items()):
+            count = min(self.reservation.sizes[bundle], left)
+            left -= count
+            if count:
+                nodes.setdefault(node_id, {})[bundle] = count
+        return nodes
 
     def release(self) -> None:
         """Give back the workers' places, where there are any."""
@@ -229,7 +261,7 @@ class RayNodes:
                 requested: Counter[str] = Counter()
                 for bundle in row["bundles"].values():
                     requested.update(bundle)
-                    if room_for(dict.fromkeys(bundle, 1), total) < 1:
+                    if room_for(bundle, total) < 1:
                         requested["more than any node has"] += 1
                 there: Counter[str] = Counter()
                 for resources in total.values():
@@ -240,17 +272,32 @@ class RayNodes:
 
     def _ask(self, workers: int, least: int) -> None:
         """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
+        share = share_of_worker(self.cluster)
+        state = self.state()
+        avoided = self._avoided_for(least, state)
+        sizes: Sequence[int] = self.sizes(workers, self._open_to_us(state, avoided))
+        # What was given back a moment ago, as when a node was lost, is not yet counted as free.
+        if len(self.last_sizes) < len(sizes) and sum(self.last_sizes) == workers:
+            sizes = self.last_sizes
         self.release()
         self.gpu_ids = {}
-        share = share_of_worker(self.cluster)
+        bundles = []
+        for size in sizes:
+            bundles.append({name: amount * size for name, amount in share.items()})
         group = placement_group(
-            [dict(share)] * workers,
+            bundles,
             strategy="PACK",
             # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
             name=f"{OWNER}{self.run} {secrets.token_hex(4)}",
-            bundle_label_selector=without_nodes(self._avoided_for(least, self.state()), workers),
+            bundle_label_selector=without_nodes(avoided, len(bundles)),
         )
-        self.reservation = Reservation(group, workers, share)
+        self.reservation = Reservation(group, sizes, share)
+        self.last_sizes = sizes
+
+    def sizes(self, workers: int, nodes: Mapping[str, Mapping[str, float]]) -> list[int]:
+        """Return how many workers each bundle is for, by what the nodes have for us."""
+        share = share_of_worker(self.cluster)
+        return bundle_sizes(workers, [room_for(share, {node: free}) for node, free in nodes.items()])
 
     def _wait(self, worlds: Sequence[int], log: Log, on_tick: Tick) -> None:
         """Return when Ray has placed the request; log meanwhile what is missing. Raises what `reserve` raises."""
@@ -259,15 +306,19 @@ class RayNodes:
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
         deadline = began + timeout_s
-        next_choice = min(began + patience_s, deadline)
+        patient_until = min(began + patience_s, deadline)
+        next_choice = min(began + NEXT_CHOICE_S, patient_until)
         next_line = began + FIRST_LINE_S
         last_line, logged_at = "", 0.0
         assert self.reservation is not None
         while not self.reservation.group.wait(timeout_seconds=POLL_S):
             now = time.monotonic()
             if now > next_choice:
+                is_patient = now < patient_until
                 next_choice = now + NEXT_CHOICE_S
-                if self._choose(worlds, log):
+                if is_patient:
+                    next_choice = min(next_choice, patient_until)
+                if self._choose(worlds, log, is_patient=is_patient):
                     deadline = max(deadline, next_choice)
             if now > deadline:
                 state = self.state()
@@ -286,30 +337,34 @@ class RayNodes:
             on_tick()
             assert self.reservation is not None
 
-    def _choose(self, worlds: Sequence[int], log: Log) -> bool:
-        """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most."""
+    def _choose(self, worlds: Sequence[int], log: Log, *, is_patient: bool) -> bool:
+        """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most.
+
+        As long as it `is_patient` the number stays, and bundles are only asked for in other sizes.
+        """
         now = time.monotonic()
         share = share_of_worker(self.cluster)
         state = self.state()
         # Nodes that were to be avoided are taken where only with them there is room.
         avoided = self._avoided_for(worlds[-1], state)
-        room = room_for(share, self._open_to_us(state, avoided))
+        open_to_us = self._open_to_us(state, avoided)
+        room = room_for(share, open_to_us)
         back = {node for node in avoided - self.left_out if now > self.avoided[node] + MISSED_S}
-        room_with_them = room_for(share, self._open_to_us(state, avoided - back))
-        has_other_nodes = room < worlds[-1] <= room_with_them
+        with_them = self._open_to_us(state, avoided - back)
+        has_other_nodes = not is_patient and room < worlds[-1] <= room_for(share, with_them)
         if has_other_nodes:
-            room = room_with_them
+            room = room_for(share, with_them)
             for node in back:
                 del self.avoided[node]
 
         # Where none would do, the most is what an autoscaler is to hear of.
-        world = largest_within(worlds, room) or worlds[0]
-        if has_other_nodes:
-            self._ask(world, worlds[-1])
-        elif world != self.workers_held:
-            if world < worlds[0]:
+        world = self.workers_held if is_patient else largest_within(worlds, room) or worlds[0]
+        assert self.reservation is not None
+        if has_other_nodes or self.sizes(world, open_to_us) != self.reservation.sizes:
+            if world < worlds[0] and world != self.workers_held and not has_other_nodes:
                 text = missing(worlds[0], share, self._open_to_us(state, set()), state)
                 log(f"goes on with {world} of up to {worlds[0]} workers: {text}")
+            self.last_sizes = ()
             self._ask(world, worlds[-1])
         return world < worlds[0]
 
@@ -323,9 +378,10 @@ class RayNodes:
             if reservation is None:
                 continue
             # A bundle that has lost its node lies on none of these.
-            for node in placement_group_table(reservation.group)["bundles_to_node_id"].values():
+            for bundle, node in placement_group_table(reservation.group)["bundles_to_node_id"].items():
                 if node in nodes:
-                    nodes[node].update(reservation.share)
+                    for name, amount in reservation.share.items():
+                        nodes[node][name] += amount * reservation.sizes[bundle]
         return nodes
 
     # -------------------------------------------------------------------- nodes that go
@@ -391,15 +447,12 @@ class RayNodes:
 
     def agents(self, world: int) -> list[NodeAgent]:
         """Return the agents of the nodes of the reservation, in the order of the ranks; start those that lack."""
-        assert self.reservation is not None and self.reservation.workers >= world
-        group = self.reservation.group
-        slots: dict[str, list[int]] = {}  # bundles by node, in the order of the first bundle
-        for bundle, node_id in sorted(placement_group_table(group)["bundles_to_node_id"].items())[:world]:
-            slots.setdefault(node_id, []).append(bundle)
+        assert self.reservation is not None
+        places = self.places(world)
         rows = {node["NodeID"]: node for node in ray.nodes()}
         gpus = self.cluster.gpus_per_worker
         # Agents of nodes that are not used any more only take up their memory, but for a few.
-        self.used = slots.keys()
+        self.used = places.keys()
         kept = 0
         for node_id in self.actors.keys() - self.used:
             is_there = node_id in rows and rows[node_id]["Alive"] and node_id not in self.nodes_to_avoid()
@@ -408,14 +461,16 @@ class RayNodes:
             else:
                 self.end_agent(node_id)
         agents = []
-        for node_id, bundles in slots.items():
+        for node_id, bundles in places.items():
             # Which GPUs Ray has given to a bundle it tells in no table: a task in each bundle sees its own. They are
             # the same as long as the bundle lives.
             if gpus and node_id not in self.gpu_ids:
                 answers = []
-                for bundle in bundles:
-                    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-                    task: Any = ray.remote(num_cpus=0, num_gpus=gpus)(ray.get_gpu_ids)
+                for bundle, count in bundles.items():
+                    place = PlacementGroupSchedulingStrategy(
+                        self.reservation.group, placement_group_bundle_index=bundle
+                    )
+                    task: Any = ray.remote(num_cpus=0, num_gpus=gpus * count)(ray.get_gpu_ids)
                     answers.append(task.options(scheduling_strategy=place).remote())
                 ids: list[str] = []
                 for of_bundle in ray.get(answers):
@@ -426,7 +481,7 @@ class RayNodes:
                     name=rows[node_id]["NodeManagerHostname"],
                     node_id=node_id,
                     address=rows[node_id]["NodeManagerAddress"],
-                    slots=len(bundles),
+                    slots=sum(bundles.values()),
                     call=partial(call_actor, self.start_agent(node_id)),
                     visible_gpus=self.gpu_ids.get(node_id, ""),
                 )

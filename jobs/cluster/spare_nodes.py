@@ -53,7 +53,7 @@ class SpareBundle(RayNodes):
             name=f"evaluation {self.run} {secrets.token_hex(4)}",
             bundle_label_selector=without_nodes(self.training.nodes_to_avoid(), 1),
         )
-        self.reservation = Reservation(group, 1, share)
+        self.reservation = Reservation(group, [1], share)
         self.training.lent.append(self.reservation)
         if group.wait(timeout_seconds=BORROW_S):
             return True

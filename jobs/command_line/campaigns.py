@@ -1,4 +1,4 @@
-"""`patchline new|run|plan|trial|preflight|status|report|replay|demo`, and `python -m jobs.pretrain RECIPE`."""
+"""`patchline new|run|plan|trial|preflight|status|report|diff|replay|demo`, and `python -m jobs.pretrain RECIPE`."""
 
 import difflib
 import webbrowser
@@ -208,6 +208,19 @@ def report(
     echo(f"page: {page}")
     if open_ and not webbrowser.open(page.absolute().as_uri()):
         echo("no browser answers here; open the page where there is one: it needs nothing but itself")
+
+
+@commands.command()
+def diff(
+    mine: Annotated[str, typer.Argument(metavar="MINE", help="A recipe, or a run.")],
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="What it should be: table3/vit_i1k, a file, or a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Over OTHER.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Name what differs in meaning, the most consequential first, with what the paper and its code do."""
+    from jobs.commands import diff
+
+    diff.diff(mine, other, overrides or [], load_campaign)
 
 
 @commands.command()

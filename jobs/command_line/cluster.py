@@ -130,7 +130,7 @@ def list_jobs(_debug: Debug = False) -> None:
 
     jobs = submission.list_jobs()
     if not jobs:
-        print("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
+        echo("no jobs: none was submitted since the cluster's head started; type `python -m jobs submit RECIPE`")
     for job in jobs:
         # The start to the minute; below it how far the job is, or what it waits for.
         note = "  its driver has not started" if job.status == "PENDING" and not job.last_line else ""

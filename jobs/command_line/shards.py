@@ -77,14 +77,20 @@ World = Annotated[int, typer.Option(min=1, help="Workers to give advice for.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Where the new set goes; not the old one's folder.")]
 Unique = Annotated[bool, typer.Option("--unique", help="Keep each image once.")]
 
-SubsetFolder = Annotated[str, typer.Option(help="Folder of the subset's index and tables: one of its own.")]
+SubsetFolder = Annotated[
+    list[str], typer.Option(help="Folder of the subset's index and tables: one of its own, for each part.")
+]
 Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="A class to keep, by id or name; repeatable.")]
 Only = Annotated[
     str | None, typer.Option(metavar="FILE", help="The samples to keep: a key a line, or shard, tab, key; or .json.")
 ]
 But = Annotated[str | None, typer.Option(metavar="FILE", help="Samples to leave out, listed likewise; or leaks.json.")]
 Part = Annotated[
-    str | None, typer.Option(metavar="FIRST:STOP", help="':98%', '98%:', ':50000' …; with --seed, of a permutation.")
+    list[str] | None,
+    typer.Option(
+        metavar="FIRST:STOP",
+        help="':98%', '98%:', ':50000' …; with --seed, of a permutation. Several, each with its --output, in one pass.",
+    ),
 ]
 Shots = Annotated[int | None, typer.Option(min=1, help="Samples of each class, as the few-shot probe draws them.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Of --shots, or of --part.")]
@@ -288,18 +294,25 @@ def subset(
     from data.index.document import load_index
     from data.shards import subset
 
-    folder = Path(output)
-    refuse_file(folder)
+    ranges: list[str | None] = [*part] if part else [None]
+    if len(ranges) != len(output) or (name and len(output) > 1):
+        raise UsageError(
+            f"{len(part or [])} --part, {len(output)} --output and {'a' if name else 'no'} --name\n"
+            "  expected an --output for each --part, and a --name of one subset alone"
+        )
     classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
-    rule = subset.Rule(tuple(classes), only, but, part, shots, seed)
+    subsets = []
+    for bounds, folder in zip(ranges, map(Path, output), strict=True):
+        refuse_file(folder)
+        rule = subset.Rule(tuple(classes), only, but, bounds, shots, seed)
+        subsets.append(subset.Part(folder, rule, name or folder.name))
     parent = load_index(path)
     progress = ProgressMeter("shards", len(parent.shards))
     with stoppable():
-        index = subset.make_subset(
-            parent, folder, rule, name=name, workers=workers, cache=cache_config(cache), report=progress.of
-        )
-    for line in subset.summary(index, parent):
-        echo(line)
+        made = subset.make_subsets(parent, subsets, workers=workers, cache=cache_config(cache), report=progress.of)
+    for index in made:
+        for line in subset.summary(index, parent):
+            echo(line)
 
 
 @data_commands.command()

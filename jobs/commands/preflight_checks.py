@@ -371,7 +371,7 @@ class ReportChecks:
             self.add("WARN", "memory", text, "lower micro_batch or activation_gb, or raise zero")
         elif untraced:
             text += f"; without the steps of {', '.join(untraced)}, which could not be traced"
-            self.add("WARN", "memory", text, "`patchline plan` says why")
+            self.add("WARN", "memory", text, "`python -m jobs plan` says why")
         else:
             self.add("OK", "memory", text)
 

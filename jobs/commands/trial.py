@@ -175,7 +175,7 @@ class StepsShown:
         self.stage = stage
         self.last_step = 0
 
-    def poll(self, attempt_folder: Path, _number: int) -> None:
+    def poll(self, attempt_folder: Path, _number: int, _step: int) -> None:
         """Print the step of the newest report, where it is a new one."""
         reports = read_metrics(attempt_folder.parents[1])
         if reports and reports[-1]["step"] > self.last_step:

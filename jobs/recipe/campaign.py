@@ -28,6 +28,7 @@ from jobs.ownership import check_place
 from jobs.recipe import key, sweeps
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Reads, Stage, StageKind, reference
+from jobs.stages import figure
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
@@ -100,6 +101,13 @@ def parse(recipe: Recipe) -> Campaign:
             if init not in found_stages:
                 found_stages[init] = find_stage(init)
             stage_config = replace(stage_config, init=found_stages[init])  # type: ignore[call-arg]
+        # So may a figure name the table of one.
+        if kind is figure.KIND:
+            tables = dict(stage_config.tables)  # type: ignore[attr-defined]
+            for table, path in tables.items():
+                if reference(path) is None:
+                    tables[table] = find_stage(path, figure.sweep.DOCUMENT)
+            stage_config = replace(stage_config, tables=tables)  # type: ignore[call-arg]
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
     ordered = in_order({name: stages[name] for name in expanded})
 

@@ -18,7 +18,7 @@ from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from jobs.resolved_recipe import Reads, Stage, reference
-from jobs.stages import any_weights
+from jobs.stages import any_weights, sweep
 from jobs.stages.kinds import KINDS
 from models import ModelConfig
 from models.checks import did_you_mean
@@ -51,7 +51,9 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         try:
             if (reads, value) not in digests:
                 # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
-                if reads is Reads.FILE:
+                if reads is Reads.TABLE:
+                    digest = hashlib.sha256((Path(value) / sweep.DOCUMENT).read_bytes()).hexdigest()
+                elif reads is Reads.FILE:
                     digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
                 elif reads is Reads.WEIGHTS:
                     digest = artifacts.check_weights(Path(value), say=lambda text: None).sha256
@@ -151,7 +153,8 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
         if Reads.OUTCOME in parent.kind.inputs.values():
             runs = ", ".join(parent.parents.values())
             raise ConfigError(
-                f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}"
+                f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}\n"
+                f"  {value}.* stands for each of them"
             )
         if not parent.kind.makes_weights or part:
             makers = []
@@ -162,7 +165,7 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
                 f"{field_name} is {value}: that is no weights\n"
                 f"  expected @stage, of one of the kinds {', '.join(makers)}, or a folder of weights"
             )
-    elif reads is not Reads.OUTCOME:
+    elif reads not in (Reads.OUTCOME, Reads.TABLE):
         sets = parent.kind.sets(parent.config)
         require(
             bool(sets),

@@ -18,6 +18,13 @@
 All of them are stages like any other: each has a key, is skipped when it has finished, and is resumed when it has not.
 What they read, they share. `expand` knows nothing of keys and folders: a text becomes a longer one.
 
+A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, under the same name and row
+and with the same seed; a sweep of its own varies each of them:
+
+    pretrain: {sweep: {each: {small: …, large: …}}}       pretrain.small   pretrain.large   pretrain
+    resize:   {init: "@pretrain.*"}                    →  resize.small     resize.large     resize
+    finetune: {init: "@resize.*", sweep: {seeds: [0]}}    finetune.small.seed-0 …           finetune
+
 A run that takes the best values of a grid has, until the grid's table is made, the first values of the grid in their
 place. Its key is computed with these, and with the key of the table: so every key is known before anything has run, and
 stays the same afterwards. `resolve_sweep` puts the values that a table has chosen into the configs that wait for them:
@@ -30,7 +37,7 @@ import copy
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -38,6 +45,7 @@ from data.errors import ConfigError, DataError
 from jobs.recipe.key import model_of
 from jobs.resolved_recipe import Campaign, Stage, reference
 from jobs.stages import sweep as tables
+from jobs.stages.kinds import KINDS
 from models.checks import did_you_mean
 from pipeline import artifacts, config
 from pipeline.config import Tags, require, tags
@@ -48,6 +56,7 @@ Config = TypeVar("Config")  # a dataclass, or a dict of some
 TABLE = "sweep"  # the kind of stage that makes the table (jobs/stages/sweep.py)
 GRID = "grid"  # the last part of the name of a grid's table
 FINAL = "final"  # the last part of the name of the run with the best values, where there are no seeds
+EACH_RUN = re.compile(r"@(?P<sweep>[^/*]+)\.\*(?P<part>(/.*)?)")  # "@pretrain.*", "@shards.*/train"
 NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # what may not stand in a stage's name
 
 
@@ -68,7 +77,6 @@ class SweepConfig:
     RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best evaluation groups chosen_on_test")
 
     def __post_init__(self) -> None:
-        require(bool(self.each or self.grid or self.seeds), "nothing varies: give each, grid or seeds")
         require(bool(self.grid) or not self.held_out, "held_out is what a grid is run on: give grid, or leave it out")
         lowest = min(self.seeds, default=0)
         require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
@@ -90,45 +98,141 @@ class Written:
     chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that will choose its value
 
 
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep: its section, and where it stands in the table."""
+
+    section: Section
+    row: str  # runs of one row differ by their seed
+    seed: int | None
+    values: Section  # of the grid, by dotted name
+
+    def after(self, parent: "Run", name: str) -> "Run":
+        """Return the run as one that goes on from a run of another sweep; `name` is its section's."""
+        row = parent.row
+        if self.row != name:
+            row = f"{parent.row}, {self.row}"
+        seed = parent.seed if self.seed is None else self.seed
+        return Run(self.section, row, seed, {**parent.values, **self.values})
+
+
 def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str, Written]:
     """Return the sections of a recipe by the names of their stages; those with a `sweep` have become many.
 
     `check` is given the section of every sweep with the first of all that varies: a wrong key is named as it was typed.
     """
     sections: dict[str, Written] = {}
+    tables_above: dict[str, dict[str, Run]] = {}  # by section: the runs of its table, by name
     for name, section in recipe.items():
-        if not isinstance(section, Mapping) or section.get("sweep") is None:
+        stars = set(starred(section))
+        if not isinstance(section, Mapping) or (section.get("sweep") is None and not stars):
             sections[name] = Written(section, name)
             continue
-        base: dict[str, object] = {"kind": name, **section}
-        sweep = config.build(SweepConfig, base.pop("sweep"), f"{name}.sweep")
         where = f"{name}.sweep"
-        # The fields of the sweep's first name, and the first values of its grid.
-        first_fields = dict(next(iter(sweep.each.values()), None) or {})
-        first_fields.pop("held_out", None)
-        first_values: Section = next(iter(grid_of(sweep, where).values()), {})
-        check(name, with_fields(with_own(base, flat(first_fields, where), where), first_values, where))
-        for run, written in stages_of(name, base, sweep).items():
+        # 1. One section for every run of the sweeps that it reads, and one alone where it reads none.
+        parents: dict[str, Run | None] = {"": None}
+        if stars:
+            parents = dict(parents_of(name, stars, tables_above))
+        stages: dict[str, Written] = {}
+        runs: dict[str, Run] = {}
+        for suffix, parent in parents.items():
+            base: dict[str, object] = {"kind": name, **starred_as(section, suffix)}
+            sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
+            varies = bool(sweep.each or sweep.grid or sweep.seeds)
+            require(varies or parent is not None, f"{where}: nothing varies: give each, grid or seeds")
+            if parent is not None:
+                has_seeds = parent.seed is not None and bool(sweep.seeds)
+                require(not has_seeds, f"{where}.seeds: the runs that {name} reads have seeds already\n  leave one out")
+                require(not sweep.groups, f"{where}.groups: means are of one sweep; {name} reads runs of another")
+                # The seed is the chain's, unless the section has one of its own.
+                kind = KINDS.get(str(base["kind"]))
+                if parent.seed is not None and kind is not None and "seed" in kind.config.__dataclass_fields__:
+                    base.setdefault("seed", parent.seed)
+            if not stages:
+                check(name, first_section(base, sweep, where))
+            more_stages, more_runs = stages_of(name, f"{name}.{suffix}".rstrip("."), base, sweep)
+            stages |= more_stages
+            for run_name, run in more_runs.items():
+                runs[run_name] = run if parent is None else run.after(parent, name)
+
+        # 2. The table of all has the section's name, and comes last. Without held_out the best row of a grid is named
+        # by the very samples that its number is of.
+        is_choice = bool(sweep.grid) and not sweep.held_out and not sweep.each and not stars
+        stages[name] = Written(table_section(runs, sweep, chooses=is_choice, on_test=is_choice), name)
+        for run_name, written in stages.items():
             require(
-                run == name or run not in recipe,
-                f"{run} is a stage of the recipe, and a run of {name}.sweep\n  rename the stage",
+                run_name == name or run_name not in recipe,
+                f"{run_name} is a stage of the recipe, and a run of {where}\n  rename the stage",
             )
-            sections[run] = written
+            sections[run_name] = written
+        tables_above[name] = runs
     return sections
 
 
-def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written]:
-    """Return the runs and tables of a sweep; the table of all has the name of the section, and comes last."""
+def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
+    """Return a section with the fields of the sweep's first name, and the first values of its grid."""
+    fields = dict(next(iter(sweep.each.values()), None) or {})
+    fields.pop("held_out", None)
+    values: Section = next(iter(grid_of(sweep, where).values()), {})
+    return with_fields(with_own(base, flat(fields, where), where), values, where)
+
+
+def starred(section: object) -> Iterator[str]:
+    """Iterate the names of the sweeps whose runs a section reads one by one, as "@pretrain.*"."""
+    if isinstance(section, str):
+        match = EACH_RUN.fullmatch(section)
+        if match is not None:
+            yield match["sweep"]
+    elif isinstance(section, Mapping):
+        for value in section.values():
+            yield from starred(value)
+
+
+def starred_as(section: Any, suffix: str) -> Any:
+    """Return a section with "@pretrain.small" in the place of "@pretrain.*"."""
+    if isinstance(section, str):
+        return EACH_RUN.sub(rf"@\g<sweep>.{suffix}\g<part>", section)
+    if isinstance(section, Mapping):
+        return {key: starred_as(value, suffix) for key, value in section.items()}
+    return section
+
+
+def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
+    """Return the runs of the sweeps that a section reads, by what stands behind the sweep's name.
+
+    Raises ConfigError where one is no sweep that stands above, and where two do not have the same runs.
+    """
+    parents: dict[str, Run] = {}
+    for star in sorted(stars):
+        require(
+            star in tables_above,
+            f"{name} reads @{star}.*, the runs of a sweep, and no section {star} above it has or reads one\n"
+            f"  type @{star}, or move {name} below the sweep",
+        )
+        runs = {run_name.removeprefix(f"{star}."): run for run_name, run in tables_above[star].items()}
+        require(
+            not parents or parents.keys() == runs.keys(),
+            f"{name} reads the runs of {', '.join(sorted(stars))}, which are not called alike: "
+            f"{', '.join(parents)}; {', '.join(runs)}\n  expected sweeps of which one reads the other's runs",
+        )
+        parents = parents or runs
+    return parents
+
+
+def stages_of(name: str, stem: str, base: Section, sweep: SweepConfig) -> tuple[dict[str, Written], dict[str, Run]]:
+    """Return all stages of a sweep but the table of all, and the runs that this table is of.
+
+    `stem` begins their names; it is longer than the section's `name` where the sweep is made for a run of another.
+    """
     where = f"{name}.sweep"
     grid = grid_of(sweep, where)
+    first_stem = stem
     stages: dict[str, Written] = {}
     table: dict[str, Run] = {}
     for row, fields in (sweep.each or {"": {}}).items():
         own = dict(fields or {})
         held_out = flat(own.pop("held_out", sweep.held_out), where)
-        stem = name
-        if row:
-            stem = f"{name}.{row}"
+        stem = f"{first_stem}.{row}".rstrip(".")
         section = with_own(base, flat(own, f"{where}.each.{row}"), where)
         chosen: dict[str, str] = {}
         runs: dict[str, Run] = {}
@@ -153,7 +257,7 @@ def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written
             section = with_fields(section, first_values, where)
             chosen = dict.fromkeys(first_values, f"@{choice}")
             # The table of all has the section's name, so that a single run needs another.
-            if not row and not sweep.seeds:
+            if stem == name and not sweep.seeds:
                 stem = f"{name}.{FINAL}"
             runs = seeded(stem, section, sweep.seeds, row or name)
         else:
@@ -161,20 +265,7 @@ def stages_of(name: str, base: Section, sweep: SweepConfig) -> dict[str, Written
             runs = grid_runs(stem, section, grid, sweep.seeds, where)
         stages |= written_runs(name, runs, chosen)
         table |= runs
-    is_choice = bool(grid) and not sweep.held_out and not sweep.each
-    # Without held_out the best row is named by the very samples that its number is of.
-    stages[name] = Written(table_section(table, sweep, chooses=is_choice, on_test=is_choice), name)
-    return stages
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a sweep: its section, and where it stands in the table."""
-
-    section: Section
-    row: str  # runs of one row differ by their seed
-    seed: int | None
-    values: Section  # of the grid, by dotted name
+    return stages, table
 
 
 def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:

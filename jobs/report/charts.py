@@ -16,12 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from data.page import GRID, INK, LINES, charted, svg
+from data.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
 from pipeline.monitoring.telemetry import amount
 
 BUCKETS = 360  # of a curve; two points each
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
-MARKERS = ("o", "s", "^", "D", "v", "P")
 STEEP = 20.0  # times the median, from which on values are drawn on a logarithmic axis
 SIZE = (4.9, 2.5)  # inches at 72 pixels
 LONGEST_LABEL = 28  # characters

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -27,6 +28,7 @@ from jobs.report.charts import Line, Mark
 from jobs.report.comparing import curve, differences, part
 from jobs.report.pictures import Album
 from jobs.report.reading import DRAW, Run, Stage, read_run
+from jobs.stages.study_chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
 from pipeline.monitoring.telemetry import account, amount, duration
@@ -71,7 +73,10 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
     detailed = run.trained[-DETAILED:]
     documents = []
     sweeps = []
+    figures = []
     for stage in run.stages:
+        if (stage.folder / "figure.json").exists():
+            figures.append(figure_values(stage))
         if (stage.folder / "evaluation.json").exists():
             documents.append(document_values(stage))
         if (stage.folder / "sweep.json").exists():
@@ -85,6 +90,7 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
         "details": [stage_values(stage, album) for stage in detailed],
         "documents": documents,
         "sweeps": sweeps,
+        "figures": figures,
         "analyses": album.analyses(run.path),
         "amount": amount,
         "duration": duration,
@@ -98,7 +104,7 @@ def verdict(run: Run) -> str:
     for stage in run.stages:
         if stage.done is None:
             unfinished.append(stage)
-        elif stage.result:
+        elif stage.result and "sets" not in stage.done:
             results.append(f"{stage.name} {stage.result}")
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
@@ -155,6 +161,7 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     evaluated, chart = evaluations(stage)
     if chart is not None:
         drawn.append(chart)
+    seconds = asdict(account(stage.records))
     # 2. What went wrong, and the sets with their largest classes.
     failures = []
     for record in stage.of_kind(*FAILURES):
@@ -164,7 +171,11 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     for name, index in stage.sets.items():
         if isinstance(index, Index):
             largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
-            sets.append({"name": name, "index": index, "labels": largest, "shards": [*islice(index.shards, MOST_ROWS)]})
+            values = {"index": index, "labels": largest, "shards": [*islice(index.shards, MOST_ROWS)]}
+            # Parts of one set share its tars, and differ in their samples.
+            if index.origin is not None:
+                values["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
+            sets.append({"name": name, **values})
         else:
             sets.append({"name": name, "problem": index})
     return {
@@ -174,7 +185,8 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         "evaluations": evaluated,
         "spikes": album.spikes(stage),
         "judged": album.judged(stage),
-        "seconds": asdict(account(stage.records)),
+        "stopped": seconds.pop("stopped"),
+        "seconds": seconds,
         "failures": failures,
         "sets": sets,
         "hardware": dict.fromkeys(start.get("hardware", "") for start in stage.starts),
@@ -246,6 +258,16 @@ def document_values(stage: Stage) -> dict[str, Any]:
     return {"name": stage.name, "problem": "", "rows": rows}
 
 
+def figure_values(stage: Stage) -> dict[str, Any]:
+    """Return the figure of a study, and its text."""
+    try:
+        record = artifacts.read_record(stage.folder / "figure.json")
+        text = (stage.folder / "figure.md").read_text()
+        return {"name": stage.name, "chart": study_chart(record), "text": text, "problem": ""}
+    except (PatchlineError, OSError, LookupError, TypeError) as error:
+        return {"name": stage.name, "problem": str(error)}
+
+
 def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
     """Return a sweep as a table and a plot, and the losses of its runs over one another."""
     values: dict[str, Any] = {"name": stage.name, "rows": []}
@@ -253,9 +275,10 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
         record = artifacts.read_record(stage.folder / "sweep.json")
         values |= {"metric": record["metric"], "chosen": record["chosen"]}
         drawn = []
+        lost = {result["row"] for result in record["runs"] if result["diverged"]}
         for name, means in {**record["rows"], **record["means"]}.items():
             mean = means.get(record["metric"])
-            values["rows"].append((name, mean))
+            values["rows"].append((name, mean, name in lost))
             if mean is not None:
                 low, high = mean["interval"] or (mean["mean"], mean["mean"])
                 drawn.append((name, mean["mean"], low, high))

@@ -16,8 +16,10 @@ from data.errors import PatchlineError
 from data.images.decode import BadImage, decode
 from data.index.document import load_index
 from data.page import jpeg
+from data.remote.cache import CacheConfig
 from data.shards.reader import ShardReader
 from jobs.report.reading import Stage
+from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts
 
 MOST = 240  # pictures of a page; a thumbnail has about 4 kB
@@ -32,6 +34,7 @@ class Picture(NamedTuple):
 
     image: Markup  # as a JPEG in base64
     caption: str
+    name: str = ""  # of the sample
     is_wrong: bool = False
 
 
@@ -60,18 +63,20 @@ class Album:
         try:
             examples = artifacts.read_record(path)
             index = load_index(examples["set"])
-            if index.remote:
-                return Gallery(title, [], f"its images lie in a store: {index.directory}")
-            reader = ShardReader(index)
+            settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
+            reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
+            if index.remote and not self.with_replay:
+                how = as_typed(f"{COMMAND} report {stage.folder.parent}")
+                return Gallery(title, [], f"its images lie in a store; to see them: {how}")
             for example in islice(examples["samples"], self.left):
                 key, encoded, _ = reader.read(example["shard"], example["sample"])
                 names = [index.class_name(label) for label in example["labels"]]
                 is_wrong = example["predicted"] not in example["labels"]
                 said = f"{index.class_name(example['predicted'])} {example['confidence']:.0%}"
-                caption = f"✓ {said} ({key})"
+                caption = f"✓ {said}"
                 if is_wrong:
-                    caption = f"✗ {said}, it is {', '.join(names)} ({key})"
-                pictures.append(Picture(jpeg(decode(encoded)), caption, is_wrong))
+                    caption = f"✗ {said}, it is {', '.join(names)}"
+                pictures.append(Picture(jpeg(decode(encoded)), caption, key, is_wrong))
             self.left -= len(pictures)
         except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
             return Gallery(title, pictures, f"the others cannot be shown: {str(error) or repr(error)}")
@@ -86,7 +91,7 @@ class Album:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"
             if spike["limit"] < 1e300:  # until enough norms are known there is no limit
                 title += f", usual up to {spike['limit']:.3g}"
-            command = f"python -m jobs replay {stage.folder} step={spike['step']}"
+            command = as_typed(f"{COMMAND} replay {stage.folder} step={spike['step']}")
             if not self.with_replay or self.left < OF_SPIKE:
                 galleries.append(Gallery(title, [], f"to see its batch: {command}"))
                 continue
@@ -98,8 +103,8 @@ class Album:
                 batch = rebuild_step(stage.folder, spike["step"], stage.records, most=OF_SPIKE)
                 for image, labels, (_epoch, shard, sample) in zip(batch.images, batch.labels, batch.ids, strict=True):
                     names = map(batch.source.class_name, labels[labels >= 0].tolist())
-                    caption = f"{', '.join(names)} ({batch.source.shards[int(shard)].name}, {sample})"
-                    pictures.append(Picture(jpeg(image), caption))
+                    place = f"{batch.source.shards[int(shard)].name}, {sample}"
+                    pictures.append(Picture(jpeg(image), ", ".join(names), place))
                 self.left -= len(pictures)
             except Exception as error:  # a set that is gone, a store that does not answer, a changed config
                 remark = f"its batch cannot be rebuilt: {str(error) or repr(error)}"

@@ -281,6 +281,9 @@ def read_stage(folder: Path) -> Stage:
             stage.result = f"step {stage.reports[-1]['step']:,} of {stage.reports[-1]['steps']:,}"
     elif "diverged" in stage.done or "summary" in stage.done:
         stage.result = str(stage.done.get("diverged") or stage.done["summary"])
+    elif "sets" in stage.done:
+        sets = [f"{name} {packed['samples']:,} samples" for name, packed in stage.done["sets"].items()]
+        stage.result = ", ".join(sets)
     else:
         metrics = []
         for name, value in stage.done.get("metrics", {}).items():

@@ -7,6 +7,8 @@
 """
 
 import json
+import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +23,9 @@ from jobs.monitor.status_poller import size_of
 from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
 from jobs.progress import activity
+from jobs.resolved_recipe import Campaign
 from jobs.stages.sweep import DIVERGED
-from jobs.terminal import CLOSE_S, Terminal, write_last
+from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
 from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.monitoring.telemetry import append_whole, counted, duration, last_metrics
 
@@ -84,8 +87,11 @@ class RunLog:
         log = directory / "log.txt"
         self.shown_bytes.setdefault(log, size_of(log))
 
-    def poll(self, attempt_folder: Path, number: int) -> None:
-        """Show what an attempt has logged since the last call and how far it is; after a silence, what it waits for."""
+    def poll(self, attempt_folder: Path, number: int, step: int = 0) -> None:
+        """Show what an attempt has logged since the last call and how far it is; after a silence, what it waits for.
+
+        `step` is the last whole one that the workers have told of, which may be behind the newest report.
+        """
         # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
         directory = attempt_folder.parents[1]
         stage = directory.name
@@ -116,7 +122,7 @@ class RunLog:
             age = time.time() - last["time"]
             if age > QUIET_S:
                 text += f"  {duration(age)} ago"
-            self.show_progress(last["step"], last["steps"], text)
+            self.show_progress(max(step, last["step"]), last["steps"], text)
         else:
             self.show_progress(0, None, f"{name}: before the first step")
         if is_working or time.monotonic() - self.spoke <= QUIET_S:
@@ -222,3 +228,32 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
         log(f"{row['stage']:{width}} {images_seen:>12} {'  '.join(parts):44} {time_text:>8}")
     if any(row["skipped"] for row in rows):
         log("* finished earlier, skipped now")
+
+
+def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
+    """Log where the run is and, where it has made weights, what to type next: for the last stage that has made some."""
+    address = campaign.storage.address()
+    log(f"run: {address}")
+    made = []
+    for row in rows:
+        stage = campaign.stage(row["stage"])
+        if stage.kind.makes_weights and DIVERGED not in row:
+            made.append(stage)
+    if not made:
+        return
+    stage = made[-1]
+    is_vit = stage.model is not None and stage.model.family == "vit"
+    evaluated = campaign.path_of(stage.config.data.evaluate) if stage.kind.trains else None
+    # As short as it can be typed here. Weights in a store are brought to a disk first.
+    run = os.path.relpath(address) if Path(address).is_relative_to(Path.cwd()) else address
+    weights = f"{run}/{stage.name}"
+    commands = [["report", run, "--open"]]
+    if campaign.remote is not None:
+        weights = f"weights/{stage.name}"
+        commands.append(["checkpoints", "export", f"{address}/{campaign.directory(stage).name}", "--to", weights])
+    if evaluated is not None:
+        commands.append(["evaluate", weights, os.path.relpath(evaluated) if run != address else evaluated])
+    commands.append(["export", weights, "exported", "--format", "timm" if is_vit else "safetensors"])
+    log("next, for example:")
+    for command in commands:
+        log(f"  {COMMAND} {shlex.join(command)}")

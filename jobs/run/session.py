@@ -12,14 +12,13 @@ In order (`run_campaign`):
 7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/report/kept.py).
 """
 
-import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -37,11 +36,12 @@ from jobs.recipe.sweeps import resolve_sweep
 from jobs.recipe.validate import refuse, validate_all
 from jobs.report.kept import kept_page
 from jobs.resolved_recipe import Campaign, Context, Stage
-from jobs.run.log import RunLog, log_table, status_file
+from jobs.run.log import RunLog, log_next, log_table, status_file
 from jobs.run.stage_run import run_stage
 from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
 from jobs.stages.sweep import DIVERGED
+from jobs.terminal import typed_command
 
 Poll = Callable[[Path, int], None]  # given an attempt's folder and number
 
@@ -63,15 +63,13 @@ def run_campaign(
     # What the lease has to say is shown, and not kept: the log.txt of a run that another command owns is not ours.
     lease = Lease(campaign.storage, log.show)
     session = Session(campaign, log, lease, fresh=fresh, also=also)
-    # As it was typed: sys.argv has lost the `-m jobs`.
-    command = shlex.join(["python", *sys.orig_argv[1:]])
     try:
         # The lease comes first: the status.json of a run that another process owns is not ours to write.
         with (
             lease,
             synced(campaign.storage, lease, log) as put_files,
             kept_page(campaign.run, log) as page,
-            status_file(campaign.run, command, log.keep, lease),
+            status_file(campaign.run, typed_command(), log.keep, lease),
         ):
             if page is not None:
                 session.pollers.append(StatusPoller("page", [page.show], log))
@@ -159,7 +157,7 @@ class Session:
             stopper.works_here = False
             rows.append({"stage": name, "skipped": is_skipped, **outcome})
         log_table(rows, log)
-        log(f"run: {self.campaign.storage.address()}")
+        log_next(self.campaign, rows, log)
         return rows
 
     def start_workers(self) -> None:
@@ -182,13 +180,13 @@ class Session:
         nodes_of(cluster).warm_up()
         warn_of_unused_gpus(cluster, log)
 
-    def poll(self, attempt_folder: Path, number: int) -> None:
-        """Show how an attempt goes; called about twice a second while its workers work.
+    def poll(self, attempt_folder: Path, number: int, step: int) -> None:
+        """Show how an attempt goes; called about twice a second while its workers work, who have told of this step.
 
         Raises RunOwned where this process was frozen and another command has taken the run over meanwhile.
         """
         self.lease.confirm()
-        watchers: list[Poll] = [self.log.poll, *(poller.poll for poller in self.pollers)]
+        watchers: list[Poll] = [partial(self.log.poll, step=step), *(poller.poll for poller in self.pollers)]
         if self.also is not None:
             watchers.append(self.also)
         for watcher in watchers:

@@ -12,7 +12,6 @@ In order:
 
 import dataclasses
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from jobs.recipe.records import changed_warnings, environment, stage_record
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.stages import sweep
+from jobs.terminal import typed_command
 from pipeline import artifacts
+from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.versions import code_version
 
 
@@ -69,6 +70,9 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     context.log(f"{stage.name}: key {stage.key[:8]}, in {directory}")
     inputs = inputs_of(context, there)
 
+    # What earlier commands have worked on it, which may have been killed: their attempts' records tell.
+    earlier_s = account(read_metrics(directory, None)).wall
+
     # 4. What the outputs of its model are called is known now that its sets are there.
     context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
     try:
@@ -92,7 +96,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         "inputs": inputs,
         "code": code_version(),
         "environment": environment(),
-        "command": " ".join(sys.argv),
+        "command": typed_command(),
         "user": os.environ.get("USER", ""),
     }
     for name in ("ledger", "samples_seen", "step", "kept"):
@@ -102,7 +106,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     other_files = [name for name in artifacts.HANDED_ON if name not in files]
     files = {**files, **artifacts.digests(directory, other_files)}
-    done = {"key": stage.key, "seconds": round(time.time() - began, 1), **outcome, "files": files}
+    done = {"key": stage.key, "seconds": round(earlier_s + time.time() - began, 1), **outcome, "files": files}
     artifacts.write_record(directory / artifacts.DONE, done)
     return done
 

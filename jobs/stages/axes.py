@@ -43,14 +43,12 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
 
 
 def table_of(axes_of_row: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the lines of a table of the axes, by row, "-" where a row does not know one; none where no run trains."""
+    """Return the lines of a table of the axes, by row, "-" where a row does not know one."""
     names: list[str] = []
     for axes in axes_of_row.values():
         for name in axes:
             if name not in names:
                 names.append(name)
-    if "samples" not in names:
-        return []
     headings = {"gmacs": "GMACs", "exaflops": "exaFLOPs", "images_per_s": "images/s"}
     width = max(map(len, axes_of_row))
     lines = ["".ljust(width)] + [row.ljust(width) for row in axes_of_row]

@@ -1,7 +1,7 @@
 """The kinds of stages that a recipe may have."""
 
 from jobs.resolved_recipe import StageKind
-from jobs.stages import evaluate, fewshot, pack, resize, sweep, training
+from jobs.stages import evaluate, fewshot, figure, pack, resize, sweep, training
 
 ALL = (
     pack.KIND,
@@ -11,5 +11,6 @@ ALL = (
     fewshot.KIND,
     evaluate.KIND,
     sweep.KIND,
+    figure.KIND,
 )
 KINDS: dict[str, StageKind] = {kind.name: kind for kind in ALL}

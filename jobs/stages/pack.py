@@ -17,7 +17,7 @@ from data.index.tar import Refusals
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
-from data.shards.subset import make_subset, summary
+from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
@@ -101,6 +101,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     numberings = numberings_of(sets, context.log)
     packed: dict[str, PackedSet] = {}
     samples_seen = 0
+    subsets: dict[str, Index] = {}  # those that are made, by name
     # The set that gives the numbering comes first: the names of tars are known when they have been indexed.
     names_of_tars: Names = ()
     for name in sorted(sets, key=lambda name: name != "train"):
@@ -111,15 +112,22 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
             # The index of some of another set's samples; nothing is packed.
             assert set_config.path is not None, "SetConfig refuses a subset without a path"
             parent = load_index(set_config.path)
-            progress = ProgressMeter(
-                f"shards looked at for {name}",
-                len(parent.shards),
-                log=context.log,
-                show=context.show_progress,
-                every_s=10.0,
-            )
-            rule = subset_rule(set_config)
-            index = make_subset(parent, folder, rule, name=name, workers=cfg.workers, report=progress.of)
+            # All subsets of this set are made in one pass over it.
+            if name not in subsets:
+                parts = []
+                for other, other_config in sets.items():
+                    if other_config.source == "subset" and other_config.path == set_config.path:
+                        parts.append(Part(context.directory / other, subset_rule(other_config), other))
+                names = [part.name for part in parts]
+                progress = ProgressMeter(
+                    f"shards looked at for {', '.join(names)}",
+                    log=context.log,
+                    show=context.show_progress,
+                    every_s=10.0,
+                )
+                indexes = make_subsets(parent, parts, workers=cfg.workers, report=progress.of)
+                subsets |= dict(zip(names, indexes, strict=True))
+            index = subsets[name]
             for line in summary(index, parent):
                 context.log(f"{name}: {line}")
         elif set_config.source == "shards":

@@ -18,6 +18,7 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
 3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
    run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails.
 4. Another table needs all its runs: a mean of those that went well would be a number of nothing.
+5. Runs of a kind that measures nothing, as resize, have a table of their axes alone.
 """
 
 import json
@@ -131,7 +132,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     best: Row | None = None
     for row in rows:
         # Of equal rows the first wins.
-        if cfg.chooses and row.means and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
+        can_win = cfg.chooses and cfg.best in row.means
+        if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
             best = row
     diverged: list[str] = []
     folders = set()
@@ -179,6 +181,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     # In one line, for `status` and the campaign's closing table.
     if best is not None:
         summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
+    elif not any(row.means for row in rows):
+        summary = f"{len(results)} runs in {len(rows)} rows"
     else:
         parts = []
         for row in means or rows:
@@ -231,7 +235,10 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
             metrics[metric] = evaluation["value"]
             steps[metric] = evaluation["step"]
     diverged = done.get(DIVERGED, "")
-    if best not in metrics and not diverged:
+    # Of a kind that measures nothing the table has the axes alone (`checks`).
+    stage = context.campaign.stage(name)
+    is_measured = any(stage.kind.metrics(stage.config))
+    if best not in metrics and is_measured and not diverged:
         raise DataError(
             f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
@@ -242,7 +249,7 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
     entries = {}
     if (folder / document.NAME).exists():
         entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
-    axes = axes_of(context.campaign.stage(name), folder)
+    axes = axes_of(stage, folder) | done.get("axes", {})
     return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, steps, axes, entries)
 
 
@@ -330,18 +337,20 @@ def in_words(values: Mapping[str, object]) -> str:
 def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
     """Log the table and write it to report.txt: the metric that decides first, then the others."""
     all_rows = [*rows, *means]
-    title = f"{context.stage.name}, in %"
-    if context.stage.config.chosen_on_test:
-        title += ", chosen on test"
-    if context.stage.config.evaluation == "best":
-        title += ", the best evaluation of each run, chosen by what it is judged on"
-    # 1. The metrics that are in any row.
-    metrics = [metric]
+    # 1. The metrics that are in any row; runs without a number have their axes alone.
+    metrics: list[str] = []
     for row in all_rows:
         for name in row.means:
             if name not in metrics:
                 metrics.append(name)
-
+    metrics.sort(key=lambda name: name != metric)
+    title = context.stage.name
+    if metrics:
+        title += ", in %"
+    if metrics and context.stage.config.chosen_on_test:
+        title += ", chosen on test"
+    if context.stage.config.evaluation == "best":
+        title += ", the best evaluation of each run, chosen by what it is judged on"
     # 2. The cells: of each metric its mean, and where any row knows them a column of intervals and one of deviations.
     lines = [title] + [row.name for row in all_rows]
     width = max(map(len, lines))
@@ -362,9 +371,9 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
             lines[number] += "   the best"
         elif row.remark:
             lines[number] += f"   {row.remark}"
-    axes = table_of({row.name: row.axes for row in rows})
-    if axes:
-        lines += ["", *axes]
+    # What runs cost is of interest where they train, or have nothing else.
+    if not metrics or any("samples" in row.axes for row in rows):
+        lines += ["", *table_of({row.name: row.axes for row in rows})]
     for line in lines:
         context.log(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
@@ -376,9 +385,19 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
 def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Refuse a table of a metric that one of its runs will not have."""
     cfg: Config = stage.config
+    metrics_of: dict[str, list[str]] = {}
     for run_name in cfg.runs:
         run_stage = there.campaign.stage(run_name)
-        metrics = list(run_stage.kind.metrics(run_stage.config))
+        metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
+    # A fan-out: nothing is measured, and nobody waits for a choice.
+    is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
+    if not any(metrics_of.values()) and not is_waited_for:
+        if any(there.campaign.stage(run_name).kind.trains for run_name in cfg.runs):
+            text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
+            yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
+        return
+    for run_name, metrics in metrics_of.items():
+        run_stage = there.campaign.stage(run_name)
         if cfg.best not in metrics:
             raise ConfigError(
                 f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"

@@ -79,7 +79,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     # 3. Attempts, until one has taken all steps.
     outcome = supervise(
         train,
-        partial(make_training_task, cfg, context),
+        partial(make_training_task, cfg, context, time.time()),
         context,
         worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
@@ -96,8 +96,10 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     return outcome
 
 
-def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task:
+def make_training_task(cfg: TrainConfig, context: Context, began: float, attempt: int) -> Task:
     """Return the task of an attempt's workers, and leave it in task.json, from which `jobs replay` starts.
+
+    `began` is the time at which this command has begun to work on the stage.
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
@@ -140,6 +142,7 @@ def make_training_task(cfg: TrainConfig, context: Context, attempt: int) -> Task
         probe_test=campaign.path_of(cfg.probe.test),
         class_names=context.class_names,
         claimed=time.time(),
+        began=began,
         remote=campaign.remote,
         device_bytes=device_bytes,
     )

@@ -45,7 +45,7 @@ from data.storage import Folder
 from models import ModelConfig
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
-from pipeline.monitoring.telemetry import Telemetry
+from pipeline.monitoring.telemetry import Telemetry, amount
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
 from pipeline.training_config import BYTES_FP32, TrainConfig
@@ -197,8 +197,8 @@ class Saver:
                     "bytes": saved.total_bytes,
                     "ledger": saved.ledger,
                 },
-                f"checkpoint step {saved.step} committed: {len(saved.files)} files, {saved.total_bytes / 1e6:.1f} MB, "
-                f"loop stalled {stalled_s:.2f}s of {took_s:.2f}s, ledger {saved.ledger[:12]}",
+                f"checkpoint step {saved.step} committed: {amount(saved.total_bytes)}B, "
+                f"stalled {stalled_s:.2f}s of {took_s:.2f}s, ledger {saved.ledger[:12]}",
             )
             # Deleting may take a third of the time that it took to write them, so a thread does it. A daemon: a storage
             # that hangs in a deletion must not keep a worker from ending.

@@ -344,9 +344,9 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
 
 
 def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
-    """Return samples with labels, prediction and confidence: the most confident mistakes first, then some right ones.
+    """Return samples with labels, prediction and confidence: the most confident mistakes first, then right ones.
 
-    At least a quarter of them are right where there are so many; these are spread evenly over the set.
+    At least a quarter of them are right where there are so many, from all parts of the set, the most confident first.
     """
     predicted = test.predictions[:, 0]
     confidences = test.all_confidences[test.is_there]
@@ -355,6 +355,7 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
     mistakes = mistakes[np.argsort(-confidences[mistakes], kind="stable")][: most - most // 4]
     right = np.flatnonzero(is_right)
     right = right[:: max(1, len(right) // max(most - len(mistakes), 1))][: most - len(mistakes)]
+    right = right[np.argsort(-confidences[right], kind="stable")]
     examples: list[document.Entry] = []
     for row in [*mistakes.tolist(), *right.tolist()]:
         number = int(test.rows[row])

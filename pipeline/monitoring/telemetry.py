@@ -5,7 +5,7 @@
    alone, so that a committed step is in metrics.jsonl; every step is in one record of its attempt:
 
        {"kind": "train", "time": 1764071.3, "attempt": 1, "step": 50, "loss": 2.841, "images_per_s": 41200.0, …}
-       step 50/700000  loss 2.8410  lr 4.0e-06  grad 0.42  img/s 41.2k (2.6k/worker)  wait 0.8%  mem 61.0G  eta 3d04h
+       step 50/700000  loss 2.841  lr 4.0e-6  grad 0.42  img/s 41.2k  wait 1%  eta 3d04h
 
 3. The driver follows log.txt and prints it; `read_metrics` and `last_metrics` read the records back: 14,000 of 50
    steps each, 38 MB, take 0.6 s.
@@ -64,6 +64,13 @@ def amount(value: float) -> str:
     return f"{value:.0f}"
 
 
+def significant(value: float, digits: int) -> str:
+    """Return a number with so many digits, whatever its size: 0.4230, 2.841, 12.3k."""
+    if 1000 <= value < math.inf:
+        return amount(value)
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
 def duration(seconds: float) -> str:
     """Return seconds as "3d04h", "2h05m", "4m10s" or "12s"."""
     total = int(seconds)
@@ -96,23 +103,17 @@ def counted(number: int, noun: str) -> str:
 
 
 def log_line(report: Record) -> str:
-    """Return a report as one line, always in the same order."""
-    images_per_s = report["images_per_s"]
-    parts = [
-        f"step {report['step']}/{report['steps']}",
-        f"loss {report['loss']:.4f}",
-        f"lr {report['lr']:.1e}",
-        f"grad {report['grad_norm']:.2f}",
-        f"img/s {amount(images_per_s)} ({amount(images_per_s / report['world'])}/worker)",
-    ]
-    if report.get("mfu") is not None:
-        parts.append(f"mfu {report['mfu']:.2f}")
-    parts += [
-        f"wait {report['wait']:.1%}",
-        f"mem {report['memory_gb']:.1f}G",
-        f"eta {duration(report['eta_s'])}",
-    ]
-    return "  ".join(parts)
+    """Return a report as one line, always in the same order: 89 characters at the most, as a terminal adds the stage.
+
+    What else a record holds, such as memory and mfu, is in metrics.jsonl.
+    """
+    loss = significant(report["loss"], 4)
+    rate = f"{report['lr']:.1e}".replace("e-0", "e-")
+    return (
+        f"step {report['step']}/{report['steps']}  loss {loss}  lr {rate}  "
+        f"grad {significant(report['grad_norm'], 3)}  img/s {amount(report['images_per_s'])}  "
+        f"wait {report['wait']:.0%}  eta {duration(report['eta_s'])}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ what is measured
@@ -408,10 +409,11 @@ def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
 
 @dataclass
 class Account:
-    """Seconds from the first claim of the stage to its last record; `ratio` is compute over all of them.
+    """Seconds from the first claim of the stage to its last record; `ratio` is compute over those of a command.
 
-    lost: steps that a later attempt did again. recovery: from an attempt's last record to the first step of the next.
-    other: evaluation, and what ends a stage.
+    lost: steps that a later attempt did again. recovery: from an attempt's last record, or from the begin of the
+    command that went on, to the first step of the next. other: evaluation, and what ends a stage. stopped: no command
+    ran the stage; these seconds are not in `wall`.
     """
 
     start: float = 0.0
@@ -421,11 +423,12 @@ class Account:
     lost: float = 0.0
     recovery: float = 0.0
     other: float = 0.0
+    stopped: float = 0.0
 
     @property
     def wall(self) -> float:
-        """Return the seconds of all fields together."""
-        return sum(asdict(self).values())
+        """Return the seconds in which a command ran the stage."""
+        return sum(asdict(self).values()) - self.stopped
 
     @property
     def ratio(self) -> float:
@@ -437,12 +440,14 @@ class Account:
         seconds = asdict(self)
         shares = []
         for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # of two equal ones the later field comes first
-            if name != "compute" and seconds[name] > 0:
+            if name not in ("compute", "stopped") and seconds[name] > 0:
                 shares.append(f"{name} {seconds[name] / self.wall:.1%}")
         line = f"effective {self.ratio:.1%} of {duration(self.wall)}"
-        if not shares:
-            return line
-        return f"{line} ({', '.join(shares)})"
+        if shares:
+            line += f" ({', '.join(shares)})"
+        if self.stopped >= 1:
+            line += f", and {duration(self.stopped)} in which no command ran it"
+        return line
 
 
 def account(records: Sequence[Record]) -> Account:
@@ -481,7 +486,10 @@ def account(records: Sequence[Record]) -> Account:
             claimed = start.get("claimed") or start["time"]
             total.start += max(0.0, first_step_at - claimed)
         else:
-            total.recovery += max(0.0, first_step_at - previous_end)
+            # A stage that was stopped lies until somebody types the command that goes on: that is no failure's time.
+            began = max(previous_end, start.get("began", 0.0))
+            total.stopped += began - previous_end
+            total.recovery += max(0.0, first_step_at - began)
         seconds = 0.0
         for report in reports:
             try:

@@ -63,7 +63,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
     ("machine", "blow", "state", "waits"),
     [
         ("", None, "held", False),
-        ("", signal.SIGKILL, "lost", False),  # the kernel knows, though nobody has collected the dead process
+        ("", signal.SIGKILL, "lost", False),
         ("", signal.SIGSTOP, "lost", True),
         ("another", None, "held", True),
         ("another", signal.SIGKILL, "lost", True),
@@ -76,12 +76,36 @@ def test_whether_a_holder_lives_is_known_here_at_once_and_elsewhere_by_what_chan
     process = holder(machine)
     if blow is not None:
         os.kill(process.pid, blow)
-        time.sleep(LOST_S if blow == signal.SIGSTOP else 0.05)
+        if blow == signal.SIGSTOP:
+            time.sleep(LOST_S)
+        else:
+            process.join()
     began = time.monotonic()
     found, seen = judge(Folder(tmp_path / "run"), lambda text: None)
     took_s = time.monotonic() - began
     assert found == state and seen is not None and f"process {process.pid} on " in seen.holder
     assert took_s < LOST_S / 2 or (waits and (state == "held" or took_s >= LOST_S)), took_s
+
+
+def test_a_unit_that_its_host_starts_again_does_not_wait_for_the_lease_of_its_last_start(tmp_path, monkeypatch) -> None:
+    here = {"this_job": "unit patchline-driver@digits.service", "gethostname": "h0", "this_system": "3d12"}
+    storage = Folder(tmp_path / "run")
+
+    def be_at(**changes: str) -> None:
+        for name, value in (here | changes).items():
+            module = ownership if hasattr(ownership, name) else ownership.socket
+            monkeypatch.setattr(module, name, lambda value=value: value)
+
+    be_at()
+    last = Lease(storage, print)
+    last.record["machine"] = "the last boot of h0"
+    last.take()
+    # Another unit, host or system, or a command that knows no system, watches the lease.
+    for change in ({"this_job": "unit b"}, {"gethostname": "h1"}, {"this_system": "77ab"}, {"this_system": ""}, {}):
+        be_at(**change)
+        began = time.monotonic()
+        assert judge(storage, print) == ("lost", newest_lease(storage))
+        assert (time.monotonic() - began >= LOST_S) == bool(change), change
 
 
 def test_a_run_without_a_lease_a_released_and_a_torn_one(tmp_path) -> None:

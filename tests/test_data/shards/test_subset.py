@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import struct
+import sys
 import tarfile
 import tracemalloc
 from collections import Counter
@@ -240,6 +241,102 @@ def test_classes_are_counted_in_few_bytes_a_sample():
         tracemalloc.stop()
     assert counted == [expected[label] for label in range(6)]
     assert peak < 24 * len(counts)
+
+
+# ------------------------------------------------------------------------------------------- in one pass
+
+OPENED: list[str] = []  # every file that this process opens, as the interpreter itself tells
+sys.addaudithook(lambda event, arguments: OPENED.append(str(arguments[0])) if event == "open" else None)
+
+
+def hollow(index: Index, keep_labels: bool = False) -> None:
+    """Make the tars of a set zeros of the same length; their labels may stay."""
+    for number in range(len(index.shards)):
+        tar = Path(index.location(number))
+        content = np.frombuffer(tar.read_bytes(), np.uint8)
+        left = np.zeros_like(content)
+        for row in index.table(number) if keep_labels else []:
+            place = slice(int(row["label"]), int(row["label"]) + int(row["label_size"]))
+            left[place] = content[place]
+        tar.write_bytes(left.tobytes())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def opened_by(*words: str) -> Counter[str]:
+    OPENED.clear()
+    assert main(["subset", *words]) == 0
+    return Counter(Path(path).name for path in OPENED if path.endswith((".tar", ".npy")) and "/train/" in path)
+
+
+def test_parts_of_a_set_are_made_in_one_pass_over_its_tables_and_no_tar_is_opened(tmp_path, parent, capsys):
+    parts = {"a": ":3", "b": ":10", "c": "-12:"}
+    for name, part in parts.items():
+        make_subset(parent, tmp_path / "alone" / name, Rule(part=part))
+    drawn = {name: chosen(parent, tmp_path / "drawn" / name, part=part, seed=4) for name, part in parts.items()}
+    kept = chosen(parent, tmp_path / "kept", keep=(0, "cat"), shots=3, seed=1)
+    assert len(kept) == 6 and {LABELS[n] for n in kept} == {0, 2}
+    hollow(parent)
+
+    def words(names: str, *more: str) -> list[str]:
+        given = [str(parent.tables)]
+        for name in names:
+            given += [f"--part={parts[name]}", f"--output={tmp_path}/together/{name}"]
+        return [*given, *more]
+
+    opened = opened_by(*words("abc"))
+    assert capsys.readouterr().out.count(" of 25 samples") == 3
+    for name in parts:
+        assert files_of(tmp_path / "together" / name) == files_of(tmp_path / "alone" / name)
+    # As many readings of each table as for the largest of them alone; those of the others are in these.
+    assert opened == opened_by(*words("b")) | opened_by(*words("c"))
+    assert not [name for name in opened if name.endswith(".tar")]
+    # Rules that go by labels know them from the tables.
+    assert not [name for name in opened_by(*words("abc", "--seed=4")) if name.endswith(".tar")]
+    for name in parts:
+        assert files_of(tmp_path / "together" / name) == files_of(tmp_path / "drawn" / name)
+        assert len(drawn[name]) == load_index(tmp_path / "together" / name).samples
+    make_subset(parent, tmp_path / "hollow" / "kept", Rule(keep=(0, "cat"), shots=3, seed=1))
+    assert load_index(tmp_path / "hollow" / "kept").class_counts == (3, 0, 3, 0, 0)
+    # An --output for each part.
+    assert main(["subset", *words("ab"), "--part=:4"]) == 64
+    assert main(["subset", *words("a"), *words("a")[1:]]) == 65
+
+
+def test_of_labels_that_the_tables_do_not_tell_only_these_bytes_are_read(tmp_path):
+    """Several labels a sample, as in JFT: a part reads those of its own tars, and nothing of the images."""
+    rng = np.random.default_rng(3)
+    labels_of = [sorted(rng.choice(30, rng.integers(1, 4), replace=False).tolist()) for _ in range(40)]
+    samples = [Sample(f"s{n:02d}", picture(n, 16), tuple(own)) for n, own in enumerate(labels_of)]
+    whole = pack(samples, tmp_path / "train", shard_samples=10, classes=30)
+    hollow(whole, keep_labels=True)
+    opened = opened_by(str(whole.tables), "--part=10:20", f"--output={tmp_path}/part")
+    assert [name for name in opened if name.endswith(".tar")] == ["train-000001.tar"]
+    expected: Counter[int] = Counter()
+    for own in labels_of[10:20]:
+        expected.update(own)
+    assert load_index(tmp_path / "part").class_counts == tuple(expected[label] for label in range(30))
+    two = make_subset(whole, tmp_path / "two", Rule(keep=(5, 7)))
+    assert [int(key[1:]) for n in range(len(two.shards)) for key in two.keys(n)] == [
+        n for n, own in enumerate(labels_of) if {5, 7} & set(own)
+    ]
+
+
+def test_the_subsets_of_a_stage_are_made_in_one_pass(tmp_path, parent, monkeypatch):
+    recipe = tmp_path / "r.yaml"
+    sets = {f"p{n}": {"source": "subset", "path": str(parent.tables), "part": f":{n}"} for n in (3, 9, 20)}
+    recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "parts": {"kind": "pack", "sets": sets}}))
+    hollow(parent)
+    passes = []
+    write_subsets = subset.write_subsets
+    monkeypatch.setattr(subset, "write_subsets", lambda *given: passes.append(given) or write_subsets(*given))
+    assert main(["run", str(recipe)]) == 0
+    assert len(passes) == 1
+    campaign = load(recipe, [])
+    folder = campaign.directory(campaign.stage("parts"))
+    assert {name: load_index(folder / name).samples for name in sets} == {"p3": 3, "p9": 9, "p20": 20}
 
 
 # ------------------------------------------------------------------------------------------ what it stands for

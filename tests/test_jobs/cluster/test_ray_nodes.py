@@ -252,6 +252,47 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         nodes.cluster.remove_node(joined)
 
 
+@pytest.mark.parametrize(
+    ("workers", "rooms", "sizes"),
+    [
+        (8000, [8] * 1000, [8] * 1000),
+        (10, [3, 8, 1], [8, 2]),
+        (5, [1, 2, 0], [2, 1, 1, 1]),  # an autoscaler is told of what has no room, a worker each
+        (2, [], [1, 1]),
+    ],
+)
+def test_a_bundle_holds_as_many_workers_as_a_node_has_room_for(workers, rooms, sizes) -> None:
+    assert ray_nodes.bundle_sizes(workers, rooms) == sizes
+
+
+def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those_have_room(nodes, monkeypatch) -> None:
+    monkeypatch.setattr(ray_nodes, "NEXT_CHOICE_S", 0.5)
+    four = ClusterConfig(workers=4, wait_s=30)
+    large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
+    other: PlacementGroup | None = None
+    try:
+        wait_until(lambda: room_now(four) == 6)
+        group = reserve(four, "/runs/a")
+        assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [3.0, 1.0]
+        ours = nodes_in(four)
+        first, second = ours.places(4)
+        assert (first, ours.places(4)) == (large.node_id, {first: {0: 3}, second: {1: 1}})
+        assert ours.places(2) == {first: {0: 2}} and ours.nodes_held(3) == {first}
+        # Another program takes two of the three.
+        ours.release()
+        selector = [{"ray.io/node-id": large.node_id}]
+        other = ray.util.placement_group([{"CPU": 2}], bundle_label_selector=selector)
+        assert other.wait(30)
+        group = reserve(four, "/runs/a")
+        assert [bundle["CPU"] for bundle in placement_group_table(group)["bundles"].values()] == [1.0] * 4
+        assert sum(map(len, ours.places(4).values())) == 4 and len(ours.places(4)) == 4
+    finally:
+        nodes_in(four).release()
+        if other is not None:
+            ray.util.remove_placement_group(other)
+        nodes.cluster.remove_node(large)
+
+
 def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others_are_there(nodes) -> None:
     two = ClusterConfig(workers=2, wait_s=4)
     group = reserve(two, "/runs/a")
@@ -292,7 +333,7 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     said: list[str] = []
     joined: list[Any] = []
 
-    def tick(folder: Path, attempt: int) -> None:
+    def tick(folder: Path, attempt: int, _step: int) -> None:
         if attempt == 1 and len(records(folder)) == 3 and not joined:
             joined.append(nodes.cluster.add_node(num_cpus=1, **nodes.options))
         if attempt == 3 and len(records(folder)) == 3:

@@ -42,7 +42,7 @@ from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
 from tests import worker_functions
 from tests.contexts import pretrain_context
-from tests.families import family_of, wait_until
+from tests.families import answers, family_of, wait_until
 from tests.test_jobs.cluster.test_failure import left
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 BACKENDS = ["processes", "ray"]
+# What Ray itself starts on every node: two agents, and workers that wait for an actor.
+OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent", "IDLE"}
 # Processes of Ray's head that this has no use for.
-OF_EVERY_NODE = {"DashboardAgent", "RuntimeEnvAgent"}  # Ray's own
 NOT_NEEDED_OF_HEAD = {"monitor.py", "log_monitor.py"}
 FAILURES = [
     # backend, act, cause, exit code
@@ -88,7 +89,12 @@ def full(two) -> Iterator["ClusterInfo"]:
 def alive(folder: Path) -> list[int]:
     pids = [json.loads(path.read_text())["pid"] for path in folder.glob("rank-*.json")]
     assert pids, f"no worker has ever started in {folder}"
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    alive = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+    return alive
 
 
 def run(
@@ -122,26 +128,27 @@ def ray_processes() -> list[psutil.Process]:
 
 def cluster_directories(family: list[psutil.Process]) -> set[Path]:
     """The temporary directories of the raylets among the processes, from their command lines."""
-    words = [word for process in family if process.name() == "raylet" for word in process.cmdline()]
+    words = answers(family, lambda process: process.cmdline() if process.name() == "raylet" else [])
     return {Path(word.partition("=")[2]) for word in words if word.startswith("--temp_dir=")}
 
 
-def actors_with_torch() -> dict[str, bool]:
-    """The classes of the actors of the embedded cluster, and whether each has torch in its memory."""
-    actors = {}
+def note_workers_of_ray(has_torch: dict[str, bool]) -> None:
+    """Note the classes of the actors of the embedded cluster, and whether one of each has had torch in its memory.
+
+    A worker that waits for an actor has the name IDLE.
+    """
     for process in ray_processes():
         with suppress(psutil.Error):  # gone meanwhile
             words = process.cmdline()
             if words and words[0].startswith("ray::"):
                 # "ray::RayAgent", and "ray::digits agent 1 4f1a:RayAgent.poll" while it works.
                 name = words[0].strip().removeprefix("ray::").rpartition(":")[2].partition(".")[0]
-                actors[name] = "libtorch" in str(process.memory_maps())
-    return actors
+                has_torch[name] = has_torch.get(name, False) or "libtorch" in str(process.memory_maps())
 
 
 def shared_memory(family: list[psutil.Process]) -> set[Path]:
     """The files under /dev/shm that the processes have mapped."""
-    maps = (file.path for process in family for file in process.memory_maps())
+    maps = answers(family, lambda process: [file.path for file in process.memory_maps()])
     return {Path(path.removesuffix(" (deleted)")) for path in maps if path.startswith("/dev/shm/")}
 
 
@@ -151,11 +158,11 @@ def shared_memory(family: list[psutil.Process]) -> set[Path]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None:
     ticks = []
-    actors: dict[str, bool] = {}
+    has_torch: dict[str, bool] = {}
 
     def look() -> None:
         ticks.append(time.monotonic())
-        actors.update(actors_with_torch())
+        note_workers_of_ray(has_torch)
 
     cluster = dataclasses.replace(two[backend], environment={"GIVEN": "to every worker"})
     value = run(worker_functions.add_ranks, {"x": 3}, cluster, tmp_path, look)
@@ -169,11 +176,11 @@ def test_workers_find_their_ranks_and_each_other(backend, two, tmp_path) -> None
     assert value["frees_at_once"] or backend == "processes"
     assert value["MASTER_ADDR"].startswith("127.")  # nothing of an embedded worker group leaves this machine
     assert ticks and not alive(tmp_path / "attempt")
-    # Of Ray there is the agent alone, and its fork server has torch: its own process needs none.
-    actors = {name: has_torch for name, has_torch in actors.items() if name not in OF_EVERY_NODE}
-    assert actors == ({"RayAgent": False} if backend == "ray" else {})
+    # Of actors there is the agent alone, and its fork server has torch: no process of Ray's needs it.
+    assert not any(has_torch.values()), has_torch
+    assert has_torch.keys() - OF_EVERY_NODE == ({"RayAgent"} if backend == "ray" else set())
     if backend == "ray":
-        scripts = {Path(word).name for process in family_of() for word in process.cmdline()[:3]}
+        scripts = {Path(word).name for word in answers(family_of(), lambda process: process.cmdline()[:3])}
         assert "dashboard.py" in scripts and not scripts & NOT_NEEDED_OF_HEAD
 
 
@@ -755,7 +762,7 @@ def test_what_on_tick_raises_ends_the_worker_group_and_leaving_ends_an_embedded_
         directories = cluster_directories(family)
         assert len(directories) == 1
         disconnect()
-        assert not psutil.wait_procs(family, timeout=1)[1]
+        assert not psutil.wait_procs(family, timeout=5)[1]
         assert not any(directory.exists() for directory in directories)
 
 
@@ -802,7 +809,8 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
         assert len(family) >= 3  # two workers and what carries them
         # The fork server has what the driver has imported, and none of its files: a lock among them would outlive it.
         assert has_fork_server(driver.pid) == (backend == "processes")
-        assert not any(file.path == str(tmp_path / "mine") for process in family for file in process.open_files())
+        open_files = answers(family, lambda process: [file.path for file in process.open_files()])
+        assert str(tmp_path / "mine") not in open_files
         assert len(directories) == (backend == "ray")
         shared = shared_memory(family)
     finally:

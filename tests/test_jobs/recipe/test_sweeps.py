@@ -169,6 +169,121 @@ def test_a_name_of_each_with_another_model_has_none_of_the_fields_of_the_first()
     assert models["p.bit"] == {"name": "BiT-R50x1", "image_size": 16, "classes": 5}
 
 
+def test_a_chain_is_the_stages_that_one_would_write_by_hand():
+    recipe = {
+        "pretrain": {"sweep": {"each": {"small": {"lr": 1}, "large": {"lr": 2}}, "seeds": [0, 1]}},
+        "resize": {"init": "@pretrain.*", "image_size": 48},
+        "finetune": {
+            "init": "@resize.*",
+            "sweep": {"each": {"cats": {"data": {"train": "c"}}, "dogs": {"seed": 9}}},
+        },
+        "evaluate": {"init": "@finetune.*", "sweep": {"best": "top-1"}},
+    }
+    stages = expanded(recipe)
+    runs = [f"{size}.seed-{seed}" for size in ("small", "large") for seed in (0, 1)]
+    tasks = [f"{run}.{task}" for run in runs for task in ("cats", "dogs")]
+    names = [*(f"pretrain.{run}" for run in runs), "pretrain", *(f"resize.{run}" for run in runs), "resize"]
+    names += [*(f"finetune.{task}" for task in tasks), "finetune", *(f"evaluate.{task}" for task in tasks), "evaluate"]
+    assert list(stages) == names
+    # Each goes on from the run of its own name; a stage that draws anything has the chain's seed, or its own.
+    assert stages["resize.large.seed-1"].values == {
+        "kind": "resize",
+        "init": "@pretrain.large.seed-1",
+        "image_size": 48,
+    }
+    init = {"kind": "finetune", "init": "@resize.large.seed-1"}
+    assert stages["finetune.large.seed-1.cats"].values == {**init, "seed": 1, "data": {"train": "c"}}
+    assert stages["finetune.large.seed-1.dogs"].values == {**init, "seed": 9}
+    assert stages["evaluate.small.seed-0.cats"].values == {"kind": "evaluate", "init": "@finetune.small.seed-0.cats"}
+    rows = [(run["row"], run["seed"]) for run in stages["evaluate"].values["runs"].values()]
+    assert rows[:4] == [("small, cats", 0), ("small, dogs", 0), ("small, cats", 1), ("small, dogs", 1)]
+    assert stages["evaluate"].values["best"] == "top-1" and not stages["evaluate"].values["chooses"]
+    assert recipe["resize"]["init"] == "@pretrain.*", "the recipe itself stays as it was read"
+
+
+def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_in_its_table():
+    stages = expanded(
+        {
+            "pretrain": {"sweep": {"grid": {"model": {"depth": [1, 2]}}}},
+            "finetune": {
+                "init": "@pretrain.*",
+                "sweep": {"grid": {"lr": [3, 4]}, "held_out": {"data.train": "most"}},
+            },
+            "again": {"kind": "finetune", "init": "@pretrain.*", "sweep": {"grid": {"lr": [5]}}},
+        }
+    )
+    names = " ".join(name for name in stages if name.startswith("finetune"))
+    first, second = (
+        f"finetune.{depth}.lr-3 finetune.{depth}.lr-4 finetune.{depth}.grid finetune.{depth}"
+        for depth in ("depth-1", "depth-2")
+    )
+    assert names == f"{first} {second} finetune"
+    assert stages["finetune.depth-2"].chosen == {"lr": "@finetune.depth-2.grid"}
+    assert stages["finetune"].values["runs"]["finetune.depth-2"] == {
+        "stage": "@finetune.depth-2",
+        "row": "model.depth=2",
+        "seed": None,
+        "values": {"model.depth": 2},
+    }
+    # A grid of several weights compares: which value is best for one of them is no choice for all.
+    assert not stages["again"].values["chooses"]
+    assert stages["again"].values["runs"]["again.depth-1.lr-5"]["values"] == {"model.depth": 1, "lr": 5}
+    assert stages["again"].values["runs"]["again.depth-1.lr-5"]["row"] == "model.depth=1, lr=5"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"f": {"init": "@p.*"}, "p": {"sweep": {"seeds": [0]}}},
+            "f reads @p.*, the runs of a sweep, and no section p",
+        ),
+        ({"p": {}, "f": {"init": "@p.*"}}, "no section p above it has or reads one\n  type @p, or move f below"),
+        (
+            {"p": {"sweep": {"seeds": [0]}}, "f": {"init": "@p.*", "sweep": {"seeds": [1]}}},
+            "f.sweep.seeds: the runs that f reads have seeds already",
+        ),
+        (
+            {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
+            "f reads the runs of p, q, which are not called alike: seed-0; seed-1",
+        ),
+        (
+            {
+                "p": {"sweep": {"seeds": [0]}},
+                "f": {"init": "@p.*", "sweep": {"each": {"a": {}}, "groups": {"g": ["a"]}}},
+            },
+            "f.sweep.groups: means are of one sweep",
+        ),
+    ],
+)
+def test_a_chain_that_means_nothing_is_refused(sections, message):
+    with pytest.raises(ConfigError) as error:
+        expanded(sections)
+    assert message in str(error.value)
+
+
+def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_share_is_one_stage(protocol):
+    sweep_of_resize = "{image_size: [16, 24]}"
+    chain = "pretrain={model: {name: mu/8, image_size: 16, classes: 10}, data: {train: '@shards/train'}, steps: 4, "
+    chain += "optim: {schedule: {warmup_steps: 1}}}"
+    overrides = [chain, f"resize={{init: '@pretrain', sweep: {{grid: {sweep_of_resize}}}}}"]
+    tuned = "tuned={kind: finetune, init: '@resize.*', steps: 1, data: {train: '@shards/train'}, seed: 3, "
+    overrides.append(tuned + "optim: {schedule: {warmup_steps: 0}}, sweep: {each: {a: {}, b: {polyak: 0.5}}}}")
+    loaded = campaign.load(protocol, overrides)
+    assert sum(stage.name == "pretrain" for stage in loaded.stages) == 1
+    assert loaded.stage("tuned.image_size-24.b").model.image_size == (24, 24)
+    for size in (16, 24):
+        finish(loaded, f"resize.image_size-{size}", 0.0, kept=1)
+    document, said = make_table(loaded, "resize")
+    assert document["chosen"] == {} and list(document["rows"]) == ["image_size=16", "image_size=24"]
+    assert said[0].strip() == "resize" and said[-3].split() == ["parameters", "GMACs"]
+    # Five more positions of width 32: 2 × 2 and the class token became 3 × 3.
+    parameters = [document["axes"][row]["parameters"] for row in document["rows"]]
+    assert parameters[1] - parameters[0] == 5 * 32
+    with pytest.raises(ConfigError, match="will have no 'accuracy'"):
+        campaign.load(protocol, [*overrides, "resize.sweep.held_out.image_size=16"])
+
+
 @pytest.mark.parametrize(
     ("varies", "message"),
     [
@@ -259,7 +374,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    context = Context(loaded, stage, said.append, poll=lambda folder, number: None, stop_requested=lambda: False)
+    context = Context(loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False)
     outcome = sweep.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said
@@ -560,7 +675,9 @@ def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_e
         stage = loaded.stage(name)
         kind = replace(stage.kind, run=fail, checks=no_checks)
         stage = replace(stage, kind=kind, parents={})
-        context = Context(loaded, stage, said.append, poll=lambda folder, number: None, stop_requested=lambda: False)
+        context = Context(
+            loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False
+        )
         return run_stage(context, fresh=False)
 
     diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")

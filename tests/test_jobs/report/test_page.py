@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from data.index.document import load_index
 from data.shards.packing import pack
+from data.shards.subset import Rule, make_subset
 from data.sources.samples import Sample, digits
 from data.storage import Folder
 from jobs.__main__ import main
@@ -224,6 +226,25 @@ def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, sha
     assert verdict() == "Done. pretrain accuracy 50.00%"
 
 
+def test_two_parts_of_a_set_are_told_apart_by_their_folders_rules_and_samples(tmp_path, shards):
+    folder = make_run(tmp_path / "run", shards)
+    whole = load_index(shards / "train")
+    parts = tmp_path / "run" / "parts-1a2b3c4d"
+    for name, part in (("train", ":80%"), ("held-out", "80%:")):
+        make_subset(whole, parts / name, Rule(part=part, seed=0), name=name)
+    change(folder / "task.json", "job", "train", value=[str(parts / "train")])
+    change(folder / "task.json", "job", "evaluate", value=str(parts / "held-out"))
+    shown = Tables(write_report([tmp_path / "run"], tmp_path / "page.html", with_replay=False).read_text())
+    samples = []
+    for name, part, of_run in (("train", ":80%", "train"), ("evaluate on", "80%:", "held-out")):
+        of_set = [" ".join(cell.split()) for cell in shown.row(name)]
+        samples.append(int(of_set[1].replace(",", "")))
+        assert of_set[2:4] == ["10", f"parts-1a2b3c4d/{of_run}"]
+        assert of_set[4].startswith(f"part {part}, seed 0 of {shards / 'train'}, in its 15 tars of ")
+    # All digits, of which a fifth of each of ten classes is held out.
+    assert sum(samples) == 1442 and abs(samples[1] - 1442 / 5) <= 10
+
+
 @pytest.mark.parametrize("name", ["stage.json", "task.json", "metrics.jsonl", artifacts.EXAMPLES, "incidents.txt"])
 def test_a_file_that_was_altered_costs_the_page_a_part_and_is_named(restarted, tmp_path, name):
     (restarted / name).write_text('{"kind": "train"}\n' if name == "metrics.jsonl" else "2026-99-99 99:99:99 {torn\n")
@@ -243,7 +264,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
         "rows": rows,
         "means": {},
         "chosen": {"optim.lr": 0.01},
-        "runs": [{"stage": "pretrain"}],
+        "runs": [{"stage": "pretrain", "row": "optim.lr=0.3", "diverged": "not finite"}],
     }
     artifacts.write_record(folders["grid"] / "sweep.json", record)
     value = {"value": 0.8765, "low": 0.85, "high": 0.9, "samples": 1234}
@@ -314,7 +335,6 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
 
     import models
     from data.images.decode import decode
-    from data.index.document import load_index
     from data.order import Order
     from data.shards.reader import ShardReader
 
@@ -333,7 +353,9 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
         assert example["confidence"] == pytest.approx(float(output.max()), abs=1e-5)
     is_wrong = [example["predicted"] not in example["labels"] for example in examples]
     mistakes = [example["confidence"] for example in examples if example["predicted"] not in example["labels"]]
-    assert is_wrong == sorted(is_wrong, reverse=True) and mistakes == sorted(mistakes, reverse=True)
+    hits = [example["confidence"] for example in examples if example["predicted"] in example["labels"]]
+    assert is_wrong == sorted(is_wrong, reverse=True)
+    assert mistakes == sorted(mistakes, reverse=True) and hits == sorted(hits, reverse=True)
     assert len(examples) == 32 and 0 < len(mistakes) <= 24
 
     # The batch of a spike is the one that the order of samples says.
@@ -341,8 +363,8 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     spiked = write_report([first], tmp_path / "spiked.html").read_text()
     index = load_index(shards / "train")
     _, shard, sample = Order(index.shard_samples, seed=0, batch_size=16).batch(4)
-    places = [f"({index.shards[a].name}, {b})" for a, b in zip(shard.tolist(), sample.tolist(), strict=True)]
-    assert re.findall(r"\(train-\d+\.tar, \d+\)", spiked) == places
+    places = [f"{index.shards[a].name}, {b}" for a, b in zip(shard.tolist(), sample.tolist(), strict=True)]
+    assert re.findall(r">(train-\d+\.tar, \d+)<", spiked) == places
 
     # A page that cannot be made costs the run a line.
     def fail(*_: Any, **__: Any) -> None:

@@ -114,6 +114,19 @@ def test_the_bar_moves_although_lines_wait_and_lines_fit_100_columns():
     assert words[0].startswith("  [pretrain] images") and words[1].startswith("      images")
 
 
+def test_the_bar_moves_with_the_steps_that_workers_tell_of_between_two_reports(tmp_path: Path, monkeypatch):
+    attempt = tmp_path / "pretrain-1a2b3c4d" / "attempts" / "attempt-000003"
+    attempt.mkdir(parents=True)
+    Telemetry(tmp_path / "pretrain-1a2b3c4d", rank=0, attempt=3).report("train", {**REPORT, "step": 50, "steps": 1100})
+    run_log = RunLog(quiet=True)
+    moves: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(run_log, "show_progress", lambda done, total, text: moves.append((done, total)))
+    for step in (0, 49, 53, 61):
+        run_log.poll(attempt, 3, step)
+    run_log.poll(attempt, 4, 0)  # its workers have not begun
+    assert moves == [(50, 1100), (50, 1100), (53, 1100), (61, 1100), (0, None)]
+
+
 def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_path: Path, capsys):
     attempt = tmp_path / "pre-train-1a2b3c4d" / "attempts" / "attempt-000001"
     attempt.mkdir(parents=True)

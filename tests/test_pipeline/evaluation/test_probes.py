@@ -220,6 +220,25 @@ def test_logistic_regression_is_scikit_learns(sets) -> None:
     assert (is_right == (expected.argmax(1) == arrays["test_labels"])).all() and outcome.chosen == {"l2": l2}
 
 
+def test_logistic_regression_learns_from_the_first_row_and_the_last(sets, tmp_path: Path) -> None:
+    """Two classes have a single row: a fit that leaves out either predicts that class nowhere."""
+    _, test, arrays = sets
+    middle = np.flatnonzero((arrays["train_labels"] != 3) & (arrays["train_labels"] != 6))[:200]
+    first = np.flatnonzero(arrays["train_labels"] == 3)[:1]
+    last = np.flatnonzero(arrays["train_labels"] == 6)[:1]
+    rows = np.concatenate([first, middle, last])
+    train = store_of(arrays["train"][rows], arrays["train_labels"][rows], tmp_path)
+    (is_right,) = probes.logistic(inputs_of(train, test), LogisticConfig(l2=(1e-3,))).right["logistic"]
+    reference = LogisticRegression(C=1 / (1e-3 * len(rows)), tol=1e-10, max_iter=5000)
+    mean = arrays["train"][rows].astype(np.float64).mean(0)
+    std = arrays["train"][rows].astype(np.float64).std(0) + 1e-5
+    reference.fit((arrays["train"][rows] - mean) / std, arrays["train_labels"][rows])
+    expected = reference.predict((arrays["test"] - mean) / std)
+    for label in (3, 6):
+        assert (expected == label).any() and is_right[(expected == label) & (arrays["test_labels"] == label)].all()
+    assert (is_right == (expected == arrays["test_labels"])).mean() > 0.99
+
+
 def test_the_penalty_with_the_best_held_out_accuracy_is_chosen(sets) -> None:
     train, test, arrays = sets
     cfg = LogisticConfig(l2=(1e-4, 1e-2, 100.0), held_out=0.2, iterations=200)

@@ -44,6 +44,17 @@ def test_what_a_later_attempt_did_again_is_lost_and_the_way_back_is_recovery() -
     assert spent.wall == pytest.approx(55.0)
 
 
+def test_the_hours_for_which_a_stopped_stage_lay_are_nobodys_time_and_a_failure_is_recovery() -> None:
+    """Stopped at 130 s, typed again an hour later at 3730 s, and then killed."""
+    resumed = {**start(2, 20, 3732.0, 3735.0), "began": 3730.0}
+    failed = {**start(3, 30, 3761.0, 3764.0), "began": 3730.0}
+    records = [start(1, 0, 100.0, 105.0), window(1, 20, 130.0), resumed, window(2, 30, 3750.0)]
+    spent = account([*records, failed, window(3, 40, 3780.0)])
+    assert (spent.start, spent.stopped, spent.recovery, spent.lost) == (20.0, 3600.0, 10.0 + 20.0, 0.0)
+    assert spent.wall == pytest.approx(80.0) and spent.ratio == pytest.approx(25.5 / 80.0)
+    assert spent.line().endswith("), and 1h00m in which no command ran it")
+
+
 def test_an_attempt_after_the_next_may_fall_back_further() -> None:
     records = [start(1, 0, 0.0, 5.0), window(1, 10, 20.0), start(2, 10, 22.0, 25.0), window(2, 20, 40.0)]
     spent = account([*records, start(3, 0, 42.0, 45.0), window(3, 10, 60.0)])
@@ -75,6 +86,7 @@ def run_of(seed: int, attempts: int = 4) -> list[dict[str, Any]]:
         clock += rng.random() * 40
         head = {"attempt": attempt, "time": clock}
         records.append({"kind": "start", **head, "step": step, "claimed": clock - 9, "drop": ["é" * attempt]})
+        records[-1]["began"] = clock - rng.choice([9.5, 30, 200])
         for _ in range(rng.randrange(6)):
             count = rng.randrange(1, 5)
             step += count
@@ -102,7 +114,9 @@ def plain_account(records: list[dict[str, Any]]) -> Account:
         if number == 0:
             total.start += max(0.0, first - start["claimed"])
         else:
-            total.recovery += max(0.0, first - previous_end)
+            typed = max(previous_end, start["began"])
+            total.stopped += typed - previous_end
+            total.recovery += max(0.0, first - typed)
         for window in windows:
             steps = range(window["step"] - len(window["losses"]) + 1, window["step"] + 1)
             for step in steps:

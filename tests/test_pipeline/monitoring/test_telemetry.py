@@ -26,11 +26,36 @@ REPORT |= {"seconds": 24.0, "stalled_s": 0.5, "evaluated_s": 0.0}
 
 
 def test_the_log_line_has_one_order_and_human_numbers():
-    assert log_line(REPORT) == (
-        "step 120000/700000  loss 2.8410  lr 7.1e-04  grad 0.42  img/s 41.2k (2.6k/worker)  mfu 0.47  wait 0.8%  "
-        "mem 61.0G  eta 3d04h"
-    )
-    assert "mfu" not in log_line(REPORT | {"mfu": None})
+    line = "step 120000/700000  loss 2.841  lr 7.1e-4  grad 0.420  img/s 41.2k  wait 1%  eta 3d04h"
+    assert log_line(REPORT) == line
+    assert "  loss inf  " in log_line(REPORT | {"loss": math.inf})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "step": 87_654,
+            "steps": 1_000_000,
+            "loss": 10.8412,
+            "grad_norm": 12_345.6,
+            "wait": 0.12,
+            "eta_s": 13.2 * 86400,
+        },
+        {
+            "step": 1_000_000,
+            "steps": 1_000_000,
+            "loss": 6.9077,
+            "grad_norm": 0.0423,
+            "images_per_s": 999_949,
+            "eta_s": 0,
+        },
+        {"step": 50, "steps": 1100, "loss": 0.000123456, "grad_norm": 1.5e-5, "lr": 0.0, "images_per_s": 63.3},
+    ],
+)
+def test_the_log_line_of_a_stage_fits_100_columns(values):
+    """Of ViT-H over a million steps, and of photographs on a laptop."""
+    assert len("[pretrain] " + log_line(REPORT | values)) <= 100
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (65, "1m05s"), (7500, "2h05m"), (273_600, "3d04h")])
