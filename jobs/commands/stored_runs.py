@@ -110,7 +110,7 @@ def local_copy(url: str) -> Iterator[tuple[Bucket, str]]:
         if not is_there and run.count("/") > 3:
             run, _, name = run.rpartition("/")
             store = Bucket(run, folder / run.rpartition("/")[2])
-            is_there = bool(store.list())
+            is_there = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
         if not is_there:
             raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
         store.local.mkdir()
@@ -135,7 +135,10 @@ def fetch_weights(url: str) -> str:
     with local_copy(url) as (store, stage):
         folder = Path(find_stage(str(store.local / stage), typed=url))
         done = read_done(folder)
-        assert done is not None, "of finished stages alone"
+        if done is None:
+            raise DataError(
+                f"{url}: {folder.name} has not finished\n  wait for its end, and type the same command again"
+            )
         cache = Bucket(store.url, state_folder() / "weights" / local_name(store.url))
         for name in (*WEIGHT_FILES, PROVENANCE):
             if name in done["files"]:

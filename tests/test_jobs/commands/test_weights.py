@@ -138,6 +138,8 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         if number < 2:
             weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
             artifacts.write_record(stage / "done.json", {"seconds": 5.0, "files": weights})
+        else:
+            (stage / "model.json").unlink()
     files = {}
     for path in (tmp_path / "x").rglob("*.*"):
         files[f"runs/{path.relative_to(tmp_path)}"] = path
