@@ -1,7 +1,7 @@
 """Files that appear whole, and locks that end with their process: the only code that promises either.
 
 How a file is written whole, in order:
-1. its bytes go to a temporary name beside it, `.tmp-<pid>-<thread>-<name>`;
+1. its bytes go to a temporary name beside it, `.tmp-<pid>-<thread and process>-<name>`;
 2. they are flushed to the disk (fsync);
 3. the temporary name is renamed to the final one, which is atomic;
 4. the folder is flushed, so that a power cut cannot take the name away again.
@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
@@ -45,6 +46,8 @@ NOT_DIRECT = {errno.EINVAL, errno.EFAULT, errno.ENOTTY, errno.ENOSYS, errno.ENOT
 OF_THE_DISK = {errno.EIO, errno.EFBIG, errno.ESTALE, *NO_ROOM, *NOT_OURS_TO_WRITE}
 SEEN_WITHIN_S = 30.0  # NFS keeps what it knows of a folder for up to 30 s (acdirmin of its mount) unless it asks anew
 POLL_S = 0.1
+# Of this process, or of the one that it is a fork of: on shared storage the pids of two hosts or pods may be equal.
+OWN = secrets.token_hex(4)
 SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
 
 
@@ -110,7 +113,17 @@ def make_folder(path: Path, top: Path) -> None:
 
 def temporary_name(path: Path) -> Path:
     """Return where this thread of this process writes what will be called `path`."""
-    return path.with_name(f".tmp-{os.getpid()}-{get_native_id()}-{path.name}")
+    return path.with_name(f".tmp-{os.getpid()}-{get_native_id()}{OWN}-{path.name}")
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename; NFS, whose first answer was lost, may find no source when it is asked again (docs/storage.md)."""
+    renamed = source.stat()
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        if not target.exists() or not os.path.samestat(target.stat(), renamed):
+            raise
 
 
 @contextmanager
@@ -130,7 +143,7 @@ def whole_file(path: Path) -> Iterator[Path]:
             if stat.S_IMODE(temporary.stat().st_mode) != mode:
                 temporary.chmod(mode)
             sync(temporary)
-            os.replace(temporary, path)
+            rename(temporary, path)
     # Ctrl-C too must not leave the temporary file behind.
     except BaseException:
         with suppress(OSError):
@@ -178,11 +191,13 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
         # fails where the name exists, and the file is whole when it appears.
         os.link(temporary, path)
     except FileExistsError:
-        return False
+        # The name is ours where NFS made the link, its answer was lost, and the kernel has asked again (man 2 open).
+        if temporary.stat().st_nlink != 2:
+            return False
     except OSError as error:
         # Linux answers EPERM where a file system has no hard links (man 2 link), EMLINK where one name is the limit.
         if error.errno in {errno.EPERM, errno.EMLINK, *NOT_SUPPORTED}:
-            raise lacking(path, "hard links", error) from None
+            raise lacking(path, "hard links", error, "run=/elsewhere") from None
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -191,14 +206,14 @@ def create_exclusively(path: Path, content: str | bytes) -> bool:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file at `path` among all processes; the kernel frees it when its process ends, however it ends.
 
-    The block gets True when it has the lock; without `wait`, False where another process has it.
     Raises StorageError where the file system has no locks.
     """
     with open(path, "a") as file:
-        yield take_lock(file.fileno(), path, wait=wait)
+        take_lock(file.fileno(), path, wait=True)
+        yield
 
 
 def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
@@ -213,17 +228,17 @@ def take_lock(handle: int, path: Path, *, wait: bool) -> bool:
         return False
     except OSError as error:
         if error.errno in NOT_SUPPORTED:
-            raise lacking(path, "locks (flock)", error) from None
+            raise lacking(path, "locks (flock)", error, "data.cache.directory=/elsewhere, PATCHLINE_CACHE") from None
         raise
     return True
 
 
-def lacking(path: Path, feature: str, error: OSError) -> StorageError:
-    """Return the error about a file system that cannot do what a run needs of it."""
+def lacking(path: Path, feature: str, error: OSError, elsewhere: str) -> StorageError:
+    """Return the error about a file system that cannot do what is needed of it, and how another one is named."""
     return StorageError(
         f"the file system of {path.parent} has no {feature} ({error.strerror})\n"
-        f"expected: a local disk, or a network file system with flock and hard links (NFS 4, Lustre with -o flock)\n"
-        f"choose another run or cache directory: run=/elsewhere, data.cache.directory=/elsewhere"
+        "expected: a local disk, NFS or Lustre (docs/storage.md says what each must do)\n"
+        f"choose another folder: {elsewhere}"
     )
 
 

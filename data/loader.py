@@ -67,6 +67,7 @@ class Batch:
     ids: Tensor  # (b, 3) int64: epoch, shard and sample that each row really holds
     bad: tuple[BadSample, ...]  # what was replaced
     wait: Wait
+    masked: Tensor | None = None  # (b,) bool: rows whose loss weighs nothing; None where there are none
 
 
 class TrainLoader:

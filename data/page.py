@@ -101,6 +101,11 @@ def shown(value: object) -> object:
 
 def jpeg(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> Markup:
     """Return pixels (H, W, RGB) as a JPEG in base64, no side of it longer than `longest`."""
+    return Markup(b64encode(jpeg_bytes(image, longest)).decode())
+
+
+def jpeg_bytes(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> bytes:
+    """Return pixels (H, W, RGB) as a JPEG, no side of it longer than `longest`."""
     longer_side = max(image.shape[:2])
     longest = min(longest, max(longer_side, THUMBNAIL))
     # A sliver of an image would otherwise come out with no rows or columns.
@@ -108,4 +113,4 @@ def jpeg(image: cv2.typing.MatLike, longest: int = THUMBNAIL) -> Markup:
     width = max(1, image.shape[1] * longest // longer_side)
     # OpenCV takes the channels as BGR when it encodes.
     small = cv2.resize(image[..., ::-1], (width, height), interpolation=cv2.INTER_AREA)
-    return Markup(b64encode(cv2.imencode(".jpg", small)[1].tobytes()).decode())
+    return cv2.imencode(".jpg", small)[1].tobytes()

@@ -42,6 +42,7 @@ from data.files import (
     SET_NAME,
     create_exclusively,
     make_folder,
+    rename,
     sync,
     write_durably,
     write_whole,
@@ -174,12 +175,12 @@ class Folder:
         # attempt comes first in `published`.
         if final.exists():
             final = final.with_name(f"{name}-{attempt:06d}")
-        os.rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
+        rename(temporary, final)  # refused by the kernel where another folder has come there meanwhile
         # A rename is durable only once the folder that holds the name is flushed.
         try:
             sync(final.parent)
         except OSError:
-            os.rename(final, temporary)
+            rename(final, temporary)
             raise
         return True
 
@@ -218,7 +219,7 @@ class Folder:
         """Keep a bad set for a person to look at, where it is none any more; returns how it is kept, in words."""
         path = self.local / folder / name
         aside = path.with_name(f"bad-{name.removeprefix('step-')}-{attempt:06d}")
-        os.rename(path, aside)
+        rename(path, aside)
         return f"kept as {aside.name}"
 
     def retire(self, folder: str, name: str) -> Path | None:
@@ -227,7 +228,7 @@ class Folder:
         Where this raises OSError or StorageError, the set is whole, or it is none any more.
         """
         doomed = self.local / folder / f".tmp-old-{name}"
-        os.rename(self.local / folder / name, doomed)
+        rename(self.local / folder / name, doomed)
         sync(doomed.parent)
         # What is left of it when this fails is swept by the next attempt, as any temporary folder.
         shutil.rmtree(doomed, ignore_errors=True)
@@ -238,4 +239,8 @@ class Folder:
         # No save of ours is in flight yet, so whatever is temporary is of an attempt that died or lost the run. Its
         # owner, should it wake up, does not find what it has staged, and publishes nothing.
         for leftover in (self.local / folder).glob(".tmp-*"):
+            # Renamed before, as in `retire`: NFS keeps a folder in which somebody has a file open.
+            if not leftover.name.startswith(".tmp-old-"):
+                with suppress(OSError):
+                    leftover = leftover.rename(leftover.with_name(leftover.name.replace(".tmp-", ".tmp-old-")))
             shutil.rmtree(leftover, ignore_errors=True)

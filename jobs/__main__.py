@@ -26,7 +26,7 @@ from typer.main import get_command
 from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain
-from jobs.command_line import campaigns, checkpoints, cluster, leaks, shards, weights
+from jobs.command_line import campaigns, checkpoints, cluster, leaks, replays, shards, weights
 from jobs.command_line.words import make_group
 from jobs.progress import activity
 from jobs.terminal import COMMAND, is_closed_pipe, program, write_last
@@ -57,6 +57,7 @@ app.add_typer(weights.commands)
 app.add_typer(shards.commands)
 app.add_typer(shards.data_commands, name="data")
 app.add_typer(leaks.commands)
+app.add_typer(replays.commands)
 
 
 def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:

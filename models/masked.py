@@ -118,12 +118,18 @@ def targets(images: Tensor, config: MaskedConfig) -> Tensor:
     return by_patch.flatten(3).flatten(1, 2)  # each patch's cells in reading order
 
 
-def objective(predict: Predict, images: Tensor, generator: Generator | None = None) -> tuple[Tensor, int]:
+def objective(
+    predict: Predict, images: Tensor, generator: Generator | None = None, left_out: Tensor | None = None
+) -> tuple[Tensor, int]:
     """Return the sum over the images of the mean loss of their corrupted patches, and the number of images.
 
-    `predict` is a MaskedViT or an engine around it; `generator` lies on the images' device.
+    `predict` is a MaskedViT or an engine around it; `generator` lies on the images' device. `left_out` (B,) are images
+    whose patches are corrupted as those of all are, and whose loss is not in the sum.
     """
     predictions, answers = predict(images, generator)
+    if left_out is not None:
+        predictions = predictions[~left_out]
+        answers = answers[~left_out]
     # Pixels are regressed, colours are classes: the type of the answers tells which.
     if answers.is_floating_point():
         total = F.mse_loss(predictions.float(), answers.float(), reduction="sum")

@@ -33,6 +33,7 @@ from pipeline.evaluation.features import normalise
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
 from pipeline.token_dropping import kept_patches, phase_at, phases
+from pipeline.training_config import training_loader
 
 LOG_EVERY_S = 20.0  # what the first batch waits for, until it is there
 STOP_POLL_S = 0.2  # how often the wait for the first batch looks whether the run is asked to stop
@@ -51,21 +52,16 @@ def micro_batches(worker: Worker, start_step: int) -> Iterator[Batch]:
         if first_step >= phase.steps.stop:
             continue
         # A loader works ahead, in one size: another size is another loader's.
-        loader = TrainLoader(
+        loader = training_loader(
+            cfg,
             worker.index,
             worker.order,
             image_size=phase.image_size,
             slots=worker.arithmetic.slots(worker.rank),
+            start_step=first_step,
             micro_batch=cfg.micro_batch,
             accumulation=worker.arithmetic.accumulation,
-            start_step=first_step,
-            seed=cfg.seed,
-            augment=cfg.data.augment,
-            max_labels=cfg.labels_read,
             processes=cfg.data.processes,
-            timeout_s=cfg.data.timeout_s,
-            cache=cfg.data.cache,
-            decode=cfg.data.decode,
         )
         is_start = first_step == start_step
         # Behind a phase its steps are not committed yet: the step agrees on a stop, and commits.
@@ -123,7 +119,7 @@ def next_batch(worker: Worker, batches: Iterator[Batch], step: int, planned: Ids
     batch = next(batches)
     assert batch.step == step, f"the loader is at step {batch.step}, the loop at {step}"
     worker.window.waits.append(batch.wait)
-    return batch
+    return worker.mask.apply(batch)
 
 
 def begin_forward(worker: Worker, step: int, batch: Batch) -> Tensor:
@@ -157,7 +153,10 @@ def classification_loss(worker: Worker, step: int, images: Tensor, batch: Batch)
     inputs = [images, *patches_to_keep(worker, step, batch)]
     logits = worker.engine.forward(*inputs)
     # A sum, not a mean: where workers own one sample more or less, a mean of means would weight samples unequally.
-    return LOSSES[cfg.loss](logits, targets).sum()
+    losses = LOSSES[cfg.loss](logits, targets)
+    if batch.masked is not None:
+        losses = losses.masked_fill(batch.masked, 0.0)
+    return losses.sum()
 
 
 def patches_to_keep(worker: Worker, step: int, batch: Batch) -> list[Tensor]:
@@ -178,7 +177,7 @@ def masked_loss(worker: Worker, step: int, images: Tensor, batch: Batch) -> Tens
     cuts the batch into the same micro-batches.
     """
     generator = torch.Generator(worker.device).manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids))
-    summed_loss, _ = models.masked.objective(worker.engine.forward, images, generator)
+    summed_loss, _ = models.masked.objective(worker.engine.forward, images, generator, left_out=batch.masked)
     return summed_loss
 
 

@@ -18,12 +18,11 @@ from data.decoder import BadSample
 from data.errors import UsageError
 from data.index.document import load_index
 from data.index.index import Index
-from data.loader import TrainLoader
 from data.order import Mixture, Order
 from pipeline import artifacts, config
 from pipeline.monitoring.telemetry import Record
 from pipeline.token_dropping import phase_at, phases
-from pipeline.training_config import TrainConfig, steps_of, training_order
+from pipeline.training_config import TrainConfig, steps_of, training_loader, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most
 
@@ -90,18 +89,8 @@ def rebuild(
     samples = min(cfg.batch_size, most or cfg.batch_size)
     # One micro-batch may stand for those of all workers: augmentation is seeded by sample, so every worker makes the
     # same pixels of it.
-    loader = TrainLoader(
-        index,
-        order,
-        image_size=image_size,
-        slots=range(samples),
-        micro_batch=samples,
-        start_step=step,
-        seed=cfg.seed,
-        augment=cfg.data.augment,
-        max_labels=cfg.labels_read,
-        cache=cfg.data.cache,
-        decode=cfg.data.decode,
+    loader = training_loader(
+        cfg, index, order, image_size=image_size, slots=range(samples), start_step=step, micro_batch=samples
     )
     batch = next(iter(loader))
     images = batch.images.permute(0, 2, 3, 1).cpu().numpy()  # (B, 3, S, S) → (B, S, S, 3)

@@ -42,6 +42,7 @@ from pipeline.engine.settings import engine_settings
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.best import steps_of_best
 from pipeline.health import Health
+from pipeline.masking import Mask
 from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import check_start, device_name, join_group, network_line, processor
@@ -81,6 +82,8 @@ class Job:
     began: float = 0.0  # when its command began to work on the stage
     remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
     device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
+    until: int | None = None  # the step that a replay ends with; None: the last of the stage
+    masked: Sequence[Sequence[int]] = ()  # samples that a replay does without: (shard, first, stop) in the joined sets
 
     @property
     def storage(self) -> Storage:
@@ -114,7 +117,9 @@ class Worker:
     sets: dict[str, Index]  # by path: every set that the stage reads
     index: Index  # of what is trained on, mixtures joined
     order: Order | Mixture
-    steps: int  # of the whole stage
+    steps: int  # of the whole stage, on which the learning rate depends
+    last_step: int  # at which this attempt has done its work: that of the stage, or of a replay
+    mask: Mask  # samples that weigh nothing; none but in a replay
     arithmetic: Arithmetic
     model_config: ModelConfig
     engine: Engine
@@ -268,6 +273,8 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         expected_bytes=checkpoint_bytes(cfg, model_config),
         needed=needed,
     )
+    # Samples of dropped shards count too: a run that does without a shard keeps its number of steps.
+    steps = steps_of(cfg, sum(training_set.samples for training_set in training_sets))
     return Worker(
         cfg=cfg,
         job=job,
@@ -281,8 +288,9 @@ def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worke
         sets=sets,
         index=index,
         order=order,
-        # Samples of dropped shards count too: a run that does without a shard keeps its number of steps.
-        steps=steps_of(cfg, sum(training_set.samples for training_set in training_sets)),
+        steps=steps,
+        last_step=steps if job.until is None else job.until,
+        mask=Mask(job.masked),
         arithmetic=arithmetic,
         model_config=model_config,
         engine=engine,

@@ -19,10 +19,10 @@ Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics"
 import json
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ import torch.distributed as dist
 import models
 from data.errors import CheckpointError, DataError, Preempted
 from data.files import whole_file
+from data.loader import Batch
+from data.order import Ids
 from pipeline import artifacts, config
 from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch
 from pipeline.checkpoints.manifest import FileRecord, Manifest
@@ -95,15 +97,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
     worker.window.clear()
     worker.since_line.clear()
     worker.loop_price.begin(progress.step)
-    engine = worker.engine
-    watched = worker.phases  # what this worker does, as the watchdog is told
     health = worker.health
     saver = worker.saver
-    objective = OBJECTIVES[cfg.objective]
-    accumulation = worker.arithmetic.accumulation
-    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
-    # over the batch, also where workers own different numbers of samples.
-    weight = worker.world * accumulation / cfg.batch_size
     rate = 0.0  # of learning, in the last step
     # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
     batches = micro_batches(worker, progress.step)
@@ -114,7 +109,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     # An attempt may have been killed between its last evaluation and its end.
     was_over = has_lost_patience(worker, progress)
     is_over = was_over
-    while progress.step < worker.steps and not is_over:
+    while progress.step < worker.last_step and not is_over:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
         next_step = health.next_step(progress.step)
         if next_step != progress.step:
@@ -131,40 +126,18 @@ def train(task: Mapping[str, Any]) -> StageResult:
             batches = micro_batches(worker, next_step)
             continue
 
-        # 2. Forward and backward over the accumulation.
-        step = progress.step
-        rate = learning_rate(step, worker.steps, cfg.optim.lr, cfg.optim.schedule)
-        planned = worker.order.batch(step)  # of all workers
-        loss_sum = torch.zeros((), device=worker.device)  # of this worker, as are the next two
-        bad_samples = 0
-        ids: list[list[int]] = []  # each (epoch, shard, sample)
-        for number in range(accumulation):
-            batch = next_batch(worker, batches, step, planned)
-            bad_samples += health.count_bad(batch)
-            ids += batch.ids.tolist()
-            images = begin_forward(worker, step, batch)
-            micro_batch_loss = objective(worker, step, images, batch)
-            watched.enter("backward", step)
-            engine.backward(micro_batch_loss * weight)
-            loss_sum = loss_sum + micro_batch_loss.detach()
-            # Their memory is free before the optimizer steps, which needs some of its own.
-            del batch, images, micro_batch_loss
-            watched.enter("reduce", step)
-            if number + 1 < accumulation:
-                engine.end_micro_batch(rate)
-
-        # 3. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up
-        # alone. Nothing else in a step has the host wait for the device.
-        mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples)
-        # The ledger is over the planned ids; a bad sample's replacement is counted and does not change it.
-        progress.ledger = progress.ledger.update(step, *planned)
+        # 2 and 3. The step itself; the ledger is over the planned ids, whatever bad samples were replaced by.
+        taken = take_step(worker, progress.step, batches)
+        rate = taken.rate
+        progress.ledger = progress.ledger.update(progress.step, *worker.mask.in_ledger(taken.planned))
         progress.step += 1
-        progress.bad_samples += bad_of_all
-        count_step(worker, progress, mean_loss, ids)
+        progress.bad_samples += taken.bad_samples
+        stopping = taken.stopping
+        count_step(worker, progress, taken.mean_loss, taken.ids)
 
         # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         step = progress.step
-        is_last = step == worker.steps
+        is_last = step == worker.last_step
         has_line = step % cfg.log_every == 0 or step == first_step or is_last or stopping
         is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
         # An evaluation beside training reads the checkpoint, and that of the best is handed on.
@@ -175,7 +148,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         # A commit implies its metrics: the record of its steps is written before the save begins.
         if has_line or is_saved:
             report_training(worker, progress, rate, has_line=has_line)
-        if saver.in_flight and (all_written or is_saved):  # on slow storage a new save waits for the one before
+        if saver.in_flight and (taken.all_written or is_saved):  # on slow storage a new save waits for the one before
             saver.finish(step)
         if is_saved:
             begin_save(worker, progress)
@@ -212,9 +185,58 @@ def train(task: Mapping[str, Any]) -> StageResult:
         saver.finish(progress.step)
     saver.end(progress.step)
     # Where patience has run out just now, the step has its value.
-    if progress.step == worker.steps or was_over:
+    if progress.step == worker.last_step or was_over:
         evaluate_at_the_end(worker, progress)
     return end(worker, progress)
+
+
+class TakenStep(NamedTuple):
+    """Holds what a step has come to, on this worker and on all."""
+
+    mean_loss: float
+    bad_samples: int  # of all workers
+    stopping: bool  # anyone wants to stop
+    all_written: bool  # everyone has written its file of the save in flight
+    rate: float  # of learning
+    planned: Ids  # of all workers
+    ids: list[list[int]]  # of this worker's samples: epoch, shard, sample
+
+
+def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
+    """Collective: take a step, counted from 0, with this worker's micro-batches of it."""
+    engine = worker.engine
+    watched = worker.phases  # what this worker does, as the watchdog is told
+    accumulation = worker.arithmetic.accumulation
+    rate = learning_rate(step, worker.steps, worker.cfg.optim.lr, worker.cfg.optim.schedule)
+    planned = worker.order.batch(step)
+    samples = worker.mask.left(planned)
+    # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
+    # over the batch, also where workers own different numbers of samples.
+    weight = worker.world * accumulation / samples
+    loss_sum = torch.zeros((), device=worker.device)  # of this worker, as are the next two
+    bad_samples = 0
+    ids: list[list[int]] = []
+
+    # 1. Forward and backward over the accumulation.
+    for number in range(accumulation):
+        batch = next_batch(worker, batches, step, planned)
+        bad_samples += worker.health.count_bad(batch)
+        ids += batch.ids.tolist()
+        images = begin_forward(worker, step, batch)
+        micro_batch_loss = OBJECTIVES[worker.cfg.objective](worker, step, images, batch)
+        watched.enter("backward", step)
+        engine.backward(micro_batch_loss * weight)
+        loss_sum = loss_sum + micro_batch_loss.detach()
+        # Their memory is free before the optimizer steps, which needs some of its own.
+        del batch, images, micro_batch_loss
+        watched.enter("reduce", step)
+        if number + 1 < accumulation:
+            engine.end_micro_batch(rate)
+
+    # 2. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up alone.
+    # Nothing else in a step has the host wait for the device.
+    mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples, samples)
+    return TakenStep(mean_loss, bad_of_all, stopping, all_written, rate, planned, ids)
 
 
 def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
@@ -228,6 +250,8 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     norm = worker.engine.gradient_norm
     worker.window.losses.append(mean_loss)
     worker.window.norms.append(norm)
+    if isinstance(worker.engine, ExactEngine):
+        worker.window.traces.append(worker.engine.trace)
     health.count_step(progress.step, mean_loss, norm, progress.ledger.hex, ids)
     samples_seen = health.samples_seen(progress.step)
     # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
@@ -268,17 +292,20 @@ def notice_sigterm(asked: threading.Event) -> None:
         signal.signal(signal.SIGTERM, remember)
 
 
-def finish_step(worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int) -> tuple[float, int, bool, bool]:
+def finish_step(
+    worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int, samples: int
+) -> tuple[float, int, bool, bool]:
     """Collective, once a step: have the optimizer step, add up what the workers have seen, and hear what they want.
 
-    Returns (mean loss, bad samples, anyone wants to stop, everyone has written its file).
+    `samples` are those that the mean loss is over. Returns (mean loss, bad samples, anyone wants to stop, everyone has
+    written its file).
     """
     # They travel with the gradient's norm, which decides whether the optimizer steps at all and is waited for anyway:
     # a reduction of their own would be another wait in every step, behind the optimizer and the gathering of weights.
     of_host = on_device([bad_samples, worker.wants_stop(), worker.saver.written], worker.device)
     numbers = torch.cat([loss_sum.double().reshape(1), of_host])
     loss_of_all, bad_of_all, stops, written = worker.engine.end_micro_batch(rate, numbers)
-    mean_loss = loss_of_all / worker.cfg.batch_size
+    mean_loss = loss_of_all / samples
     if isinstance(worker.engine, ExactEngine):
         # It is summed in the fixed order, as the gradient is; the reduction above adds up in an order of its own.
         mean_loss = worker.engine.loss
@@ -320,11 +347,14 @@ def training_values(worker: Worker, progress: Progress, rate: float, window: Win
     in_order = phases(cfg.thinning, worker.steps, worker.model_config)
     steps = range(progress.step - len(window.losses), progress.step)
     flops = flops_of(in_order, worker.model_config, steps, cfg.batch_size) / worker.world
+    # Of a run in exact mode: where a step that is taken again begins to differ, `jobs audit` learns from them.
+    traces = {"traces": window.traces} if window.traces else {}
     return {
         "step": progress.step,
         "steps": worker.steps,
         "lr": rate,
         **window.values(samples, flops, peak_flops(worker.device), worker.steps - progress.step),
+        **traces,
         "memory_gb": memory_gb(),
         "world": worker.world,
         "samples_seen": worker.health.samples_seen(progress.step),

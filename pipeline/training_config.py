@@ -10,7 +10,7 @@ of rank 3 owns the slots 768 … 1023 of every global batch.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import models
 from data.checks import at_least, check_name, more_than_0
@@ -27,6 +27,9 @@ from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import Loss, OptimConfig
 from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 from pipeline.values import shown
+
+if TYPE_CHECKING:
+    from data.loader import TrainLoader
 
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
@@ -372,6 +375,39 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
     shard_counts = [len(index.shards) for index in sets]
     joined = join(sets, weights)
     return joined, Mixture(joined.shard_samples, groups=shard_counts, weights=weights, **options)
+
+
+def training_loader(
+    cfg: TrainConfig,
+    index: Index,
+    order: Order | Mixture,
+    *,
+    image_size: int,
+    slots: range,
+    start_step: int,
+    micro_batch: int,
+    accumulation: int | None = None,
+    processes: int = 0,
+) -> "TrainLoader":
+    """Return the loader of these slots of every global batch from a step on, counted from 0, as the config says."""
+    from data.loader import TrainLoader  # not above: a recipe is checked without torch
+
+    return TrainLoader(
+        index,
+        order,
+        image_size=image_size,
+        slots=slots,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        start_step=start_step,
+        seed=cfg.seed,
+        augment=cfg.data.augment,
+        max_labels=cfg.labels_read,
+        processes=processes,
+        timeout_s=cfg.data.timeout_s,
+        cache=cfg.data.cache,
+        decode=cfg.data.decode,
+    )
 
 
 def cache_line(index: Index, order: Order | Mixture, slots: range, step: int, cfg: DataConfig) -> str:

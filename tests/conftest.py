@@ -14,6 +14,12 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setenv("RAY_AUTH_MODE", "token")
     import ray  # noqa: F401
 
+    # Where several processes share the tests, each computes with one thread: threads that wait for one another for a
+    # core burn it meanwhile. Torch and numpy read this when they are imported, and processes that tests start do not.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        import torch  # noqa: F401
+
 # Hundreds of short runs would each draw charts; the tests of the page take this back.
 os.environ["PATCHLINE_REPORT"] = "off"
 

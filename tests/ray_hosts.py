@@ -112,6 +112,8 @@ class RayHosts:
     def _start_nodes(self, names: list[str], **environment: str) -> None:
         token = self.head.run(f"cat {HOME}/.ray/auth_token").strip()
         command = in_session(readme_line(NODE_LINE)).replace("HEAD", self.head.name)
+        # Ray gives its own start 30 s, which a busy machine may take; a unit of systemd would type it again.
+        again = " || ".join([command, *[command.splitlines()[-1]] * 2])
         log_file = self.network.shared / "nodes.log"
         with log_file.open("w") as log:
             # "with the head's token", as the README says.
@@ -119,7 +121,7 @@ class RayHosts:
             started = []
             for name in names:
                 self._say_session(name, command)
-                started.append(self.network[name].start(copy + command, log, **PATIENCE, **environment))
+                started.append(self.network[name].start(copy + again, log, **PATIENCE, **environment))
             codes = [process.wait(START_TIMEOUT_S) for process in started]
         if any(codes):
             raise RuntimeError(f"{command}: exit codes {codes}\n{log_file.read_text()}")

@@ -200,7 +200,7 @@ def take_step(
         enter("update")
         if number + 1 < accumulation:
             worker.engine.end_micro_batch(worker.cfg.optim.lr)
-    finish_step(as_worker, worker.cfg.optim.lr, loss_sum, bad_samples=0)
+    finish_step(as_worker, worker.cfg.optim.lr, loss_sum, bad_samples=0, samples=worker.cfg.batch_size)
 
 
 def note_outputs(network: torch.nn.Module, outputs: dict[str, list[Any]]) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import importlib
 import os
 import random
 import shutil
@@ -238,6 +239,8 @@ def stopped_in_an_evaluation() -> None:
 
 def without_kernels(more: str = "", *arguments: int) -> None:
     """All of torch.compile but the kernels, whose C++ takes minutes to build."""
+    # Imported here once for all workers of the driver, which are its forks; each would take a second or two for it.
+    importlib.import_module("torch._inductor.lowering")
     torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     if more:
         globals()[more](*arguments)

@@ -16,8 +16,9 @@ import ray
 
 from jobs.cluster.embedded import token_path
 
-EVERY_S = 2.0
+EVERY_S = 0.5
 HOLD_S = 40.0
+EXPORT_EVERY = ("RAY_metrics_report_interval_ms", "1000")  # the variable that Ray's processes read, and its least value
 SAMPLE = re.compile(r"^(ray_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -25,8 +26,9 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 class Scraper:
     """Scrapes every node again and again, as the `also` of a campaign.
 
-    Ray exports a metric up to 10 s after it was set, which is longer than a small stage trains. So the driver is held
-    in the attempt `held_attempt`, whose workers go on, until all metrics in `wanted` were seen, or for HOLD_S.
+    Ray exports a metric up to EXPORT_EVERY after it was set (without that variable up to 10 s), which is longer than a
+    small stage trains. So the driver is held in the attempt `held_attempt`, whose workers go on, until all metrics in
+    `wanted` were seen, or for HOLD_S.
     """
 
     def __init__(self, wanted: Iterable[str] = (), held_attempt: int = 0) -> None:
@@ -36,7 +38,7 @@ class Scraper:
         self.next_look = 0.0
 
     def tick(self, attempt_folder: Path, number: int) -> None:
-        """Look every two seconds; the cluster may be coming or going."""
+        """Look now and then; the cluster may be coming or going."""
         deadline = time.monotonic() + HOLD_S
         while number == self.held_attempt and self.wanted - self.seen.keys() and time.monotonic() < deadline:
             self.scrape()

@@ -1,7 +1,6 @@
 """Records the calls that stand above an event; a module of its own, because workers import it by name."""
 
 import json
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+
+from data import storage
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
@@ -44,22 +45,22 @@ def recorded(folder: Path, event: str) -> list[Call]:
 
 def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[..., None]:
     """`run_worker` of a forked worker, with what goes on in the worker recorded."""
-    rename = os.rename
+    rename = storage.rename
 
     def before_forward(module: torch.nn.Module, inputs: object) -> None:
         # `model(images)`: the outermost module of ours, which DeepSpeed's engine calls.
         if type(module).__module__.split(".")[0] == "models":
             record(folder, "forward")
 
-    def before_rename(source: str | Path, destination: str | Path) -> None:
+    def before_rename(source: Path, destination: Path) -> None:
         # The rename that makes a checkpoint exist.
-        if Path(destination).name.startswith("step-"):
+        if destination.name.startswith("step-"):
             record(folder, "commit")
         rename(source, destination)
 
     def run_and_record(*arguments: object) -> None:
         register_module_forward_pre_hook(before_forward)
-        os.rename = before_rename  # type: ignore[assignment]
+        storage.rename = before_rename  # type: ignore[assignment]
         run_worker(*arguments)
 
     return run_and_record

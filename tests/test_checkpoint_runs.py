@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from contextlib import suppress
+from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ import pytest
 import models
 from data.index.document import load_index
 from data.order import Ledger, Order
+from data.shards.packing import pack
+from data.sources.samples import digits
 from jobs.__main__ import main
 from jobs.commands.demo import step_losses
 from pipeline import health
@@ -30,6 +33,7 @@ from pipeline.monitoring.telemetry import read_metrics
 from tests import run_faults
 from tests.drives import (
     assert_same,
+    assert_same_stage,
     at_step,
     evaluations,
     finish,
@@ -65,9 +69,17 @@ def run(twin, tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def evaluated(shards) -> list[str]:
+def few(tmp_path_factory) -> Path:
+    """Of the test set sixty digits in three shards, which two workers judge in eight batches each; read-only."""
+    folder = tmp_path_factory.mktemp("few")
+    pack(islice(digits(train=False, image_size=16), 60), folder, name="few", shard_samples=20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(few) -> list[str]:
     """Options with which steps 8, 16, 24, 32 and 40 are evaluated, all of which are committed."""
-    return ["pretrain.evaluate_every=8", f"pretrain.data.evaluate={shards / 'test'}", "pretrain.save_every=4"]
+    return ["pretrain.evaluate_every=8", f"pretrain.data.evaluate={few}", "pretrain.save_every=4"]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +166,7 @@ COMPILED += [("zero=3", "exact_parts=2", "precision=bf16")]
 )
 def test_a_compiled_run_goes_on_with_its_bits(options, patch, evaluated, run) -> None:
     """With dropout and accumulation; the attempt that goes on evaluates, and compiles that, before it trains."""
-    settings = [*evaluated, "pretrain.compile=true", "pretrain.model.dropout=0.1"]
+    settings = [*evaluated, "pretrain.compile=true", "pretrain.model.dropout=0.1", "pretrain.steps=24"]
     settings += [f"pretrain.{option}" for option in options]
     undisturbed = run.parent / "undisturbed" / "run"
     shutil.copytree(run, undisturbed)
@@ -162,7 +174,7 @@ def test_a_compiled_run_goes_on_with_its_bits(options, patch, evaluated, run) ->
     killed = f"{patch} driver_killed_before_the_evaluation_of 16".strip()
     assert finish(run, *settings, patch=killed) == -signal.SIGKILL
     assert finish(run, *settings, patch=patch or None) == 0, said(run)
-    assert_same(run, undisturbed)
+    assert_same_stage(stage(run), stage(undisturbed))
 
 
 STOPS = [[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT], [signal.SIGINT] * 2, [signal.SIGHUP]]
@@ -226,15 +238,15 @@ HANGS = {
     "restore": r"worker 0 on .*, in restore: stuck for \ds, the others wait for it",
     "data": r"worker 1 on .*, in data of step 23, shard train-0000\d\d.tar: stalled reader: \ds without a batch",
     "collective": r"worker 0 on .*, in reduce of step 32: stuck collective: all 2 workers are there for \ds",
-    "evaluate": r"worker 1 on .*, in evaluate after step 40, shard train-0000\d\d.tar: stuck for \ds, the others .*",
+    "evaluate": r"worker 1 on .*, in evaluate after step 40, shard few-0000\d\d.tar: stuck for \ds, the others .*",
     "finish": r"worker 0 on .*, in finish after step 40: stuck for \ds, the others wait for it",
 }
 
 
 @pytest.mark.parametrize("places", [("reduce", "data"), pytest.param(tuple(HANGS), marks=SOAK)])
-def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, twin, run) -> None:
-    evaluate, patch = next(run.glob("shards-*")) / "train", f"hanging {','.join(places)}"
-    assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={evaluate}", patch=patch) == 0, said(run)
+def test_a_run_that_hangs_anywhere_is_ended_named_and_goes_on(places, few, twin, run) -> None:
+    patch = f"hanging {','.join(places)}"
+    assert finish(run, "pretrain.stall_s=8", f"pretrain.data.evaluate={few}", patch=patch) == 0, said(run)
     for place, found in zip(places, incidents(stage(run)), strict=True):
         assert re.fullmatch(HANGS[place], found), said(run)
     stacks = (stage(run) / "incidents.txt").read_text()
@@ -328,9 +340,9 @@ def test_a_commit_implies_its_metrics(twin, run) -> None:
 
 
 @pytest.mark.parametrize(("evaluate_every", "stopped"), [(8, 8), (0, 40)])
-def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, stopped, twin, run) -> None:
+def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, stopped, few, twin, run) -> None:
     """Amid the steps, where step 8 is not saved otherwise, and at the end."""
-    options = [f"pretrain.evaluate_every={evaluate_every}", f"pretrain.data.evaluate={training_set(run)}"]
+    options = [f"pretrain.evaluate_every={evaluate_every}", f"pretrain.data.evaluate={few}"]
     process = start(run, *options, patch="stopped_in_an_evaluation")
     judged = run.parent / "judged"
     while process.is_alive() and not (judged.exists() and judged.read_text().count("0") == 3):
@@ -338,7 +350,7 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
     os.kill(process.pid, signal.SIGTERM)
     process.join()
     assert process.exitcode == 75, said(run)
-    assert sorted(judged.read_text()) == ["0"] * 3 + ["1"] * 3, "of 180 batches each; none after the stop was there"
+    assert sorted(judged.read_text()) == ["0"] * 3 + ["1"] * 3, "of 8 batches each; none after the stop was there"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == stopped
     assert not read_metrics(stage(run), "evaluate")
     assert not (stage(run) / "incidents.txt").exists(), "a stop that was asked for is none"
@@ -348,7 +360,7 @@ def test_a_stop_is_heard_between_two_batches_of_an_evaluation(evaluate_every, st
     evaluated = [record["step"] for record in read_metrics(stage(run), "evaluate")]
     assert evaluated == list(range(stopped, 41, 8)), "also the one that was stopped, and each once"
     (record,) = [record for record in read_metrics(stage(run), "evaluate") if record["step"] == 40]
-    assert record["judged"] == load_index(training_set(run)).samples
+    assert record["judged"] == 60
     assert step_losses(stage(run)) == {step: losses[:1] for step, losses in step_losses(stage(twin)).items()}
 
 
@@ -416,10 +428,10 @@ def test_a_sigterm_to_one_worker_of_few_shot_stops_all(twin, shards, tmp_path) -
     assert process.exitcode == 75 and "stopped between two batches; run the same command again" in said(run), said(run)
 
 
-def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> None:
+def test_an_evaluation_that_fails_costs_no_step_and_no_restart(few, twin, run) -> None:
     """A byte of the evaluation's last shard is wrong, which worker 1 reads; then it is put right."""
     evaluated = run.parent / "evaluated"
-    shutil.copytree(training_set(run), evaluated)
+    shutil.copytree(few, evaluated)
     shard = damaged_shard(evaluated)
     options = ["pretrain.evaluate_every=10", f"pretrain.data.evaluate={evaluated}"]
 
@@ -436,13 +448,13 @@ def test_an_evaluation_that_fails_costs_no_step_and_no_restart(twin, run) -> Non
     assert "in batches" in worker_log(run, 1), "where it failed"
     assert read_manifest(committed(stage(run) / "checkpoints")[0]).step == 40
 
-    shutil.copy(training_set(run) / shard.name, shard)
+    shutil.copy(few / shard.name, shard)
     assert finish(run, *options) == 0, said(run)
     assert_same(run, twin)
     assert [record["attempt"] for record in read_metrics(stage(run), "start")] == [1, 2]
     assert {record["attempt"] for record in read_metrics(stage(run))} == {1}, "no step was computed twice"
     (record,) = read_metrics(stage(run), "evaluate")
-    assert (record["step"], record["judged"]) == (40, load_index(evaluated).samples)
+    assert (record["step"], record["judged"]) == (40, 60)
 
 
 def test_too_many_failed_saves_in_a_row_exit_74(run) -> None:

@@ -24,7 +24,7 @@ from pipeline.monitoring.telemetry import read_metrics
 from tests.drives import assert_same_stage
 from tests.families import answers, family_of
 from tests.recipes import TINY
-from tests.scrape import Scraper
+from tests.scrape import EXPORT_EVERY, Scraper
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
@@ -109,6 +109,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
     # A path that is relative to the folder of this process, which is not that of Ray's workers.
     monkeypatch.chdir(recipe.parent)
     Path("ds.json").write_text("{}")
+    monkeypatch.setenv(*EXPORT_EVERY)
     for number in range(rounds):
         options = ["cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}", "pretrain.deepspeed=ds.json"]
         loaded = load(recipe, *options)

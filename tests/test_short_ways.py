@@ -7,8 +7,8 @@ packages. Frames of libraries (torch, DeepSpeed, the command line) and of the te
 1. To the model: the driver's frames when it has the agent start the workers, of which `main` is the first, and the
    worker's frames, from `run_worker` on, when the forward pass of the model begins; the last is the function that calls
    the model. What the fork server has on its stack when it forks belongs to neither.
-2. To the commit: the frames below the training loop, `pipeline.train.train`, when `os.rename` gives a checkpoint its
-   name; the last is the function that calls `os.rename`.
+2. To the commit: the frames below the training loop, `pipeline.train.train`, when `rename` (data/files.py) gives a
+   checkpoint its name; the last is the function that calls it.
 """
 
 from pathlib import Path

@@ -88,12 +88,12 @@ class ThisMachine:
         """Call a method of the agent in another thread."""
         return self.threads.submit(getattr(self.agent, method), *arguments)
 
-    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
-        """Say how a node was lost whose agent does not answer, and go on without it; "" where it is there.
+    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        """Say how each node was lost whose agent does not answer, and go on without it; "" where it is there.
 
-        `error` is what the call of the agent raised, None where it has not returned.
+        Beside each agent stands what the call of it raised, None where it has not returned.
         """
-        return ""
+        return [""] * len(asked)
 
     def room(self) -> int:
         """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""

@@ -523,26 +523,32 @@ class RayNodes:
             ray.kill(self.actors[node_id])
         self.actors.pop(node_id, None)
 
-    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
-        """Say how the node of an agent was lost, or the agent alone, and go on without it; "" where both are there.
+    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        """Say how the node of each agent was lost, or the agent alone, and go on without it; "" where both are there.
 
-        Several threads may ask, each of another node.
+        Ray is asked once and all nodes at the same time: a rack without power costs one wait.
         """
-        loss = "its node left the cluster"
-        for node in ray.nodes():
-            if node["NodeID"] == agent.node_id and node["Alive"]:
-                loss = "" if takes_connections(node) else "its node does not answer"
-        if loss:
-            # The places are asked for anew, elsewhere.
-            self.avoid([agent.node_id])
-            self.release()
-        elif isinstance(error, OutOfMemoryError):
-            loss = f"its node's agent was killed by Ray's out-of-memory killer: {str(error).splitlines()[0]}"
-        elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
-            loss = "its node's agent died (killed, or crashed), and its workers with it"
-        if loss:
-            self.end_agent(agent.node_id)
-        return loss
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        nodes = [alive.get(agent.node_id) for agent, _ in asked]
+        with ThreadPoolExecutor(len(asked)) as threads:
+            answers = list(threads.map(lambda node: node is None or takes_connections(node), nodes))
+        losses = []
+        for (agent, error), node, takes in zip(asked, nodes, answers, strict=True):
+            loss = "" if takes else "its node does not answer"
+            if node is None:
+                loss = "its node left the cluster"
+            if loss:
+                # The places are asked for anew, elsewhere.
+                self.avoid([agent.node_id])
+                self.release()
+            elif isinstance(error, OutOfMemoryError):
+                loss = f"its node's agent was killed by Ray's out-of-memory killer: {str(error).splitlines()[0]}"
+            elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
+                loss = "its node's agent died (killed, or crashed), and its workers with it"
+            if loss:
+                self.end_agent(agent.node_id)
+            losses.append(loss)
+        return losses
 
     def gpus_present(self) -> tuple[int, str]:
         """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""

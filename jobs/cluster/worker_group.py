@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,6 +70,7 @@ class AgentLink:
     news: int = 0
     taken: dict[str, Mark] = field(default_factory=dict)  # files of the node that were written here since the last poll
     has_own_folder: bool = False  # the node shares no storage with the driver
+    error: BaseException | None = None  # that the last poll raised
     loss: str = ""  # how the node was lost
 
 
@@ -293,7 +294,8 @@ class WorkerGroup:
                     raise
                 except Exception as error:
                     rank = link.ranks[0].rank
-                    cause = self.nodes.loss_of(link.agent, error) or f"its agent failed: {error}"
+                    (loss,) = self.nodes.losses_of([(link.agent, error)])
+                    cause = loss or f"its agent failed: {error}"
                     raise WorkerGroupError(rank, link.agent.name, cause) from error
         return answers
 
@@ -317,6 +319,7 @@ class WorkerGroup:
             limit = MISSED_BEATS_PEER
         self.ask_at_nodes([link for link in self.links if link.answer is not None and not link.answer.done()], limit)
 
+        failed = []
         for link in self.links:
             answer = link.answer
             if answer is None or not answer.done():
@@ -325,10 +328,8 @@ class WorkerGroup:
             try:
                 report: NodeReport = answer.result()
             except Exception as error:
-                # Or a connection that broke for a moment: then the agent is asked again.
-                link.loss = self.nodes.loss_of(link.agent, error)
-                if not link.loss:
-                    time.sleep(TOGETHER_S)
+                link.error = error
+                failed.append(link)
                 continue
 
             link.news = report.news
@@ -346,6 +347,10 @@ class WorkerGroup:
                     # At once, not with the next poll: a driver that is killed in between would get these lines again.
                     link.agent.call("take", link.taken)
                     link.taken = {}
+        if failed:
+            # Where a connection broke for a moment the agent is asked again.
+            self.ask_at_nodes(failed, 0)
+            time.sleep(TOGETHER_S)
 
     def _end_workers(self) -> None:
         """Have every agent end its workers; return when all have answered whose nodes are there, or after a while."""
@@ -363,16 +368,15 @@ class WorkerGroup:
     def ask_at_nodes(self, links: Sequence[AgentLink], limit: int) -> None:
         """Ask the nodes whose agents have missed `limit` heartbeats whether they are there, and note which are lost.
 
-        They are asked at the same time: a rack without power costs one wait, and not one for each of its nodes.
+        A node of which an agent's answer was an error is asked about with a limit of 0.
         """
         now = self.clock()
         silent = [link for link in links if not link.loss and now >= link.asked + limit * POLL_S]
         if not silent:
             return
-        with ThreadPoolExecutor(len(silent)) as threads:
-            losses = list(threads.map(lambda link: self.nodes.loss_of(link.agent, None), silent))
-        for link, loss in zip(silent, losses, strict=True):
+        for link, loss in zip(silent, self.nodes.losses_of([(link.agent, link.error) for link in silent]), strict=True):
             link.loss = loss
+            link.error = None
             # A node that answers is given as many beats again.
             link.asked = self.clock()
 

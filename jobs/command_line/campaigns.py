@@ -192,10 +192,12 @@ def report(
 
     with ExitStack() as copies:
         paths = []
+        stores = {}
         for run in runs:
             if "://" in run:
-                store, stage = copies.enter_context(stored_runs.local_copy(run))
+                store, stage = copies.enter_context(stored_runs.local_copy(run, with_logs=True))
                 paths.append(store.local / stage)
+                stores[paths[-1]] = store
             else:
                 paths.append(Path(run).resolve())
         page = Path(output or "comparison.html")
@@ -204,7 +206,7 @@ def report(
         if output is not None and (page.is_dir() or not page.parent.is_dir()):
             problem = "it is a folder" if page.is_dir() else f"there is no folder {page.parent}"
             raise UsageError(f"--output {page}: {problem}\n  expected a file's name, as report.html")
-        write_report(paths, page)
+        write_report(paths, page, stores)
     echo(f"page: {page}")
     if open_ and not webbrowser.open(page.absolute().as_uri()):
         echo("no browser answers here; open the page where there is one: it needs nothing but itself")

@@ -276,12 +276,10 @@ class ReportChecks:
             self.add("FAIL", "run folder", text, SHARED_RUN)
         elif lacking:
             who, lacks = lacking[0]
-            remedy = (
-                "mount it with locks and hard links: NFS 4, Lustre with -o flock; or choose another: run=/elsewhere"
-            )
+            remedy = "docs/storage.md says what it must do; choose another: run=/elsewhere"
             self.add("FAIL", "run folder", f"{named(who)}: {'; '.join(lacks)}", remedy)
         else:
-            text = f"the same for the driver and {counted(len(self.folders), 'node')}; locks, links, rename, fsync work"
+            text = f"the same for the driver and {counted(len(self.folders), 'node')}; links, rename, fsync work"
             self.add("OK", "run folder", text)
 
         # 2. The clock that is furthest from the driver's.

@@ -91,14 +91,15 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
 
 
 @contextmanager
-def local_copy(url: str) -> Iterator[tuple[Bucket, str]]:
+def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
     """Give the block a run with a temporary local folder, and the stage in it that the URL names, "" for none.
 
-    The folder has what commands read of the run. Raises UsageError where there is no run, StorageError.
+    The folder has what commands read of the run, and with_logs each log.txt. Raises UsageError where there is no run,
+    StorageError.
     """
     run = check_store_url(url)
     stage = ""
-    name = ""
+    stage_name = ""
     with TemporaryDirectory(prefix="patchline-run-") as temporary:
         folder = Path(temporary).resolve()
         # A stage's folder is told by its record, and of the run above it the end of the last command is read.
@@ -108,20 +109,22 @@ def local_copy(url: str) -> Iterator[tuple[Bucket, str]]:
         is_there = bool(store.list())
         # RUN/STAGE, without the key that the stage's folder has; the run itself has two names or more behind s3://.
         if not is_there and run.count("/") > 3:
-            run, _, name = run.rpartition("/")
+            run, _, stage_name = run.rpartition("/")
             store = Bucket(run, folder / run.rpartition("/")[2])
             is_there = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
         if not is_there:
             raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
         store.local.mkdir()
-        fetch_small_files(store, is_read)
+        files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES
+        # Small files lie in the run or in a stage.
+        fetch_small_files(store, lambda name: name.count("/") < 2 and name.rpartition("/")[2] in files)
         # A copy is as old as itself; a stage finished when it had taken its seconds.
         for path in store.local.glob(f"*/{DONE}"):
             finished_s = started_s(path.parent) + read_record(path)["seconds"]
             os.utime(path, (finished_s, finished_s))
         try:
-            if name:
-                stage = Path(find_stage(str(store.local / name), RECORD, typed=url)).name
+            if stage_name:
+                stage = Path(find_stage(str(store.local / stage_name), RECORD, typed=url)).name
             yield store, stage
         except DataError as error:
             raise DataError(str(error).replace(str(store.local), store.url)) from None
@@ -147,12 +150,6 @@ def fetch_weights(url: str) -> str:
         # Last: it speaks for the others.
         write_whole(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
         return str(cache.local / folder.name)
-
-
-def is_read(name: str) -> bool:
-    """Tell whether a command reads the file of this name whole: a small one of the run or of a stage."""
-    *folders, file = name.split("/")
-    return len(folders) < 2 and file in SMALL_FILES
 
 
 def status(url: str) -> None:

@@ -24,6 +24,7 @@ STEEP = 20.0  # times the median, from which on values are drawn on a logarithmi
 SIZE = (4.9, 2.5)  # inches at 72 pixels
 LONGEST_LABEL = 28  # characters
 NO_STEPS = np.zeros(0, int)
+PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
 
 
 class Line(NamedTuple):
@@ -66,8 +67,8 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
     return x[places], y[places]
 
 
-def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = ()) -> Markup:
-    """Draw curves over the samples seen."""
+def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, is_share: bool = False) -> Markup:
+    """Draw curves over the samples seen; a share is written in percent."""
     with charted():
         figure, axes = figure_of(title)
         values = np.concatenate([np.zeros(0), *(line.y for line in lines)])
@@ -102,6 +103,8 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = ()) ->
             else:
                 axes.plot([], [], color=LINES[1], marker="^", linestyle="", label=kind)
         axes.set_xlabel("samples seen", fontsize=8)
+        if is_share:
+            axes.yaxis.set_major_formatter(PERCENT)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: amount(value)))
         if len(lines) > 1 or kinds:
             axes.legend(fontsize=7, frameon=False, loc="best", handlelength=3.2)
@@ -119,7 +122,7 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
         axes.set_yticks(rows, [name[:LONGEST_LABEL] for name in names], fontsize=7)
         axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{100 * value:g} %"))
+        axes.xaxis.set_major_formatter(PERCENT)
         return svg(figure, title)
 
 

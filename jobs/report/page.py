@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from data import page
 from data.checks import one_line
 from data.errors import PatchlineError
 from data.index.index import Index
+from data.storage import Storage
 from jobs.report import charts
 from jobs.report.charts import Line, Mark
 from jobs.report.comparing import curve, differences, part
@@ -52,12 +53,15 @@ class Evaluated(NamedTuple):
     deviation: float  # between the draws
 
 
-def write_report(paths: Sequence[Path], output: Path, *, with_replay: bool = True) -> Path:
+def write_report(
+    paths: Sequence[Path], output: Path, stores: Mapping[Path, Storage] | None = None, *, with_replay: bool = True
+) -> Path:
     """Write the page of these runs and return where it is. Raises UsageError where there is no run, OSError.
 
-    `with_replay` shows the batches of spikes, for which torch is imported.
+    A path may be the local copy of a run in a store: `stores` says of which. `with_replay` shows what takes seconds:
+    the batches of spikes, for which torch is imported, and images that lie in a store.
     """
-    runs = [read_run(path) for path in paths]
+    runs = [read_run(path, (stores or {}).get(path)) for path in paths]
     if len(runs) == 1:
         page.write_page(output, "run.html", **run_values(runs[0], Album(with_replay=with_replay)))
     else:
@@ -101,10 +105,12 @@ def verdict(run: Run) -> str:
     """Return how the run stands, in a line."""
     results = []
     unfinished = []
+    tables = tuple(f"{stage.name}." for stage in run.stages if "summary" in (stage.done or {}))
     for stage in run.stages:
         if stage.done is None:
             unfinished.append(stage)
-        elif stage.result and "sets" not in stage.done:
+        # What sets were packed, and what each run of a sweep came to, is in the table of stages.
+        elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
@@ -242,7 +248,7 @@ def evaluations(stage: Stage) -> tuple[list[Evaluated], Markup | None]:
         points = [(stage.samples_at(row.step), row.value, row.low, row.high) for row in reversed(of_name)]
         x, value, low, high = np.array(points).T
         lines.append(Line(name, x, value, number=number, spread=np.maximum([value - low, high - value], 0)))
-    return rows, charts.line_chart("evaluations, accuracy with 95 % intervals", lines[:MOST_LINES])
+    return rows, charts.line_chart("evaluations, accuracy with 95 % intervals", lines[:MOST_LINES], is_share=True)
 
 
 def document_values(stage: Stage) -> dict[str, Any]:
@@ -275,18 +281,23 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
         record = artifacts.read_record(stage.folder / "sweep.json")
         values |= {"metric": record["metric"], "chosen": record["chosen"]}
         drawn = []
+        spread_of = "± between runs"
         lost = {result["row"] for result in record["runs"] if result["diverged"]}
         for name, means in {**record["rows"], **record["means"]}.items():
             mean = means.get(record["metric"])
             values["rows"].append((name, mean, name in lost))
             if mean is not None:
-                low, high = mean["interval"] or (mean["mean"], mean["mean"])
+                deviation = mean["sd"] or 0.0
+                low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
+                if mean["interval"]:
+                    spread_of = "95 %"
                 drawn.append((name, mean["mean"], low, high))
         names = {result["stage"] for result in record["runs"]}
     except (PatchlineError, OSError, LookupError, TypeError) as error:
         return {"name": stage.name, "problem": str(error)}
     if drawn:
-        values["chart"] = charts.value_chart(f"{stage.name}: {record['metric']}", drawn[:MOST_ROWS])
+        title = f"{stage.name}: {record['metric']}, {spread_of}"
+        values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
     lines: list[Line] = []
     for other in run.stages:
         if other.name in names and other.reports:

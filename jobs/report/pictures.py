@@ -6,6 +6,7 @@ What cannot be read costs the page a picture, and the page says so.
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,10 @@ MOST = 240  # pictures of a page; a thumbnail has about 4 kB
 OF_SPIKE = 16  # of the global batch
 SPIKES = 3  # the newest of a stage, whose batches are shown
 FIGURE = 800  # pixels of the longer side
+FIGURES = {
+    "attention.png": "what the class token attends to",
+    "inside.png": "patch filters, positions, and how far each head looks",
+}
 ANALYSES = 3  # folders of `analyze` that are shown
 
 
@@ -66,7 +71,7 @@ class Album:
             settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
             reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
             if index.remote and not self.with_replay:
-                how = as_typed(f"{COMMAND} report {stage.folder.parent}")
+                how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
                 return Gallery(title, [], f"its images lie in a store; to see them: {how}")
             for example in islice(examples["samples"], self.left):
                 key, encoded, _ = reader.read(example["shard"], example["sample"])
@@ -91,7 +96,7 @@ class Album:
             title = f"Spike at step {spike['step']}: gradient norm {spike['grad_norm']:.3g}"
             if spike["limit"] < 1e300:  # until enough norms are known there is no limit
                 title += f", usual up to {spike['limit']:.3g}"
-            command = as_typed(f"{COMMAND} replay {stage.folder} step={spike['step']}")
+            command = as_typed(f"{COMMAND} replay {stage.address} step={spike['step']}")
             if not self.with_replay or self.left < OF_SPIKE:
                 galleries.append(Gallery(title, [], f"to see its batch: {command}"))
                 continue
@@ -116,11 +121,12 @@ class Album:
         galleries = []
         for numbers in sorted([*run.glob("*/analysis.json"), *run.glob("*/*/analysis.json")])[:ANALYSES]:
             pictures = []
-            remark = ""
-            for name in ("attention.png", "inside.png"):
-                try:
-                    pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), name))
-                except (OSError, BadImage) as error:
-                    remark = f"{name} cannot be shown: {error}"
+            try:
+                analysis = json.loads(numbers.read_bytes())
+                remark = f"{analysis['weights']}, over {len(analysis['images'])} images"
+                for name, what in FIGURES.items():
+                    pictures.append(Picture(jpeg(decode((numbers.parent / name).read_bytes()), FIGURE), what, name))
+            except (OSError, BadImage, ValueError, LookupError, TypeError) as error:
+                remark = f"it cannot be shown: {error}"
             galleries.append(Gallery(str(numbers.parent.relative_to(run)), pictures, remark))
         return galleries

@@ -25,7 +25,7 @@ from data.checks import one_line
 from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
-from data.storage import Folder
+from data.storage import Folder, Storage
 from jobs.ownership import judge
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import Record, duration, read_metrics
@@ -63,6 +63,7 @@ class Stage:
 
     folder: Path
     name: str
+    address: str  # as commands name it: the folder, or its URL where that is a copy
     record: dict[str, Any] = field(default_factory=dict)  # stage.json
     done: dict[str, Any] | None = None
     task: dict[str, Any] = field(default_factory=dict)  # task.json, of a trained stage
@@ -205,6 +206,7 @@ class Run:
 
     path: Path
     name: str
+    address: str  # as commands name it
     stages: list[Stage]
     state: str  # "running", "done" or "stopped"
     end: str  # of the last command, in words
@@ -216,8 +218,8 @@ class Run:
         return [stage for stage in self.stages if stage.task]
 
 
-def read_run(path: Path) -> Run:
-    """Read a run directory or a stage's folder. Raises UsageError where there is neither."""
+def read_run(path: Path, store: Storage | None = None) -> Run:
+    """Read a run directory or a stage's folder, or the copy of those of a store. Raises UsageError for neither."""
     records = list(path.glob("*/stage.json"))
     run = path
     name = path.name
@@ -231,6 +233,7 @@ def read_run(path: Path) -> Run:
             f"no run at {path}\n  expected a run directory, or a stage's folder in it\n"
             f"  runs beside it: {', '.join(neighbours) or 'none'}"
         )
+    storage = store or Folder(run)
     state = "stopped"
     end = "no command has ended yet"
     command = ""
@@ -243,7 +246,7 @@ def read_run(path: Path) -> Run:
         elif last["exit_code"] is None:
             # A command that was killed could not write its end: status.json says "running" for ever.
             # A copy of a run has no lease, which says nothing. A lease of another machine is watched for a moment.
-            lease_state, lease = judge(Folder(run), lambda text: None, LEASE_PERIODS)
+            lease_state, lease = judge(storage, lambda text: None, LEASE_PERIODS)
             end = f"killed, or lost with its machine; begun {last['time']}"
             if lease_state == "held" or lease is None:
                 state = "running"
@@ -251,13 +254,14 @@ def read_run(path: Path) -> Run:
     except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
         pass
     records.sort(key=lambda record: artifacts.started_s(record.parent))
-    stages = [read_stage(record.parent) for record in records]
-    return Run(path, name, stages, state, end, command)
+    stages = [read_stage(record.parent, storage.address(record.parent.name)) for record in records]
+    address = storage.address("" if path == run else path.name)
+    return Run(path, name, address, stages, state, end, command)
 
 
-def read_stage(folder: Path) -> Stage:
+def read_stage(folder: Path, address: str) -> Stage:
     """Read a stage's folder; what was altered is said on the page, and the rest of the page is there."""
-    stage = Stage(folder, folder.name)
+    stage = Stage(folder, folder.name, address)
     try:
         stage.record = artifacts.read_record(folder / "stage.json")
         stage.name = str(stage.record.get("name") or folder.name)

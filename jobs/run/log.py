@@ -23,7 +23,7 @@ from jobs.monitor.status_poller import size_of
 from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
 from jobs.progress import activity
-from jobs.resolved_recipe import Campaign
+from jobs.resolved_recipe import Campaign, Stage
 from jobs.stages.sweep import DIVERGED
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
 from pipeline.evaluation.async_evaluation import without_single_seeds
@@ -231,17 +231,23 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
 
 
 def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log where the run is and, where it has made weights, what to type next: for the last stage that has made some."""
+    """Log where the run is and, where it has made weights, what to type next with those of the last section.
+
+    Of the runs of a sweep the one with the best accuracy is named.
+    """
     address = campaign.storage.address()
     log(f"run: {address}")
-    made = []
+    stage: Stage | None = None
+    best = 0.0
     for row in rows:
-        stage = campaign.stage(row["stage"])
-        if stage.kind.makes_weights and DIVERGED not in row:
-            made.append(stage)
-    if not made:
+        made = campaign.stage(row["stage"])
+        accuracy = row.get("metrics", {}).get("accuracy", 0.0)
+        is_first = stage is None or made.source != stage.source
+        if made.kind.makes_weights and DIVERGED not in row and (is_first or accuracy > best):
+            stage = made
+            best = accuracy
+    if stage is None:
         return
-    stage = made[-1]
     is_vit = stage.model is not None and stage.model.family == "vit"
     evaluated = campaign.path_of(stage.config.data.evaluate) if stage.kind.trains else None
     # As short as it can be typed here. Weights in a store are brought to a disk first.

@@ -1,8 +1,8 @@
 """What a run of a sweep has cost: the axes of a study's figures (paper, figures 3 to 5 and table 6).
 
 In:  the folder of a finished stage and, where it has trained, its metrics.jsonl
-Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "samples": 12000000, "steps": 2930, "seconds": 3600.0,
-     "images_per_s": 3333.3}
+Out: {"parameters": 86567656, "gmacs": 17.56, "exaflops": 1.27, "images": 1281167, "samples": 12000000, "steps": 2930,
+     "seconds": 3600.0, "images_per_s": 3333.3}
 
 Compute is counted as `plan` counts it. Seconds are those of the steps that the run has kept: start-up, evaluations,
 and what a failure has cost are not in them.
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import models
-from jobs.resolved_recipe import Stage
+from jobs.resolved_recipe import Stage, index_if_made
+from pipeline import artifacts
 from pipeline.monitoring.telemetry import account, amount, read_metrics
 from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
@@ -29,6 +30,12 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
     if not stage.kind.trains or not reports:
         return axes
     cfg: TrainConfig = stage.config
+    # The size of the training sets, as long as they are there.
+    if (folder / artifacts.PROVENANCE).exists():
+        for name, source in artifacts.read_record(folder / artifacts.PROVENANCE)["inputs"].items():
+            index = index_if_made(source["path"]) if name.endswith("train") and name.startswith("data.") else None
+            if index is not None:
+                axes["images"] = axes.get("images", 0) + index.samples
     steps = reports[-1]["step"]
     # Which step sees how many patches depends on the steps that were planned: the stage may have ended early.
     in_order = phases(cfg.thinning, reports[-1]["steps"], model)

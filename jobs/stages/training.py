@@ -44,9 +44,12 @@ from pipeline.training_config import TrainConfig, check_model, check_schedule, s
 from pipeline.versions import code_version
 
 
-def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
+def run(
+    cfg: TrainConfig, context: Context, *, until: int | None = None, masked: Sequence[Sequence[int]] = ()
+) -> dict[str, object]:
     """Train until the stage is done; its sets have been checked.
 
+    A replay (jobs/replays) ends with the step `until`, and does without `masked` samples, as `start.Job` has them.
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
     # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
@@ -79,7 +82,7 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     # 3. Attempts, until one has taken all steps.
     outcome = supervise(
         train,
-        partial(make_training_task, cfg, context, time.time()),
+        partial(make_training_task, cfg, context, time.time(), until=until, masked=masked),
         context,
         worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
@@ -96,7 +99,15 @@ def run(cfg: TrainConfig, context: Context) -> dict[str, object]:
     return outcome
 
 
-def make_training_task(cfg: TrainConfig, context: Context, began: float, attempt: int) -> Task:
+def make_training_task(
+    cfg: TrainConfig,
+    context: Context,
+    began: float,
+    attempt: int,
+    *,
+    until: int | None = None,
+    masked: Sequence[Sequence[int]] = (),
+) -> Task:
     """Return the task of an attempt's workers, and leave it in task.json, from which `jobs replay` starts.
 
     `began` is the time at which this command has begun to work on the stage.
@@ -145,6 +156,8 @@ def make_training_task(cfg: TrainConfig, context: Context, began: float, attempt
         began=began,
         remote=campaign.remote,
         device_bytes=device_bytes,
+        until=until,
+        masked=masked,
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     artifacts.write_record(context.directory / artifacts.TASK, task)

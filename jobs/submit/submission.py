@@ -216,6 +216,7 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
     written = 0  # characters of the job's log
     texts = _tail(client, job.id)
     answered_s = time.monotonic()  # when the head was last heard of
+    alive_s = time.monotonic()  # when the job was last known to be alive
     while True:
         # 1. What the job prints. None ends the connection: the job has ended, or the head is away.
         text: str | None = ""
@@ -254,7 +255,10 @@ def logs(run: str, *, write: Callable[[str], None] | None = None) -> RayJob:
                 f"the cluster's head at {address} knows no job {job.id} any more: it was started anew\n"
                 f"what the run has committed is in its directory\n{go_on}"
             )
-        if not jobs[0].alive:
+        if jobs[0].alive:
+            alive_s = time.monotonic()
+        # Its last lines may come behind its end; the connection ends behind them.
+        elif text is None or time.monotonic() - alive_s > LOOK_TIMEOUT_S:
             return jobs[0]
         if text is None:
             texts = _tail(client, job.id, written)

@@ -9,6 +9,9 @@
 In:  4 parts at world size 2: rank 0 has g0, g1 and rank 1 has g2, g3
 Out: (g0 + g1) + (g2 + g3) on both; one worker with all four parts adds the same numbers in the same order
 
+Beside the sum go numbers that tell, if the step is ever taken again with another result, where it began to differ
+(`Trace`): they are the same at every world size, but for the last.
+
 DeepSpeed's own reduction, clipping and step are not used, its partitions of masters and moments and its gathering of
 weights are. `docs/exact.md` has the reasons and the price.
 """
@@ -18,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +79,25 @@ class FlatPlan:
     places: list[tuple[slice, slice]]  # (in the flat, in the whole gradient)
 
 
+class Trace(NamedTuple):
+    """Says what a step was made of, to the bit."""
+
+    losses: list[float]  # of every part
+    gradients: list[float]  # checksum of every part's
+    states: list[float]  # checksum of the masters and moments of every worker, before the step
+
+
+def checksum(flat: Tensor) -> Tensor:
+    """Return a number, exact in float64, that any flipped bit of an fp32 tensor changes."""
+    # Two elements at a time, as one integer of 64 bits: the sum of single ones takes ten times as long on a CPU.
+    bits = flat.detach().flatten().view(torch.int32)
+    first = bits.storage_offset() % 2
+    stop = first + (len(bits) - first) // 2 * 2
+    total = bits[first:stop].view(torch.int64).sum() + bits[:first].sum() + bits[stop:].sum()
+    # Both halves count: a flip changes one of them, or one by what it does not carry to the other.
+    return ((total & 0xFFFFFFFF) + (total >> 32 & 0xFFFFFFFF)).double()
+
+
 class ExactEngine(Engine):
     """Does what Engine does, with sums in the fixed order; `loss` is the last step's mean, summed as gradients are."""
 
@@ -102,6 +125,9 @@ class ExactEngine(Engine):
         self._part: Tensor | None = None  # the sum of a part's micro-batches so far, flat
         self._sums: list[Tensor] = []  # of 2ⁿ parts each, waiting for their neighbours; the largest first
         self._seen = 0  # micro-batches of this step
+        self.parts = parts
+        self.trace = Trace([], [], [])  # of the last step
+        self._of_parts: list[Tensor] = []  # loss and checksum of each part that is closed
         # Where the elements of each flat tensor of the optimizer lie in the whole gradient.
         first_of: dict[str, int] = {}  # element of the whole gradient at which a parameter begins
         total = 0
@@ -154,6 +180,7 @@ class ExactEngine(Engine):
         assert self._part is not None
         finished = self._part
         self._part = None
+        self._of_parts.append(torch.stack([finished[-1].double(), checksum(finished[:-1])]))
         closed_parts = self._seen // self.part_length
         carries = (closed_parts & -closed_parts).bit_length() - 1  # zeros at its end
         for _ in range(carries):
@@ -172,16 +199,26 @@ class ExactEngine(Engine):
         self._sums = []
         tree_sum(total)
         gradient = total[:-1]
+        # The trace: every worker fills in its own places, so that the sum over workers has all of them.
+        rank = dist.get_rank()
+        of_parts = 2 * self.parts
+        trace = torch.zeros(of_parts + dist.get_world_size(), dtype=torch.float64, device=total.device)
+        mine = slice(rank * self.parts_here, (rank + 1) * self.parts_here)
+        trace[:of_parts].view(2, self.parts)[:, mine] = torch.stack(self._of_parts, 1)
+        self._of_parts = []
+        for flat in self.state.flats:
+            for tensor in (flat, *map(self.state.optimizer.state[flat].get, self.state_names)):
+                trace[of_parts + rank] += checksum(tensor)
         # Of the whole gradient, on every worker alike: a sum over partitions would depend on where they are cut.
         norm_here = torch.linalg.vector_norm(gradient)
-        on_device = [norm_here.double(), total[-1].double()]
-        if numbers is not None:
-            dist.all_reduce(numbers)
-            on_device += numbers.unbind()
+        of_workers = trace if numbers is None else torch.cat([trace, numbers])
+        dist.all_reduce(of_workers)
         # Read together: the host waits for the device once a step.
-        norm, loss, *sums = torch.stack(on_device).tolist()
+        norm, loss, *values = torch.cat([norm_here.double().reshape(1), total[-1:].double(), of_workers]).tolist()
         self.gradient_norm = norm
         self.loss = loss
+        self.trace = Trace(values[: self.parts], values[self.parts : of_parts], values[of_parts : len(trace)])
+        sums = values[len(trace) :]
         # All workers hold the same bits, so all of them skip the step together, without asking one another.
         if not math.isfinite(norm):
             return sums

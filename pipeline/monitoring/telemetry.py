@@ -180,6 +180,7 @@ class Window:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.waits: list[Wait] = []  # of every micro-batch
+        self.traces: list[Sequence[list[float]]] = []  # of every step, in exact mode alone
         self.stalled_s = 0.0  # by checkpoints
         self.evaluated_s = 0.0
 
@@ -189,6 +190,7 @@ class Window:
         self.losses += later.losses
         self.norms += later.norms
         self.waits += later.waits
+        self.traces += later.traces
         self.stalled_s += later.stalled_s
         self.evaluated_s += later.evaluated_s
 

@@ -118,7 +118,7 @@ def step_to_trace(
     if cfg.optim.head_weight_decay is not None:
         optim["head_weight_decay"] = cfg.optim.head_weight_decay
     values: dict[str, Any] = {
-        "data": {"train": "images", "max_labels": cfg.data.max_labels},
+        "data": {"train": "unread", "max_labels": cfg.data.max_labels},
         "optim": optim,
         "steps": 1,
         # Nothing depends on them but DeepSpeed's check that they fit together.

@@ -1,16 +1,15 @@
 """Is a folder the same storage for the driver and for a worker's node, and can it do what a run asks of it?
 
-The driver has written `driver.json`, holds a lock on `lock`, and answers the requests of nodes (`answering`):
+The driver has written `driver.json`, and answers the requests of nodes (`answering`):
 
     request-h3-0.json  the token of the node h3
     answer-h3-0.json   the same token, and the time on the driver's clock
 
 1. The node looks for the driver's file.
 2. It asks, and takes the driver's clock from the answer; half of the time that it took is how far off it may be.
-3. It tries what a run does: a lock that another process has, a link to a name that exists, a commit.
+3. It tries what a run does: a link to a name that exists, a commit.
 """
 
-import fcntl
 import json
 import os
 import secrets
@@ -26,7 +25,6 @@ from data.errors import StorageError
 from data.files import (
     create_exclusively,
     free_bytes,
-    locked,
     look_for,
     names_in,
     refusal,
@@ -36,7 +34,6 @@ from data.files import (
 )
 
 DRIVER_FILE = "driver.json"
-LOCK_FILE = "lock"
 ANSWERED_WITHIN_S = 30.0  # as data.files waits for a file
 REQUESTS = 3
 POLL_S = 0.002
@@ -91,14 +88,8 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
             if report["uncertainty_s"] is None or uncertainty_s < report["uncertainty_s"]:
                 report["skew_s"] = skew_s
                 report["uncertainty_s"] = uncertainty_s
-        # Locks and hard links, as a run uses them and with its functions. The driver has this lock: where we get it,
-        # two commands on two machines could own one run.
-        try:
-            with locked(folder / LOCK_FILE, wait=False) as is_ours:
-                if is_ours:
-                    report["lacks"].append("a lock (flock) that the driver holds is not seen")
-        except StorageError as error:
-            report["lacks"].append(str(error).splitlines()[0])
+        # Hard links, as a run uses them and with its function: where they do not keep a name, two commands on two
+        # machines could own one run.
         try:
             first = create_exclusively(folder / f"claim-{name}", "1")
             second = create_exclusively(folder / f"claim-{name}", "2")
@@ -130,7 +121,7 @@ def report_on(folder: Path, name: str, *, is_shared: bool = True) -> FolderRepor
 
 @contextmanager
 def answering(folder: Path) -> Iterator[None]:
-    """Be the driver while the block runs: leave its file in the folder, hold its lock, and answer requests."""
+    """Be the driver while the block runs: leave its file in the folder, and answer requests."""
     write_whole(folder / DRIVER_FILE, json.dumps({"token": secrets.token_hex(16)}))
     has_ended = threading.Event()
 
@@ -146,16 +137,12 @@ def answering(folder: Path) -> Iterator[None]:
                         answered.add(path.name)
 
     thread = threading.Thread(target=answer_all, daemon=True)
-    with open(folder / LOCK_FILE, "a") as lock:
-        # Where the file system has no locks the nodes find that out, in words.
-        with suppress(OSError):
-            fcntl.flock(lock.fileno(), fcntl.LOCK_EX)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def request_time(folder: Path, request: str) -> tuple[float, float] | None:

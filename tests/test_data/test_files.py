@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import stat
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +25,7 @@ from data.errors import ConfigError, StorageError
 from data.storage import Folder
 from jobs.ownership import Lease, claim_attempt
 from models.weights.files import write_tensors
+from tests import hosts
 
 pytestmark = pytest.mark.quick
 
@@ -99,7 +102,7 @@ def test_a_small_file_keeps_room_for_what_is_written_on_a_full_disk(tmp_path, mo
     path = tmp_path / "status.json"
     files.write_with_reserve(path, '{"message": "running"}', 100)
     size = path.stat().st_size
-    monkeypatch.setattr(os, "replace", refusing(os.replace, errno.ENOSPC, lambda *_: True))
+    monkeypatch.setattr(os, "rename", refusing(os.rename, errno.ENOSPC, lambda *_: True))
     files.write_with_reserve(path, '{"message": "the disk is full"}', 100)
     assert json.loads(path.read_text()) == {"message": "the disk is full"} and path.stat().st_size == size
     with pytest.raises(OSError, match="No space left"):
@@ -198,7 +201,7 @@ def test_storage_without_locks_is_named_with_its_path_and_what_to_do(code, tmp_p
     no_locks = r"the file system of .* has no locks \(flock\)"
     with pytest.raises(StorageError, match=no_locks) as refusal, files.locked(tmp_path / "lock"):
         pass
-    assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
+    assert str(tmp_path) in str(refusal.value) and "PATCHLINE_CACHE" in str(refusal.value)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
@@ -207,6 +210,80 @@ def test_storage_without_hard_links_is_named_with_its_path_and_what_to_do(code, 
     with pytest.raises(StorageError, match="has no hard links") as refusal:
         claim_attempt(Folder(tmp_path))
     assert str(tmp_path) in str(refusal.value) and "run=/elsewhere" in str(refusal.value)
+
+
+def test_what_nfs_did_and_then_refused_because_the_answer_was_lost_is_done(tmp_path, monkeypatch) -> None:
+    """As the kernel reports a request that the server carried out twice: EEXIST of a link, ENOENT of a rename."""
+    link, rename = os.link, os.rename
+
+    def link_again(source, target) -> None:
+        link(source, target)
+        link(source, target)
+
+    def rename_again(source, target) -> None:
+        rename(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "link", link_again)
+    monkeypatch.setattr(os, "rename", rename_again)
+    storage = Folder(tmp_path)
+    assert claim_attempt(storage) == 1 and claim_attempt(storage) == 2
+    assert storage.create_once("attempts/000002.json", b"another's") is False
+    storage.put("status.json", b"old")
+    storage.put("status.json", b"new")
+    assert storage.read("status.json") == b"new"
+    (tmp_path / "saved").mkdir()
+    storage.write(f"{storage.staged('saved', 'step-0000000005', 1)}/rank-00000.safetensors", memoryview(b"weights"))
+    assert storage.publish("saved", "step-0000000005", 1, b"manifest")
+    assert storage.published("saved") == ["step-0000000005"]
+    assert storage.retire("saved", "step-0000000005") is None and storage.published("saved") == []
+    with pytest.raises(FileNotFoundError):
+        files.rename(tmp_path / "missing", tmp_path / "status.json")
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+CREATE = """
+import sys, time
+from pathlib import Path
+from data.files import create_exclusively
+while not Path("go").exists():
+    time.sleep(0.001)
+for number in range(200):
+    print(create_exclusively(Path(f"{number}.json"), sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
+def test_two_processes_of_one_pid_on_shared_storage_create_each_name_once(tmp_path) -> None:
+    """As the first processes of two pods: both are number 1 of their own table of processes."""
+    alone = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", CREATE]
+    processes = {}
+    for name in "ab":
+        processes[name] = subprocess.Popen(
+            [*alone, name], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(hosts.ROOT)}, stdout=subprocess.PIPE
+        )
+    (tmp_path / "go").touch()
+    created = {name: process.communicate(timeout=60)[0].split() for name, process in processes.items()}
+    for number, answers in enumerate(zip(created["a"], created["b"], strict=True)):
+        assert sorted(answers) == [b"False", b"True"]
+        assert (tmp_path / f"{number}.json").read_text() == "ab"[answers.index(b"True")]
+
+
+def test_a_save_that_was_swept_is_never_published_even_where_its_folder_cannot_be_deleted(tmp_path, monkeypatch):
+    """NFS keeps a folder in which somebody on the same host has a file open."""
+    storage = Folder(tmp_path)
+    (tmp_path / "saved").mkdir()
+    staged = storage.staged("saved", "step-0000000005", 1)
+    storage.write(f"{staged}/rank-00000.safetensors", memoryview(b"weights"))
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    for attempt in (2, 3):
+        storage.sweep("saved", attempt)
+        assert not (tmp_path / staged).exists()
+        with pytest.raises(FileNotFoundError):
+            storage.publish("saved", "step-0000000005", 1, b"manifest")
+    monkeypatch.undo()
+    storage.sweep("saved", 4)
+    assert os.listdir(tmp_path / "saved") == []
 
 
 def hold(path: Path, is_held) -> None:
@@ -222,13 +299,13 @@ def test_a_lock_is_free_the_moment_its_process_is_killed(tmp_path) -> None:
     holder = context.Process(target=hold, args=(tmp_path / "lock", is_held))
     holder.start()
     assert is_held.wait(60)
-    with files.locked(tmp_path / "lock", wait=False) as has_lock:
-        assert not has_lock
+    with open(tmp_path / "lock", "a") as file:
+        assert not files.take_lock(file.fileno(), tmp_path / "lock", wait=False)
     assert holder.pid is not None
     os.kill(holder.pid, signal.SIGKILL)
     holder.join()
-    with files.locked(tmp_path / "lock", wait=False) as has_lock:
-        assert has_lock
+    with open(tmp_path / "lock", "a") as file:
+        assert files.take_lock(file.fileno(), tmp_path / "lock", wait=False)
 
 
 def test_only_one_creates_a_file_exclusively(tmp_path) -> None:

@@ -371,7 +371,7 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
         def stop(self) -> None:
             late.set()
 
-    monkeypatch.setattr(batches, "TrainLoader", Loader)
+    monkeypatch.setattr(batches, "training_loader", Loader)
     monkeypatch.setattr(batches, "moved_ahead", lambda iterated, device: iterated)
     thinned = TokenDroppingConfig(image_sizes=(16,), image_sizes_until=(0.5,))
     worker: Any = SimpleNamespace(
@@ -393,6 +393,6 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
     assert next(in_order) == (2, 24)
     monkeypatch.undo()
 
-    monkeypatch.setattr(batches, "TrainLoader", Loader)
+    monkeypatch.setattr(batches, "training_loader", Loader)
     with pytest.raises(Preempted):
         next(batches.micro_batches(worker, 3))

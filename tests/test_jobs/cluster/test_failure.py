@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -110,17 +110,18 @@ def test_the_end_of_a_dead_workers_log_is_kept(characters, tmp_path) -> None:
 
 
 class SilentNodes:
-    """Nodes of which some do not answer; counts which were asked, and by how many threads at once."""
+    """Nodes of which some do not answer; notes which were asked, and how often."""
 
     def __init__(self, dead: set[str]) -> None:
         self.dead = dead
         self.asked: list[str] = []
-        self.together = threading.Barrier(2, timeout=5)
+        self.times = 0
 
-    def loss_of(self, node: NodeAgent, error: BaseException | None) -> str:
-        self.asked.append(node.name)
-        self.together.wait()
-        return "its node does not answer" if node.name in self.dead else ""
+    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        self.times += 1
+        names = [agent.name for agent, _ in asked]
+        self.asked.extend(names)
+        return ["its node does not answer" if name in self.dead else "" for name in names]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +152,37 @@ def test_a_node_is_asked_after_missed_heartbeats_and_lost_where_it_does_not_answ
             before = len(nodes.asked)
             group.poll(0.0)
             if len(nodes.asked) > before:
-                assert share == 1.0 and sorted(nodes.asked[before:]) == ["n0", "n1"], "both at once"
+                assert share == 1.0 and nodes.asked[before:] == ["n0", "n1"], "both at once"
                 asked_after.append(beats)
         if group.evidence().losses:
             assert beats == lost_after
             break
     assert asked_after == beats_asked_after
     assert set(group.evidence().losses) == {int(name[1:]) for name in dead}
+    assert nodes.times == len(beats_asked_after)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8, 16])
+def test_what_the_driver_asks_in_a_round_grows_with_the_nodes_alone(workers, tmp_path, monkeypatch) -> None:
+    """A poll each, and one question about all that are lost at once, whether their agents are silent or raise."""
+    monkeypatch.setattr(worker_group, "TOGETHER_S", 0.0)
+    group = group_of(tmp_path, workers)
+    nodes = SilentNodes({f"n{number}" for number in range(workers)})
+    group.nodes = nodes  # type: ignore[assignment]
+    polls: list[str] = []
+
+    def poll(method: str, *arguments: Any) -> "Future[Any]":
+        polls.append(method)
+        answer: Future[Any] = Future()
+        answer.set_exception(ConnectionError("reset by peer"))
+        return answer
+
+    for link in group.links:
+        link.agent = dataclasses.replace(link.agent, call=poll)
+    group.poll(0.0)
+    assert polls == ["poll"] * workers and nodes.times == 1 and len(group.evidence().losses) == workers
+    group.poll(0.0)
+    assert len(polls) == workers and nodes.times == 1, "who is lost is asked nothing more"
 
 
 class Agents:
@@ -196,8 +221,8 @@ class Agents:
     def warm_up_spares(self, spare: Set[str]) -> None:
         pass
 
-    def loss_of(self, agent: NodeAgent, error: BaseException | None) -> str:
-        return ""
+    def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
+        return [""] * len(asked)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A real Ray cluster of several nodes on this machine: what fits where, who waits for whom, nodes that go."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -231,9 +232,10 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         f"room for 3; free: 1 CPUs on {host}, 1 CPUs on {host}, 1 CPUs on {host}"
     ]
     # No more room: what is held is what the next attempt gets, at once.
+    patient = dataclasses.replace(some, patience_s=60)
     began = time.monotonic()
-    assert reserve(some, "/runs/a", said.append, worlds=(4, 2, 1)) == first
-    assert time.monotonic() - began < 1
+    assert reserve(patient, "/runs/a", said.append, worlds=(4, 2, 1)) == first
+    assert time.monotonic() - began < 30
     assert room_now(some) == 3
     joined = nodes.cluster.add_node(num_cpus=1, **nodes.options)
     try:

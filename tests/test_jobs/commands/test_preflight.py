@@ -215,14 +215,15 @@ def test_the_driver_answers_and_its_clock_is_told_from_the_answer(tmp_path, monk
     assert found_out["lacks"] == [] and found_out["written_bytes"] == 2**24
 
 
-def test_a_folder_without_the_driver_is_not_shared_and_a_lock_that_is_not_held_is_said(tmp_path, monkeypatch) -> None:
+def test_a_folder_without_the_driver_is_not_shared_and_a_name_created_twice_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     monkeypatch.setattr(folders, "ANSWERED_WITHIN_S", 0.1)
     assert folders.report_on(tmp_path, "0")["sees_driver"] is False
     (tmp_path / folders.DRIVER_FILE).touch()
+    monkeypatch.setattr(folders, "create_exclusively", lambda *_: True)
     alone = folders.report_on(tmp_path, "0")
     assert (alone["sees_driver"], alone["is_answered"], alone["skew_s"]) == (True, False, None)
-    assert alone["lacks"] == ["a lock (flock) that the driver holds is not seen"]
+    assert alone["lacks"] == ["a hard link does not fail where its name exists"]
 
 
 def test_two_real_workers_are_looked_at_and_nothing_is_left_behind(recipe, tmp_path, capsys) -> None:

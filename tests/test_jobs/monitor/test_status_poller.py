@@ -132,7 +132,7 @@ def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkey
     wait_until(lambda: len(looks) == 5)
     began = time.monotonic()
     poller.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10, "of a look that never ends"
     assert len(said) == 2 and said[1].startswith("monitoring: no answer within 0.2 s")
     assert said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
     is_over.set()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from data.index.document import load_index
+from data.images.decode import decode
+from data.index.document import load_index, write_index
+from data.page import jpeg
 from data.shards.packing import pack
+from data.shards.reader import ShardReader
 from data.shards.subset import Rule, make_subset
 from data.sources.samples import Sample, digits
 from data.storage import Folder
@@ -28,6 +32,7 @@ from jobs.run.log import write_status
 from pipeline import artifacts
 from tests.browser import CHROMIUM, Browser
 from tests.paged_runs import add, change, incident, make_run, report, start
+from tests.stores import store
 
 MARKUP = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2>"
 HOSTILE = (MARKUP, "\"quoted' & so", "\u202eflesti", "שלום עולם", "x" * 300)
@@ -252,6 +257,35 @@ def test_a_file_that_was_altered_costs_the_page_a_part_and_is_named(restarted, t
     assert "CANNOT TELL" in text or "cannot be shown" in text
 
 
+def test_a_run_and_a_set_in_a_store_are_shown_as_those_on_a_disk(tmp_path, shards, monkeypatch, capsys):
+    """Both in S3: the images of a judged set are read there, and no temporary path is on the page."""
+    folder = make_run(tmp_path / "there", shards)
+    shutil.copytree(shards / "test", tmp_path / "index")
+    for tar in (tmp_path / "index").glob("*.tar"):
+        tar.unlink()
+    there = load_index(shards / "test")
+    write_index(tmp_path / "index" / "test.index.json", "s3://images/set", there.shards, there.class_counts)
+    samples = [{"shard": 0, "sample": 7, "labels": [1], "predicted": 2, "confidence": 0.75}]
+    artifacts.write_record(
+        folder / artifacts.EXAMPLES, {"step": 24, "set": str(tmp_path / "index"), "samples": samples}
+    )
+    (folder / "log.txt").write_text("bad sample 1 replaced: train-000001.tar k7: not a JPEG\n")
+    write_status(tmp_path / "there", None, "running", "python -m jobs run x")
+    files = {f"set/{tar.name}": tar for tar in (shards / "test").glob("*.tar")}
+    for file in (tmp_path / "there").rglob("*.*"):
+        files[f"runs/there/{file.relative_to(tmp_path / 'there')}"] = file
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    with store("s3", files):
+        assert main(["report", "s3://images/runs/there", "--output", str(tmp_path / "page.html")]) == 0
+        kept_by_run = write_report([tmp_path / "there"], tmp_path / "kept.html", with_replay=False).read_text()
+    text = (tmp_path / "page.html").read_text()
+    pixels = decode(ShardReader(there).read(0, 7)[1])
+    assert str(jpeg(pixels)) in text and str(jpeg(pixels)) not in kept_by_run
+    assert "its images lie in a store; to see them: python -m jobs report " in kept_by_run
+    assert "patchline-run-" not in text, "the copy's folder is gone when somebody reads the page"
+    assert "not a JPEG" in text and "Running since" in text
+
+
 def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     folders = {name: restarted.parent / f"{name}-1a2b3c4d" for name in ("grid", "evaluate", "figures")}
     for name in ("grid", "evaluate"):
@@ -271,7 +305,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     document = {"results": [{"set": {"name": "test"}, "values": {"top-1": value}}]}
     (folders["evaluate"] / "evaluation.json").write_text(json.dumps(document))
     folders["figures"].mkdir()
-    (folders["figures"] / "analysis.json").touch()
+    (folders["figures"] / "analysis.json").write_text('{"weights": "runs/digits/finetune", "images": ["a", "b"]}')
     for name in ("attention.png", "inside.png"):
         picture = np.random.default_rng(0).integers(0, 255, (900, 1200, 3), np.uint8)
         (folders["figures"] / name).write_bytes(cv2.imencode(".png", picture)[1].tobytes())
@@ -279,8 +313,9 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     shown = Tables(text)
     assert shown.row("optim.lr=0.01") == ["optim.lr=0.01", "91.23%", "90.12% to 92.34%", "± 0.45%", "3"]
     assert shown.row("optim.lr=0.3")[1] == "diverged" and "Chosen: optim.lr=0.01" in shown.text
-    assert 'aria-label="grid: accuracy"' in text and 'aria-label="loss of the runs"' in text
+    assert 'aria-label="grid: accuracy, 95 %"' in text and 'aria-label="loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
+    assert "runs/digits/finetune, over 2 images" in shown.text
     assert 'alt="attention.png"' in text and 'alt="inside.png"' in text
 
 
@@ -334,9 +369,7 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     import torch
 
     import models
-    from data.images.decode import decode
     from data.order import Order
-    from data.shards.reader import ShardReader
 
     weights, config = models.load_weights(folder)
     model = models.from_config(config)

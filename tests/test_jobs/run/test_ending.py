@@ -16,7 +16,7 @@ def test_the_closing_table_tells_images_results_and_time():
     ]
     lines: list[str] = []
     log_table(rows, lines.append)
-    assert "300" in lines[1] and "1 sets, 3 shards" in lines[1] and "2s*" in lines[1]
+    assert "300" in lines[1] and "1 set, 3 shards" in lines[1] and "2s*" in lines[1]
     assert "38,400" in lines[2] and "accuracy 96.1%" in lines[2] and "1m05s" in lines[2]
 
 

@@ -1,0 +1,128 @@
+"""Records the first hour as text: types `new`, `run`, `report` and `export` into tmux, and writes docs/first-hour.md.
+
+    python -m benchmarks.recording --minutes 0.5
+
+The images are 1,797 handwritten digits in ten folders. The terminal has 100 columns; its text is taken while the run
+trains, with the bar at the bottom, and after each command. The temporary folder is written as `~`.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.first_hour import write_folders
+from data.sources.samples import digits
+from pipeline.versions import git_commit
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "first-hour.md"
+COLUMNS = 100
+FIRST = 12  # lines of a long answer that are kept at its begin
+LAST = 16  # and at its end
+HEAD = """# The first hour, as a terminal shows it
+
+`python -m benchmarks.recording` types these commands into tmux and writes this page. The terminal is {columns} wide;
+`…` stands for lines that are left out. The images are {images:,} handwritten digits in ten folders. Commit {commit},
+{date}, two CPU cores{load}.
+"""
+
+
+class Tmux:
+    """A shell in a tmux server of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = str(folder / "socket")
+        self.folder = folder
+        environment = {
+            "HOME": str(folder),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PS1": "$ ",
+            "PROMPT_COMMAND": f"tmux -S {self.socket} wait-for -S prompt",
+            "TERM": "xterm-256color",
+        }
+        shell = ["env", "-u", "PATCHLINE_REPORT", *(f"{name}={value}" for name, value in environment.items()), "bash"]
+        size = ["-x", str(COLUMNS), "-y", "50"]
+        self.ask("-f", "/dev/null", "new-session", "-d", *size, "-c", str(folder), *shell, "--noprofile", "--norc")
+        self.ask("wait-for", "prompt")
+
+    def ask(self, *words: str) -> str:
+        """Run a command of tmux, and return what it prints."""
+        done = subprocess.run(["tmux", "-S", self.socket, *words], capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def begin(self, command: str) -> None:
+        """Type a command on an empty screen."""
+        self.ask("send-keys", "-R", ";", "clear-history")
+        self.ask("send-keys", f" {command}", "Enter")
+
+    def end(self) -> None:
+        """Wait until the prompt is back."""
+        self.ask("wait-for", "prompt")
+
+    def text(self) -> list[str]:
+        """Return the lines from the command on, without the next prompt."""
+        text = self.ask("capture-pane", "-p", "-S", "-").replace(str(self.folder), "~")
+        command, *lines = [line.rstrip() for line in text.rstrip().splitlines()]
+        if lines and lines[-1] == "$":
+            lines.pop()
+        return [f"$ {command.strip()}", *lines]
+
+
+def shortened(lines: list[str], first: int, last: int) -> str:
+    """Return a text block of the first and the last lines."""
+    if len(lines) > first + last + 1:
+        lines = [*lines[:first], "…", *lines[len(lines) - last :]]
+    return "\n".join(["```", *lines, "```", ""])
+
+
+def record(folder: Path, minutes: float) -> str:
+    """Type the commands, and return the page."""
+    images = [*digits(train=True, image_size=32), *digits(train=False, image_size=32)]
+    write_folders(images, folder / "photos", [str(number) for number in range(10)])
+    load = os.getloadavg()[0]
+    parts = []
+    tmux = Tmux(folder)
+    try:
+        tmux.begin(f"patchline new photos --minutes {minutes:g}")
+        tmux.end()
+        parts.append(shortened(tmux.text(), FIRST, LAST))
+
+        # While it trains: as soon as a third of the steps are taken.
+        tmux.begin("patchline run photos.yaml")
+        deadline = time.monotonic() + 600
+        while "accuracy" not in "".join(tmux.text()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        time.sleep(3)
+        parts.append("While it trains:\n\n" + shortened(tmux.text(), FIRST, 8))
+        tmux.end()
+        parts.append("When it has ended:\n\n" + shortened(tmux.text(), 1, LAST))
+
+        for command in (
+            "report runs/photos",
+            "export runs/photos/pretrain exported --format timm",
+            "status runs/photos",
+        ):
+            tmux.begin(f"patchline {command}")
+            tmux.end()
+            parts.append(shortened(tmux.text(), FIRST, LAST))
+    finally:
+        tmux.ask("kill-server")
+    note = f", load {load:.0f}" if load > 1.5 else ""
+    head = HEAD.format(
+        columns=COLUMNS, images=len(images), commit=git_commit()[:7], date=time.strftime("%Y-%m-%d"), load=note
+    )
+    return "\n".join([head, *parts])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=0.5, help="of training, as `new` is told")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        words.output.write_text(record(Path(temporary).resolve(), words.minutes))
+    print(f"written  {words.output}")

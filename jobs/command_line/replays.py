@@ -1,0 +1,69 @@
+"""`patchline audit|bisect|without RUN`: steps of a run that are taken again, never in the run's own folder."""
+
+from typing import Annotated
+
+import typer
+
+from jobs.command_line.words import Debug, make_group
+
+Stage = Annotated[str, typer.Argument(metavar="RUN", help="RUN/STAGE, a stage's folder, or a run with one such stage.")]
+Output = Annotated[str | None, typer.Option(metavar="FOLDER", help="Where it writes; else RUN-COMMAND beside the run.")]
+Cluster = Annotated[
+    list[str] | None, typer.Argument(metavar="cluster.KEY=VALUE", help="On what; else as the steps were taken.")
+]
+First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="A commit's step, or 0.")]
+Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="A later commit's step.")]
+
+commands = make_group()
+
+
+@commands.command()
+def audit(
+    run: Stage,
+    overrides: Cluster = None,
+    share: Annotated[float, typer.Option(help="Of the run's steps, drawn as whole stretches between commits.")] = 0.01,
+    first: First = None,
+    last: Last = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draw; else a random one, which audit.json holds.")] = None,
+    output: Output = None,
+    key: Annotated[str | None, typer.Option(metavar="FILE", help="SSH key that signs audit.json.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Prove a training: take stretches of it again, and compare every bit with what the run has kept."""
+    from jobs.replays.audit import audit
+
+    audit(run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or [])
+
+
+@commands.command()
+def bisect(
+    run: Stage,
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="step=N|shards", help="And metric=grad_norm|loss|accuracy, limit=X."),
+    ],
+    first: First = None,
+    last: Last = None,
+    output: Output = None,
+    _debug: Debug = False,
+) -> None:
+    """Find the samples behind a spike, or the shard behind a lost point of accuracy between two commits."""
+    from jobs.replays.bisect import bisect
+
+    bisect(run, words, first=first, last=last, output=output)
+
+
+@commands.command()
+def without(
+    run: Stage,
+    overrides: Cluster = None,
+    samples: Annotated[str | None, typer.Option(metavar="FILE", help="Of one sample a line, or a leaks.json.")] = None,
+    shards: Annotated[list[str] | None, typer.Option(metavar="NAME", help="May be given several times.")] = None,
+    to: Annotated[int | None, typer.Option(metavar="STEP", help="The last step; else the last commit's.")] = None,
+    output: Output = None,
+    _debug: Debug = False,
+) -> None:
+    """Take the steps of a run again as if samples had never been seen, all else equal; say the cost first."""
+    from jobs.replays.without import without
+
+    without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or [])
