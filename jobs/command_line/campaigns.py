@@ -11,6 +11,7 @@ import typer
 
 from data.errors import ConfigError, UsageError
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.named_stages import RECORD, find_stage
 from jobs.progress import activity
 from jobs.terminal import echo
 
@@ -173,7 +174,7 @@ def status(run: Run, _debug: Debug = False) -> None:
 
         stored_runs.status(run)
     else:
-        status.status(Path(run).resolve())
+        status.status(run_or_stage(run))
 
 
 @commands.command()
@@ -199,7 +200,7 @@ def report(
                 paths.append(store.local / stage)
                 stores[paths[-1]] = store
             else:
-                paths.append(Path(run).resolve())
+                paths.append(run_or_stage(run))
         page = Path(output or "comparison.html")
         if output is None and len(runs) == 1:
             page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
@@ -263,6 +264,11 @@ def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     from jobs.recipe.campaign import load
 
     return load(path, overrides or [])
+
+
+def run_or_stage(path: str) -> Path:
+    """Return the folder of a run, or of the stage that RUN/STAGE means. Raises DataError."""
+    return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
 def recipe_path(recipe: str) -> Path:

@@ -100,6 +100,9 @@ def export(
 def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> None:
     """Draw what a ViT looks at: the paper's figures 6, 7 and 11."""
     weights = find_weights(weights)
+    missing = [path for path in images if not Path(path).exists()]
+    if missing:
+        raise UsageError(f"no images in {', '.join(missing)}; give image files, folders of them or tar shards")
     from jobs.commands import analyze
 
     analyze.analyze(weights, images, output, limit)

@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from data.checks import printable
-from data.errors import UsageError
+from data.errors import DataError, UsageError
 from data.files import write_whole
 from data.sources.survey import FoundSet, one_place, survey
+from jobs.named_stages import find_stage
 from jobs.progress import ProgressMeter
+from jobs.recipe.key import model_at
 from jobs.stages.any_weights import is_foreign
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import amount, duration
+from pipeline.training_config import model_config
 from pipeline.values import flow_yaml
 
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
@@ -55,12 +58,24 @@ def new(
         )
     if init is not None and model is not None:
         raise UsageError("--init names the model: that of the weights\n  leave out --model")
+    if not recipe.parent.is_dir():
+        raise UsageError(f"--output {recipe}: there is no folder {recipe.parent}\n  make it, or name a file elsewhere")
+    if model is not None:
+        model_config(
+            {"name": model, "image_size": 224, "classes": 2}
+        )  # raises ConfigError where there is no such model
+    if init is not None:
+        init = find_stage(init)
     if init is not None and is_foreign(init):
         raise UsageError(
             f"--init {init} is of another library\n  expected weights of ours: type python -m jobs import {init} "
             f"weights/{name_of(init)}, then --init weights/{name_of(init)}"
         )
-
+    if init is not None and model_at(init) is None:
+        raise DataError(
+            f"--init {init}: there are no weights\n  expected RUN/STAGE, or a folder that a stage or "
+            "`python -m jobs import` wrote, as runs/photos/pretrain-1a2b3c4d"
+        )
     if minutes is not None and not minutes > 0:
         raise UsageError(
             f"--minutes {minutes:g}: expected more than 0, the time to train\n  type --minutes 10, or leave it out"

@@ -16,7 +16,7 @@ import torch
 
 import models
 from data.draws import Draws
-from data.errors import DataError, UsageError
+from data.errors import UsageError
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from data.sources.survey import FoundSet
@@ -199,11 +199,7 @@ def choose_finetuning(sets: Sets, init: str, machine: Machine, budget_s: float) 
     """Choose how weights are fine-tuned on the images: with SGD, as in the paper's table 4."""
     train = sets.train
     source = model_at(init)
-    if source is None:
-        raise DataError(
-            f"--init {init}: there are no weights\n  expected a folder that a stage or `python -m jobs import` wrote, "
-            "as runs/photos/pretrain-1a2b3c4d"
-        )
+    assert source is not None, "`new` refuses a folder without weights"
     if train.classes == 0:
         raise UsageError(
             "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
