@@ -662,12 +662,12 @@ def test_of_concurrent_runs_one_trains_and_the_others_exit_73(starts, twin, run)
     assert_same(run, twin)
 
 
-def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_killed(shards, run) -> None:
+def test_the_best_is_handed_on_and_patience_ends_at_the_same_step_whatever_is_killed(few, run) -> None:
     """Killed between the commit of the last evaluated step and its evaluation, and once more before the stage's end.
 
     What is to come of it is counted by hand, from a run that keeps all steps and knows nothing of a best.
     """
-    options = [f"pretrain.data.evaluate={shards / 'test'}", "pretrain.evaluate_every=4", "pretrain.optim.lr=0.03"]
+    options = [f"pretrain.data.evaluate={few}", "pretrain.evaluate_every=4", "pretrain.optim.lr=0.02"]
     everything = ["pretrain.save_every=4", "pretrain.keep_every=4"]
     assert finish(run, *options, *everything) == 0, said(run)
     accuracies = {step: values[0]["accuracy"] for step, values in evaluations(stage(run)).items() if values[0]}

@@ -114,12 +114,13 @@ def verdict_or_none(driver: Driver) -> str:
 
 
 def test_a_host_has_a_name_an_address_and_memory_of_its_own_and_shares_what_it_should(tmp_path) -> None:
+    x = f"x-{os.getpid()}"  # other tests may run on this machine
     with Network(tmp_path) as network:
         first, second = network.boot("one"), network.boot("two")
         assert first.run("hostname").strip() == "one" != os.uname().nodename
-        first.run(f"touch /dev/shm/x /tmp/x {tmp_path}/x")
-        assert second.run(f"ls /dev/shm /tmp/x {tmp_path}/x || true").count("x") == 2, "one error, one shared file"
-        assert not Path("/dev/shm/x").exists() and not Path("/tmp/x").exists()
+        first.run(f"touch /dev/shm/{x} /tmp/{x} {tmp_path}/{x}")
+        assert second.run(f"ls /dev/shm /tmp/{x} {tmp_path}/{x} || true").count(x) == 2, "one error, one shared file"
+        assert not Path("/dev/shm", x).exists() and not Path("/tmp", x).exists()
         assert f"{second.address} two" in first.run("getent hosts two").replace("      ", " ")
         assert first.run([sys.executable, "-c", "import jobs; print(jobs.__file__)"]).startswith(str(ROOT))
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 
 
-LENGTH = ["pretrain.steps=240", "pretrain.save_every=60", "pretrain.log_every=2"]  # seconds, so that a fault fits in
+LENGTH = ["pretrain.steps=160", "pretrain.save_every=40", "pretrain.log_every=2"]  # seconds, so that a fault fits in
 
 
 def load(recipe: Path, *overrides: str) -> campaign.Campaign:
@@ -114,8 +114,8 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         options = ["cluster.backend=ray", f"run={recipe.parent / f'run-{number}'}", "pretrain.deepspeed=ds.json"]
         loaded = load(recipe, *options)
         folder = loaded.directory(loaded.stage("pretrain"))
-        first = ((80, "1"), (rng.randrange(62, 100), "agent"))
-        more = ((rng.randrange(122, 160), "agent"), (rng.randrange(182, 200), "agent"))
+        first = ((54, "1"), (rng.randrange(42, 66), "agent"))
+        more = ((rng.randrange(82, 106), "agent"), (rng.randrange(122, 134), "agent"))
         plan = [*first, *more][: 1 + agents]
         pauses = [rng.random() * 0.1 for _ in plan]
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
@@ -125,7 +125,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"
-        assert "worker 1 on" in out and "killed by SIGKILL; restarting from step 60" in out
+        assert "worker 1 on" in out and "killed by SIGKILL; restarting from step 40" in out
         died = "its node's agent died (killed, or crashed), and its workers with it; restarting from step"
         assert out.count(died) == agents
         assert_same_stage(folder, uninterrupted)

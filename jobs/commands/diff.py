@@ -1,6 +1,6 @@
 """The work of `patchline diff MINE OTHER`: what differs in meaning, the most consequential first.
 
-1. Each side is a recipe, or a run. Their trained stages are paired by the name of the run, of the section, by the kind.
+1. Each side is a recipe, or a run. The stages that train or evaluate are paired by their names, else by their kind.
 2. The facts of a pair (jobs/report/meaning.py) that are not equal are gathered under the subjects of
    jobs/report/subjects.yaml, whose order is that of the output; numbers that are nearly equal come last.
 3. Of each difference come both values, the keys to type, what the paper and its code do, and what it cost where a
@@ -24,7 +24,7 @@ import yaml
 
 from data.errors import UsageError
 from jobs.named_stages import find_stage
-from jobs.report.meaning import Fact, Trained, facts_of, of_campaign, of_run
+from jobs.report.meaning import Fact, Known, facts_of, of_campaign, of_run
 from jobs.report.reading import flat
 from jobs.resolved_recipe import Campaign
 from jobs.terminal import echo
@@ -40,7 +40,7 @@ SLIGHT = 0.05  # relative difference of two numbers below which it comes after a
 
 
 def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
-    """Print what differs in meaning between the trained stages of two recipes or runs.
+    """Print what differs in meaning between the stages of two recipes or runs.
 
     `overrides` are put over the second. Raises UsageError where there is nothing to compare.
     """
@@ -48,22 +48,26 @@ def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
     others = stages_of(other, overrides, load)
     for path, side in ((mine, stages), (other, others)):
         if not side:
-            raise UsageError(f"{path} trains nothing\n  expected a recipe or a run with a stage pretrain or finetune")
-    pairs: list[tuple[Trained, Trained]] = []
+            raise UsageError(f"{path} neither trains nor evaluates\n  expected a recipe or a run that does")
+    pairs: list[tuple[Known, Known]] = []
     left = list(stages)  # those that have no pair yet
     right = list(others)
     for alike in ("row", "name", "kind"):
         for stage in stages:
             for candidate in others:
                 is_free = stage in left and candidate in right
+                # Of evaluations that are called otherwise only the single ones of both sides mean each other.
+                if alike == "kind" and not stage.kind.trains:
+                    of_kind = [known.kind for known in (*left, *right)].count(stage.kind)
+                    is_free = is_free and of_kind == 2
                 if is_free and getattr(stage, alike) == getattr(candidate, alike):
                     pairs.append((stage, candidate))
                     left.remove(stage)
                     right.remove(candidate)
     if not pairs:
         raise UsageError(
-            f"{mine} has a stage of the kind {stages[0].kind}, {other} one of the kind {others[0].kind}\n"
-            "  expected two that train alike, both pretrain or both finetune"
+            f"{mine} has a stage of the kind {stages[0].kind.name}, {other} one of the kind {others[0].kind.name}\n"
+            "  expected two that do the same, both pretrain or both finetune"
         )
     for stage, candidate in pairs:
         show_pair(stage, candidate, f"{mine} ({stage.row}) and {other} ({candidate.row})")
@@ -72,8 +76,8 @@ def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
             echo(f"in {path} alone, and not compared: {', '.join(stage.row for stage in alone)}")
 
 
-def stages_of(path: str, overrides: list[str], load: Load) -> list[Trained]:
-    """Return the trained stages of a run or of one of its stages, else of a recipe with overrides on top."""
+def stages_of(path: str, overrides: list[str], load: Load) -> list[Known]:
+    """Return the stages of a run, or one of them, else those of a recipe with overrides on top."""
     folder = Path(path)
     if not folder.is_file() and any((*folder.parent.glob("*/stage.json"), *folder.glob("*/stage.json"))):
         if overrides:
@@ -83,13 +87,11 @@ def stages_of(path: str, overrides: list[str], load: Load) -> list[Trained]:
     return list(of_campaign(load(path, overrides)))
 
 
-def show_pair(mine: Trained, other: Trained, title: str) -> None:
+def show_pair(mine: Known, other: Known, title: str) -> None:
     """Print the differences of two stages, each with what is known of it."""
     subjects = [*yaml.safe_load(SUBJECTS.read_text()), {"subject": "another field", "facts": "*", "paper": "not told"}]
-    # Schedules are drawn at one peak: that of table 3 which ends at 1e-5 is the same at every rate.
-    peak = other.config.optim.lr
-    facts = facts_of(mine, peak)
-    others = facts_of(other, peak)
+    facts = facts_of(mine, other)
+    others = facts_of(other, other)
     differing: dict[tuple[bool, int], list[str]] = {}  # (slight, number of the subject) → facts
     unknown = []
     for name in [name for name in facts if name in others]:
@@ -126,7 +128,7 @@ def show_pair(mine: Trained, other: Trained, title: str) -> None:
         echo(f"not compared, for a side does not tell: {', '.join(unknown)}")
 
 
-def keys_to_type(name: str, mine: Trained, other: Trained, fact: Fact) -> Iterator[str]:
+def keys_to_type(name: str, mine: Known, other: Known, fact: Fact) -> Iterator[str]:
     """Iterate the overrides that give a recipe what another one says of a fact; none where a set has to be given."""
     written = flat(config.plain(mine.config))
     values: dict[str, Any] = {}
@@ -147,14 +149,16 @@ def keys_to_type(name: str, mine: Trained, other: Trained, fact: Fact) -> Iterat
         yield f"{mine.size_key}={flow_yaml(fact.value[0])}"
     elif name.startswith("model."):
         values = {name: None if fact.value == "none" else fact.value}
-    elif name == "data.evaluate" or name.startswith(("content.", "data.mixture", "probe.t", "init")):
+    elif name == "data.evaluate" or name.startswith(("content.", "data.mixture", "init")):
         values = {}
     for key, value in values.items():
         yield f"{mine.name}.{key}={flow_yaml(value)}"
 
 
-def note_on(name: str, mine: Trained, other: Trained) -> str:
+def note_on(name: str, mine: Known, other: Known) -> str:
     """Say what two values mean together: a decay in another convention, the rate for another batch."""
+    if name not in ("optim.weight_decay", "batch_size"):
+        return ""
     decay = mine.config.optim.weight_decay
     there = other.config.optim.weight_decay
     rate = other.config.optim.lr

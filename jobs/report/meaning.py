@@ -1,10 +1,10 @@
-"""What a trained stage means, whatever keys say it: stages whose facts are equal train alike and are judged alike.
+"""What a stage means, whatever keys say it: stages whose facts are equal train alike, and are judged alike.
 
     passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
     steps: 93835 in batches of 4096                          the same
     micro_batch: 64, cluster.workers: 8                      no fact: how a batch is shared changes nothing
 
-1. `of_campaign` and `of_run` read the trained stages; of the runs of a sweep that differ by their seed, the first.
+1. `of_campaign` and `of_run` read the stages that train or evaluate; of runs that differ by their seed, the first.
 2. `facts_of` begins with the fields that a resume may not change, takes out those that another one switches off, and
    puts what follows from several fields in the place of these.
 3. What nothing tells, as the size of a set that is not here, is a fact of the value None.
@@ -20,13 +20,16 @@ from data.images.preprocess import parse_ops
 from data.index.index import Index
 from data.order import DEFAULT_BLOCK, DEFAULT_LANES
 from jobs.report.reading import flat, read_run
-from jobs.resolved_recipe import Available, Campaign, reference
+from jobs.resolved_recipe import Available, Campaign, StageKind, reference
+from jobs.stages import evaluate, fewshot
+from jobs.stages.kinds import KINDS
 from jobs.stages.sweep import KIND as TABLE
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
 from pipeline.optimization import learning_rate
-from pipeline.training_config import TrainConfig, steps_of
+from pipeline.training_config import steps_of
 
+JUDGING = (evaluate.KIND, fewshot.KIND)
 NONE = "none"  # the value of what is not there, and known not to be
 
 
@@ -51,13 +54,13 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained stage of a recipe or a run, with what is known of its data and of the weights that it starts from."""
+class Known:
+    """A stage of a recipe or a run, with what is known of its data and of the weights that it starts from."""
 
     name: str  # of its section in a recipe
     row: str  # of the sweep's table, where it has one; else the name
-    kind: str
-    config: TrainConfig
+    kind: StageKind
+    config: Any  # of the kind
     model: ModelConfig | None  # None where the weights that it starts from are not here
     image_size: tuple[int, int] | None
     size_key: str  # of a recipe, that sets the image size
@@ -85,15 +88,15 @@ class Trained:
         return steps_of(self.config, self.samples or 0)
 
 
-def of_campaign(campaign: Campaign) -> Iterator[Trained]:
-    """Iterate the trained stages of a recipe."""
+def of_campaign(campaign: Campaign) -> Iterator[Known]:
+    """Iterate the stages of a recipe that train or evaluate."""
     there = Available(campaign)
     waiting: set[str] = set()  # tables that other runs take their values from
     for stage in campaign.stages:
         waiting.update(stage.chosen.values())
     seen: set[tuple[str, str]] = set()
     for stage in campaign.stages:
-        if not stage.kind.trains:
+        if not stage.kind.trains and stage.kind not in JUDGING:
             continue
         # 1. Which row of which sweep it is, and which of its values are the best of several.
         row = stage.name
@@ -125,17 +128,18 @@ def of_campaign(campaign: Campaign) -> Iterator[Trained]:
         for name, (path, _reads) in stage.kind.inputs_of(stage.config).items():
             if name != "init":
                 sets[name.replace("mixture", "train")] = there.index(path)
-        size = stage.model.image_size if stage.model else stage.config.model.get("image_size")
+        own = getattr(stage.config, "model", {})
+        size = stage.model.image_size if stage.model else own.get("image_size")
         size_key = f"{stage.source}.model.image_size"
         link = reference(stage.config.init or "")
         maker = campaign.stage(link[0]) if link else None
-        if maker is not None and maker.kind.name == "resize" and "image_size" not in stage.config.model:
+        if maker is not None and maker.kind.name == "resize" and "image_size" not in own:
             size = maker.config.image_size
             size_key = f"{maker.name}.image_size"
-        yield Trained(
+        yield Known(
             name=stage.source,
             row=row,
-            kind=stage.kind.name,
+            kind=stage.kind,
             config=stage.config,
             model=stage.model,
             image_size=(size, size) if isinstance(size, int) else size and tuple(size),
@@ -147,22 +151,25 @@ def of_campaign(campaign: Campaign) -> Iterator[Trained]:
         )
 
 
-def of_run(path: Path) -> Iterator[Trained]:
-    """Iterate the stages of a run that have begun to train. Raises ConfigError where another version wrote them."""
-    for stage in read_run(path).trained:
+def of_run(path: Path) -> Iterator[Known]:
+    """Iterate the stages of a run that train or evaluate. Raises ConfigError where another version wrote them."""
+    for stage in read_run(path).stages:
         record = stage.record
-        model = from_dict(record["model"])
+        kind = KINDS.get(record.get("kind", ""))
+        if kind is None or not (kind.trains or kind in JUDGING):
+            continue
+        model = from_dict(record["model"]) if record["model"] else None
         sets = {}
         for name, index in stage.sets.items():
             name = name.replace("probe ", "probe.") if "probe" in name else f"data.{name}"
             sets[name] = index if isinstance(index, Index) else None
-        yield Trained(
+        yield Known(
             name=stage.name,
             row=stage.name,
-            kind=record["kind"],
-            config=config.build(TrainConfig, record["config"], stage.name),
+            kind=kind,
+            config=config.build(kind.config, record["config"], stage.name),
             model=model,
-            image_size=model.image_size,
+            image_size=model.image_size if model else None,
             size_key=f"{stage.name}.model.image_size",
             workers=stage.starts[-1]["world"] if stage.starts else 1,
             sets=sets,
@@ -172,10 +179,37 @@ def of_run(path: Path) -> Iterator[Trained]:
 # ------------------------------------------------------------------------------------------------ facts
 
 
-def facts_of(stage: Trained, peak: float) -> dict[str, Fact]:
-    """Return what a stage does, by the field that says it most directly; its schedule is drawn at the rate `peak`."""
+def facts_of(stage: Known, other: Known) -> dict[str, Fact]:
+    """Return what a stage does, by the field that says it most directly; it is to be compared with `other`."""
+    facts = facts_of_training(stage, other) if stage.kind.trains else facts_of_evaluation(stage)
+    for name, index in stage.sets.items():
+        digest = None if index is None else index.digest
+        facts[f"content.{name}"] = Fact(digest, f"digest {digest}"[:19])
+    return facts
+
+
+def facts_of_evaluation(stage: Known) -> dict[str, Fact]:
+    """Return how a stage evaluates: its protocols with their settings, and what becomes of an image before."""
+    cfg = stage.config
+    facts = {}
+    if stage.kind is evaluate.KIND:
+        facts["protocols"] = Fact(sorted(cfg.protocols), ", ".join(sorted(cfg.protocols)))
+    for name, value in flat(config.plain(cfg)).items():
+        section = name.partition(".")[0]
+        is_used = section not in ("fewshot", "linear", "knn", "logistic") or section in cfg.protocols
+        is_path = section in ("init", "model", "sets", "leaks") or name.startswith(("probe.t", "protocols"))
+        is_free = section in ("micro_batch", "cache", "stall_s", "preprocess")
+        if is_used and not is_path and not is_free:
+            facts[name] = Fact(value, config.shown(value))
+    facts["preprocess"] = fact_of_ops(cfg.preprocess, stage.image_size)
+    return facts
+
+
+def facts_of_training(stage: Known, other: Known) -> dict[str, Fact]:
+    """Return what is trained how; the schedule is drawn at the other's peak, for an end of 1e-5 is one at any peak."""
     cfg = stage.config
     optim = cfg.optim
+    peak = other.config.optim.lr
     values = flat(config.plain(cfg))
     # 1. The fields that a resume may change go, and those that stand below in another form.
     unused = [*config.tagged(cfg, "warn"), *config.tagged(cfg, "free")]
@@ -209,7 +243,8 @@ def facts_of(stage: Trained, peak: float) -> dict[str, Fact]:
     if cfg.keep_best is not None:
         values["evaluate_every"] = cfg.evaluate_every
     if cfg.probe.train is not None:
-        values |= {"probe.shots": cfg.probe.shots, "probe.seeds": cfg.probe.seeds, "probe.l2": cfg.probe.l2}
+        for name in ("shots", "seeds", "l2"):
+            values[f"probe.{name}"] = config.plain(cfg.probe)[name]
     # The partner of an image stands beside it in the micro-batch: a single image has none.
     if cfg.mixup and min(cfg.micro_batch, math.ceil(cfg.batch_size / stage.workers)) == 1:
         values["mixup"] = 0.0
@@ -217,6 +252,10 @@ def facts_of(stage: Trained, peak: float) -> dict[str, Fact]:
     facts = {}
     for name, value in values.items():
         facts[name] = Fact(NONE if value is None else value, config.shown(value))
+
+    if stage.image_size is not None:
+        height, width = stage.image_size
+        facts["model.image_size"] = Fact([height, width], f"{height} × {width} pixels")
 
     # 4. The data.
     weights = [weight for _path, weight in cfg.data.sets().values()]
@@ -227,16 +266,10 @@ def facts_of(stage: Trained, peak: float) -> dict[str, Fact]:
     facts["data.evaluate"] = Fact(
         cfg.data.evaluate is None, "none" if cfg.data.evaluate is None else "a set of its own"
     )
-    for name, index in stage.sets.items():
-        digest = None if index is None else index.digest
-        facts[f"content.{name}"] = Fact(digest, f"digest {digest}"[:19])
     images = None if stage.steps is None else stage.steps * cfg.batch_size
     facts["images"] = Fact(images, f"{images:,}" if images else "", slack=cfg.batch_size if images else 0)
-    ops = cfg.data.preprocess
-    if ops is None and stage.image_size is not None:
-        ops = f"resize({stage.image_size[0]})"
     if cfg.data.evaluate is not None or cfg.probe.train is not None:
-        facts["data.preprocess"] = Fact(None if ops is None else meaning_of_ops(ops, stage.image_size), str(ops))
+        facts["data.preprocess"] = fact_of_ops(cfg.data.preprocess, stage.image_size)
 
     # 5. The optimizer. Many keys can say one curve, so that schedules are compared by their rates after the warm-up.
     head = optim.weight_decay if optim.head_weight_decay is None else optim.head_weight_decay
@@ -268,7 +301,7 @@ def facts_of(stage: Trained, peak: float) -> dict[str, Fact]:
     return facts
 
 
-def model_values(stage: Trained) -> dict[str, Any]:
+def model_values(stage: Known) -> dict[str, Any]:
     """Return the fields of a stage's model that do something; of weights that are not here, what the recipe says."""
     model = stage.model
     values = dict(stage.config.model)
@@ -291,18 +324,20 @@ def model_values(stage: Trained) -> dict[str, Any]:
         for name in unused:
             values.pop(name, None)
     values.pop("image_size", None)
-    if stage.image_size is not None:
-        values["image_size"] = stage.image_size
     named = {}
     for name, value in values.items():
         named[f"model.{name}"] = list(value) if isinstance(value, tuple) else value
     return named
 
 
-def meaning_of_ops(ops: str, size: tuple[int, int] | None) -> list[object]:
+def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
     """Return evaluation ops by what they do: the size of the images is called so, and `decode` does nothing."""
+    if ops is None and size is None:
+        return Fact(None, "")
+    if ops is None and size is not None:
+        ops = f"resize({size[0]})"
     meant: list[object] = []
-    for op, arguments in parse_ops(ops):
+    for op, arguments in parse_ops(str(ops)):
         if op.__name__ == "unchanged":
             continue
         numbers = []
@@ -310,4 +345,4 @@ def meaning_of_ops(ops: str, size: tuple[int, int] | None) -> list[object]:
             is_size = size is not None and argument in (size, size[0])
             numbers.append("size" if is_size else argument)
         meant.append((op.__name__, numbers))
-    return meant
+    return Fact(meant, str(ops))

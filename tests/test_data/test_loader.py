@@ -300,12 +300,13 @@ def runs(pid: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, order, blow):
+# In the time-out of a hung process another one must have started, on a machine that others use too.
+@pytest.mark.parametrize(("blow", "timeout_s"), [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
+def test_a_dead_or_hung_process_is_replaced_and_the_sequence_goes_on(index, order, blow, timeout_s):
     whole = run(index, order, steps=8)
     before = children()
     loader = TrainLoader(
-        index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=2, timeout_s=2.0
+        index, order, image_size=32, seed=5, slots=range(24), micro_batch=6, processes=2, timeout_s=timeout_s
     )
     batches = iter(loader)
     taken = [next(batches) for _ in range(5)]

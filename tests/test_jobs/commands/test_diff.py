@@ -22,6 +22,7 @@ JFT = "table3/vit_jft300m"
 BEYER = "vit_s16_i1k"
 TRANSFER = "transfer/cifar10"
 L16 = "vit_l16_i21k"
+B16 = "vit_b16_i1k"
 
 # What people who train a ViT again do otherwise than the paper, from docs/design/SPEC.md (the section behind each), not
 # from the code: recipe, deviation, the words of the difference, and something that stands in its lines.
@@ -55,6 +56,8 @@ PLANTED = [
     (I1K, "pretrain.model.activation=gelu", "activation and norms", "2e-4"),  # 1.1
     (I1K, "pretrain.model.patch=32", "model", "80.73"),  # 1.7
     (I21K, "pretrain.model.classes=19167", "training data", "21,843"),  # winter21 has fewer, docs/data-sets.md
+    (B16, "real.preprocess=resize(384)", "preprocessing at evaluation", "configs/transfer.py"),  # 2.5
+    (B16, "fewshot.probe.l2=1", "protocol of the evaluation", "l2 1024"),  # 4
     (I1K, "pretrain.precision=fp32", "precision", "float32"),
     (I1K, "pretrain.seed=1", "seed", "seed"),
     (TRANSFER, "finetune.sweep.seeds=[0]", "number of runs", "three"),  # 2.4
@@ -74,6 +77,7 @@ EQUAL = [
     (I1K, ["pretrain.data={train: null, mixture: {all: {train: elsewhere/train, weight: 3}}}", "run=elsewhere"]),
     (I1K, ["pretrain.thinning.patch_dropout_until=0.5", "pretrain.optim.schedule.timescale=7", "pretrain.keep=9"]),
     (JFT, ["pretrain={log_every: 7, save_every: 9, stall_s: 60, compile: true, evaluate_every: 100}"]),
+    (B16, ["real={micro_batch: 8, knn: {k: [3]}}", "fewshot.preprocess=resize(224)"]),
     (L16, ["finetune-imagenet.model.dropout=0.1", "pretrain.optim.schedule.drops=[]"]),
 ]
 
@@ -175,6 +179,6 @@ def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     only_shards = tmp_path / "pack.yaml"
     only_shards.write_text(json.dumps({"shards": {"kind": "pack", "sets": {"train": {"source": "digits"}}}}))
     assert main(["diff", mine, str(only_shards)]) == 64
-    assert "trains nothing" in capsys.readouterr().err
+    assert "neither trains" in capsys.readouterr().err
     assert main(["diff", mine, TRANSFER]) == 64
     assert "of the kind finetune" in capsys.readouterr().err
