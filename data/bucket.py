@@ -328,6 +328,11 @@ def has_bytes(path: Path, size: int, sha256: str) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
+def local_name(url: str) -> str:
+    """Return what a folder of this node for the files of a run in a store is called."""
+    return f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
 def check_store_url(url: str) -> str:
     """Return the URL of a run in its one spelling. Raises ConfigError unless it names a folder in a bucket."""
     parts = urlsplit(url)

@@ -10,6 +10,7 @@
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from data.files import explain
 from jobs.command_line import campaigns, checkpoints, cluster, leaks, replays, shards, weights
 from jobs.command_line.words import make_group
 from jobs.progress import activity
-from jobs.terminal import COMMAND, program, write_last
+from jobs.terminal import COMMAND, is_closed_pipe, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -39,6 +40,7 @@ EXIT_CODES = (
 )
 
 STREAMS = {"demo", "logs", "run"}  # commands that print what others write, and show that they live
+SIGPIPE_CODE = 128 + signal.SIGPIPE  # as a shell has it of programs that end at a closed pipe
 # Our commands, and what people who come from other programs call them.
 OTHER_COMMANDS = {
     "run": "train fit start launch resume pretrain finetune",
@@ -86,10 +88,11 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         # (jobs/run/session.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone, as with `patchline plan … | head`: a message would not be seen.
-        return ExitCode.IO
     except Exception as error:
+        # With the reader of our output, as in `patchline plan … | head`, goes whoever could see a message.
+        if isinstance(error, BrokenPipeError) and is_closed_pipe(sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return SIGPIPE_CODE
         activity.end()
         return report(error, with_traceback="--debug" in words)
     finally:

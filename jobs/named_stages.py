@@ -1,32 +1,36 @@
-"""Which folder a person means by a run or by a stage in it: names in the place of keys, in every command.
+"""Which folder a person means by a run, a stage or a set in it: names in the place of keys, in every command.
 
     runs/digits/finetune             the newest finished stage `finetune` of that run
     runs/digits                      the newest finished stage of any name that has what the command reads
     runs/digits/finetune-1a2b3c4d    that folder, as any other path that is there
+    runs/photos/parts/held-out       the set `held-out` of the newest finished stage `parts` that has made one
 
 What was taken is said in one line on stderr. Nothing here imports torch.
 """
 
+import json
 import re
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.checks import printable_lines
-from data.errors import DataError, UsageError
+from data.errors import DataError, ExitCode, UsageError
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
 from pipeline.artifacts import DONE, TASK
+from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.monitoring.telemetry import last_metrics
 
 STAGE_FOLDER = re.compile(r"(?P<name>.+)-(?P<key>[0-9a-f]{8})")
 CHECKPOINTS = "checkpoints"
-READS = {
-    CONFIG: "weights",
-    TASK: "training",
-    CHECKPOINTS: "checkpoints",
-    "sweep.json": "a sweep's table",
-}  # what a command may need → in words
+RECORD = "stage.json"
+TABLE = "sweep.json"
+# What a command may need of a stage, in words; a set goes by its name.
+READS = {CONFIG: "weights", TASK: "training", CHECKPOINTS: "checkpoints", TABLE: "a sweep's table", RECORD: "a record"}
+OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # that an unfinished stage has too
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,15 @@ class StageFolder:
     is_finished: bool
     time: float  # when it was finished, or was last started
 
+    def __str__(self) -> str:
+        state = "finished" if self.is_finished else "not finished, started"
+        return f"{self.path.name}, {state} {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.time))}"
+
 
 def stages_in(run: Path) -> list[StageFolder]:
     """Return the stages of a run directory, the newest first, finished ones before others; none of another folder."""
     stages = []
-    for record in run.glob("*/stage.json"):
+    for record in run.glob(f"*/{RECORD}"):
         parts = STAGE_FOLDER.fullmatch(record.parent.name)
         if parts is None:
             continue
@@ -54,47 +62,82 @@ def stages_in(run: Path) -> list[StageFolder]:
     return sorted(stages, key=lambda stage: (stage.is_finished, stage.time), reverse=True)
 
 
-def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False) -> str:
+def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
     """Return the folder that a path means: the path itself, or that of the newest stage with the file `needs`.
 
-    Weights are those of finished stages. Raises UsageError where a run has stages of several names and `one_name` asks
-    for one, DataError where it has none that fits; both list what is there.
+    Weights and sets are those of finished stages. Raises UsageError where a run has stages of several names and
+    `one_name` asks for one, DataError where it has none that fits; both list what is there. `typed` is what a person
+    has typed, where that is not the path.
     """
     folder = Path(path)
     if "://" in path or (folder / needs).exists():
         return path
     name = ""
     stages = stages_in(folder)
-    if not stages and not folder.exists():
+    if (folder / RECORD).exists():
+        stages = [stage for stage in stages_in(folder.parent) if stage.path.name == folder.name]
+    elif not stages and not folder.exists():
         name = folder.name
         stages = stages_in(folder.parent)
     if not stages:
         return path  # no run: whoever reads it says what is wrong
 
-    fitting = []
-    for stage in stages:
-        has_it = (stage.path / needs).exists() and (stage.is_finished or needs != CONFIG)
-        if has_it and name in ("", stage.name):
-            fitting.append(stage)
     run = stages[0].path.parent
-    there = []
-    for stage in stages:
-        state = "finished" if stage.is_finished else "not finished"
-        there.append(f"  {stage.path}  {state} {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(stage.time))}")
+    of_name = [stage for stage in stages if name in ("", stage.name)]
+    fitting = []
+    for stage in of_name:
+        if (stage.path / needs).exists() and (stage.is_finished or needs in OF_UNFINISHED):
+            fitting.append(stage)
+    half_done = [stage for stage in of_name if not stage.is_finished and (stage.path / TASK).exists()]
+    if not fitting and needs == CONFIG and half_done:
+        raise not_finished(half_done[0])
     if not fitting:
-        of_name = f" of the name {name!r}{did_you_mean(name, {stage.name for stage in stages})}" if name else ""
-        state = "no finished stage" if needs == CONFIG else "no stage"
-        raise DataError("\n".join([f"{run} has {state} with {READS[needs]}{of_name}\n  its stages:", *there]))
+        what = READS.get(needs, f"set {needs!r}")
+        lines = [f"{run / name} has no {what}", "  the stages of this run:"]
+        if name and not of_name:
+            lines[0] = f"{run} has no stage {name!r}{did_you_mean(name, {stage.name for stage in stages})}"
+        for stage in stages:
+            sets = [f" {file.parent.name}" for file in sorted(stage.path.glob("*/*.index.json"))]
+            lines.append(f"  {run / stage.name}  {stage}{': sets' if sets else ''}{','.join(sets)}")
+        raise DataError("\n".join(lines))
     names = sorted({stage.name for stage in fitting})
     if one_name and len(names) > 1:
         listed = "\n".join(f"  {run / name}" for name in names)
         raise UsageError(f"{path} has {len(names)} stages with {READS[needs]}\n  name one:\n{listed}")
 
     taken = fitting[0]
-    state = "finished" if taken.is_finished else "not finished, started"
-    line = f"{path}: {taken.path.name}, {state} {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(taken.time))}"
+    line = f"{typed or path}: {taken}"
     others = [name for name in names if name != taken.name]
     if others:
         line += f"; for another type {' or '.join(str(run / name) for name in others)}"
     print(printable_lines(line), file=sys.stderr, flush=True)
     return str(taken.path)
+
+
+def not_finished(stage: StageFolder) -> DataError:
+    """Return the error of a stage whose weights are still being trained: how far it is, and what makes them."""
+    run = stage.path.parent
+    last = last_metrics(stage.path)
+    place = "has no report yet" if last is None else f"stands at step {last['step']} of {last['steps']}"
+    command = "python -m jobs run RECIPE"
+    with suppress(OSError, ValueError, KeyError):
+        status = json.loads((run / "status.json").read_text())
+        # A command that was refused is none to repeat; the recipe of a submitted job is in its environment alone.
+        if status["exit_code"] not in (ExitCode.USAGE, ExitCode.CONFIG) and " env:" not in status["command"]:
+            command = status["command"]
+    text = f"{run / stage.name} has not finished: {stage.path.name} {place}\n  to go on with it type {command}"
+    for checkpoint in committed(stage.path / CHECKPOINTS)[:1]:
+        text += (
+            f"\n  the weights of step {step_of(checkpoint)}, its newest checkpoint: type\n"
+            f"  python -m jobs checkpoints export {run / stage.name} --to FOLDER, then name FOLDER"
+        )
+    return DataError(text)
+
+
+def find_set(path: str) -> str:
+    """Return the folder of the set that a path means: the path itself, or RUN/STAGE/SET. Raises DataError."""
+    folder = Path(path)
+    stage = folder.parent
+    if "://" in path or folder.exists() or not (stages_in(stage) or stages_in(stage.parent)):
+        return path
+    return str(Path(find_stage(str(stage), folder.name, typed=path)) / folder.name)

@@ -157,6 +157,16 @@ def handle_of(stream: TextIO | None) -> int | None:
         return None
 
 
+def is_closed_pipe(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe that nobody reads any more."""
+    handle = handle_of(stream)
+    if handle is None:
+        return False
+    poll = select.poll()
+    poll.register(handle, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def write_all(handle: int, content: bytes) -> None:
     """Write to a file handle, past Python's streams, however long that takes; raises OSError."""
     while content:

@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,8 @@ class ConfigDataclass(Protocol):
 
 IN_ENVIRONMENT = "env:"  # before the name of a variable that holds a recipe's text
 MODEL = "model"  # the section that may be written as the model's name alone
+NAMED_MODEL = re.compile(r"[{,]\s*['\"]?name\b")
+SIZES = ("width", "depth", "mlp", "heads")  # of a model, that its name stands for
 MOST_NAMES = 12  # of keys that a message lists
 # What PyYAML finds wrong, and what would be right.
 YAML_REMEDIES = {
@@ -169,7 +172,8 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return nested plain values with `key=value` overrides on top, and interpolations resolved.
 
-    `STAGE.model=S/16` is another model for the same data: of the recipe's model it keeps image_size and classes.
+    `STAGE.model=S/16`, or `{name: S/16, …}`, is another model for the same data: of the recipe's model it keeps
+    image_size and classes. `STAGE.model.name=` is refused where the recipe's widths would win over the name's.
     Environment values are in clear from here on. Raises ConfigError for an override that cannot be read, and for an
     interpolation of nothing.
     """
@@ -198,16 +202,28 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
             raise ConfigError(
                 f"{override} is not an override\n  expected key=value without spaces, for example {likely}"
             )
-        stage, _, last = key.rpartition(".")
-        if last == MODEL and not value.startswith(("{", "null")):
+        stage, *rest = key.split(".")
+        section = base.get(stage)
+        model = section.get(MODEL) if isinstance(section, dict) else None
+        if rest == [MODEL] and not value.startswith(("{", "null")):
             key = f"{key}.name"
-            section = base.get(stage)
-            if isinstance(section, dict) and isinstance(section.get(MODEL), dict):
-                kept = {}
-                for name in ("image_size", "classes"):
-                    if name in section[MODEL]:
-                        kept[name] = section[MODEL][name]
-                section[MODEL] = kept
+        if (
+            rest == [MODEL]
+            and isinstance(section, dict)
+            and isinstance(model, dict)
+            and (key.endswith(".name") or NAMED_MODEL.search(value))
+        ):
+            section[MODEL] = {name: model[name] for name in ("image_size", "classes") if name in model}
+        if rest == [MODEL, "name"] and isinstance(model, dict):
+            typed = [other.partition("=")[0] for other in overrides]
+            wins = [
+                f"{name}: {model[name]}" for name in SIZES if name in model and f"{stage}.{MODEL}.{name}" not in typed
+            ]
+            if wins and str(model.get("name")).partition("/")[0] != value.partition("/")[0]:
+                raise ConfigError(
+                    f"{key} is {value}, and the recipe's model has {', '.join(wins)}, which would win over the name\n"
+                    f"  type {stage}.{MODEL}={value}: of the recipe's model it keeps image_size and classes alone"
+                )
         # key='@stage/part': bare, a value that begins with @ is not YAML.
         if value.startswith("@"):
             value = f"'{value}'"
@@ -262,16 +278,16 @@ def to_yaml(values: Mapping[str, object]) -> str:
 # ------------------------------------------------------------------------------------------------ typed sections
 
 
-def build(kind: type[Config], section: object, where: str, defaults: Config | None = None) -> Config:
+def build(kind: type[Config], section: object, where: str, defaults: Config | DictConfig | None = None) -> Config:
     """Build a frozen `kind` from its defaults and a plain section; `where` is the dotted path used in messages.
 
-    Raises ConfigError naming the key, what was found and what was expected.
+    `defaults` are an instance, or a `structured` one where many are built of it. Raises ConfigError naming the key,
+    what was found and what was expected.
     """
     # OmegaConf's own messages speak of Python's types and suggest no other name, so names and values are read first.
     read_values = _read_section(kind, section, where, (kind, where))
     try:
-        base = OmegaConf.structured(defaults or kind)
-        merged = OmegaConf.merge(base, read_values)
+        merged = OmegaConf.merge(kind if defaults is None else defaults, read_values)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         key = where
@@ -283,6 +299,11 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | No
         raise ConfigError(f"{key}: {reason}") from None
     except (ConfigError, ValueError) as error:  # a dataclass's own __post_init__
         raise ConfigError(f"{where}: {error}") from None
+
+
+def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
+    """Return the defaults of a config class, or an instance that holds them, for `build`."""
+    return OmegaConf.structured(defaults)
 
 
 def _read_section(

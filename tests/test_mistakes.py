@@ -7,9 +7,13 @@ exit code of its kind, at most six lines, and nothing of our insides.
 """
 
 import io
+import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -18,6 +22,10 @@ from PIL import Image
 
 import models
 from jobs.__main__ import main
+from jobs.recipe.campaign import load
+from jobs.recipe.records import stage_record
+from jobs.terminal import COMMAND
+from pipeline.artifacts import write_record
 
 pytestmark = pytest.mark.quick
 
@@ -34,6 +42,7 @@ pretrain:
   micro_batch: 4
   precision: fp32
 """
+ROOT = Path(__file__).parents[1]
 MOST_LINES = 6
 INTERNALS = re.compile(
     r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
@@ -63,11 +72,16 @@ COMMANDS = """
 64 export weights out --format onnx           => 'onnx' is not one of
 65 export runs/none out --format hf           => there is no file or folder runs/none
 65 export photos out --format hf              => cannot load photos|no folder with model.json
+64 new photos --minutes 0                     => --minutes 0: expected more than 0|type --minutes 10
+78 new photos --model S16                     => S16 is not a model's name; did you mean S/16?
+65 new photos --init photos                   => there are no weights|expected RUN/STAGE
+64 new photos --output nowhere/x.yaml         => there is no folder nowhere
+64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'
 64 analyze weights nowhere --output out       => no images in nowhere; give image files
 64 evaluate weights                           => Missing argument 'SET
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
-65 evaluate nowhere shards/test               => no weights.safetensors in nowhere|give a folder that holds one
+65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
 78 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => there is no file or folder nowhere.npz
 65 import tiny.yaml out                       => cannot load tiny.yaml|convert them to safetensors first
@@ -317,6 +331,68 @@ def test_what_goes_wrong_without_an_error_is_said(desk, monkeypatch, capsys):
     assert "64 workers of 1 CPUs take turns on" in capsys.readouterr().out
     assert main(["plan", "tiny.yaml", "pretrain.data.evaluate=shards/train"]) == 0
     assert "data.evaluate is a set that is trained on" in capsys.readouterr().out
+
+
+def test_a_stage_that_starts_anew_beside_a_finished_one_names_the_keys_that_differ(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    (stage,) = load(Path("tiny.yaml"), []).stages
+    record = stage_record(stage)
+    folder = desk / "runs" / "anew" / "pretrain-00000001"
+    folder.mkdir(parents=True)
+    write_record(folder / "stage.json", {**record, "forbid": {**record["forbid"], "steps": 12, "batch_size": 8}})
+    write_record(folder / "done.json", {"key": "1", "seconds": 1.0})
+    assert main(["plan", "tiny.yaml", "run=runs/anew"]) == 0
+    shutil.rmtree(desk / "runs" / "anew")
+    out = capsys.readouterr().out
+    assert "pretrain: starts anew; pretrain-00000001, finished" in out
+    assert (
+        "differs by batch_size: 8 → 16, steps: 12 → 24\n" in out
+        or "differs by steps: 12 → 24, batch_size: 8 → 16\n" in out
+    )
+    assert f"to start from its weights, not from random ones, type pretrain.init={folder}" in out
+
+
+def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    wide = TINY.replace("name: mu/8,", "name: mu/8, width: 64, depth: 3,")
+    (desk / "recipe.yaml").write_text(wide)
+    for override in ("pretrain.model=Ti/8", "pretrain.model={name: Ti/8}"):
+        assert main(["plan", "recipe.yaml", override, "--resolved"]) == 0
+        section = capsys.readouterr().out.partition("  model:\n")[2].splitlines()[:3]
+        assert sorted(map(str.strip, section)) == ["classes: 10", "image_size: 16", "name: Ti/8"]
+    assert main(["plan", "recipe.yaml", "pretrain.model.name=Ti/8"]) == 78
+    check_answer(capsys, "width: 64, depth: 3, which would win over the name|type pretrain.model=Ti/8")
+    # The same size with another patch keeps them.
+    assert main(["plan", "recipe.yaml", "pretrain.model.name=mu/4", "--resolved"]) == 0
+    assert "width: 64" in capsys.readouterr().out
+
+
+def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_disk(desk):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    lines = (
+        "export nowhere out --format hf",
+        "export weights photos --format hf",
+        "import nowhere.npz out",
+        "analyze nowhere photos --output out",
+        "evaluate nowhere shards/test",
+        "evaluate weights nowhere",
+        "replay photos step=1",
+        "checkpoints list runs/none",
+        "leaks nowhere --test shards/test --output out",
+        "new nowhere",
+        "new photos --model S16",
+        "plan tiny.yaml --gpu v100",
+    )
+    program = "import sys; from jobs.__main__ import main\nfor line in sys.argv[1:]:\n"
+    program += "    code = main(line.split()); assert code and 'torch' not in sys.modules, line"
+    subprocess.run([sys.executable, "-c", program, *lines], cwd=desk, env=environment, check=True, timeout=120)
+    command = [sys.executable, "-m", "jobs", "plan", "tiny.yaml", "--resolved"]
+    with subprocess.Popen(
+        command, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read().decode().replace(f"{COMMAND} plan tiny.yaml --resolved …\n", "") == ""
+        assert process.wait() == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("override", TAKEN)

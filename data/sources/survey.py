@@ -16,6 +16,7 @@ evenly spread, are opened, and their headers read.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from data.checks import printable
-from data.errors import DataError
+from data.errors import DataError, UsageError
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NoLabel, parse_labels, some
@@ -214,31 +215,67 @@ def parts_of(place: str) -> tuple[str, str | None]:
         if not is_wrapper:
             break
         path = entries[0]
-    # 1. Parts below: folders, or files that have the words in their names.
+    # 1. Parts below: folders, or files that have the words in their names; or the files of a pattern.
     if path.is_dir():
         folders = {}
         for entry in sorted(path.glob("[!.]*/")):
             folders[entry.name.lower()] = str(entry)
         kinds = [folders]
         for suffix in (".tar", ".parquet", ".csv"):
-            kinds.append(parts_of_files(path, suffix))
-        for parts in kinds:
-            train = first_of(TRAIN, list(parts))
-            test = first_of(TEST, list(parts))
-            if train is not None and test is not None:
-                return parts[train], parts[test]
-            # A folder that is called train and stands alone may be a class, of trains.
-            if train is not None and has_folders(Path(parts[train])):
-                return parts[train], None
-    # 2. Or the part that is named is one of two: train-*.tar beside test-*.tar, photos/train beside photos/val.
-    for train in TRAIN:
-        if train not in WORD.findall(path.name.lower()):
-            continue
-        for test in TEST:
-            other = path.with_name(path.name.replace(train, test))
-            if other.exists() or any(path.parent.glob(other.name)):
-                return str(path), str(other)
+            kinds.append(parts_of_files(sorted(path.glob(f"[!.]*{suffix}"))))
+    elif not path.exists():
+        kinds = [parts_of_files(sorted(path.parent.glob(path.name)))]
+    else:
+        kinds = []
+    for parts in kinds:
+        train = first_of(TRAIN, list(parts))
+        test = first_of(TEST, list(parts))
+        if train is not None and test is not None:
+            return parts[train], parts[test]
+        # A folder that is called train and stands alone may be a class, of trains.
+        if train is not None and has_folders(Path(parts[train])):
+            return parts[train], None
+    # 2. Or what is named is one of two: train.tar beside test.tar, photos/train beside photos/val. Of a pattern that is
+    # typed only what it matches is taken.
+    if path.exists():
+        for train in TRAIN:
+            for test in TEST:
+                other = path.with_name(path.name.replace(train, test))
+                if train in WORD.findall(path.name.lower()) and other.exists():
+                    return str(path), str(other)
     return str(path), None
+
+
+def one_place(places: Sequence[str]) -> str:
+    """Return the one path that stands for several: what a shell has made of photos/* or train-*.tar.
+
+    Raises UsageError.
+    """
+    if len(places) == 1:
+        return places[0]
+    paths = sorted(map(Path, places))
+    folder = paths[0].parent
+    if paths == sorted(folder.glob("[!.]*")):
+        return str(folder)
+    pattern = pattern_of(paths)
+    if pattern is None:
+        raise UsageError(
+            f"{len(places)} paths, {some(places)}: no folder and no pattern holds these alone\n"
+            f"  expected one set of images: a folder, or a pattern in quotes, as '{folder}/train-*.tar'"
+        )
+    return pattern
+
+
+def pattern_of(files: Sequence[Path]) -> str | None:
+    """Return a pattern that matches these files of a folder alone: cifar10-train-*.tar; None where there is none."""
+    folder = files[0].parent
+    beginning = os.path.commonprefix([file.name for file in files])  # noqa: RUF071  # by letters
+    # Words stay whole, where that matches no more: cifar10-* of cifar10-train and cifar10-test.
+    for prefix in (re.sub(r"[^\W_]+$", "", beginning), beginning):
+        pattern = folder / f"{prefix}*{files[0].suffix}"
+        if sorted(folder.glob(pattern.name)) == sorted(files):
+            return str(pattern)
+    return None
 
 
 def has_folders(folder: Path) -> bool:
@@ -246,30 +283,27 @@ def has_folders(folder: Path) -> bool:
     return any(folder.glob("[!.]*/"))
 
 
-def parts_of_files(folder: Path, suffix: str) -> dict[str, str]:
-    """Return the path, or the pattern, of the files that have a part's word in their names; raises DataError.
+def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
+    """Return the path, or the pattern, of those files that have a part's word in their names; raises DataError.
 
     All files have to be of a part, where one is called train; tables may lie beside others.
     """
-    files = sorted(folder.glob(f"[!.]*{suffix}"))
-    parts = {}
+    parts: dict[str, str] = {}
+    of_parts: list[Path] = []
     rest = set(files)
     for word in (*TRAIN, *TEST):
         named = [file for file in files if word in WORD.findall(file.name.lower())]
-        rest.difference_update(named)
-        if len(named) == 1:
-            parts[word] = str(named[0])
-        elif named:
-            pattern = folder / f"*{word}*{suffix}"
-            parts[word] = str(pattern)
-            # A pattern may stand for more: *train*.tar for trains.tar.
-            rest.update(set(folder.glob(pattern.name)).difference(named))
+        pattern = pattern_of(named) if len(named) > 1 else "".join(map(str, named))
+        if pattern:
+            parts[word] = pattern
+            of_parts += named
+            rest.difference_update(named)
     is_apart = first_of(TRAIN, list(parts)) is not None and first_of(TEST, list(parts)) is not None
-    if is_apart and rest and suffix != ".csv":
-        names = sorted(file.name for file in rest)
+    if is_apart and rest and files[0].suffix != ".csv":
+        pattern = pattern_of(of_parts) or parts[first_of(TRAIN, list(parts)) or ""]
         raise DataError(
-            f"{folder}: {some(names)} are of no part, beside others that are called train\n"
-            f"  expected train or test in all names; name those that you mean: '{folder}/train-*{suffix}'"
+            f"{files[0].parent}: {some(sorted(file.name for file in rest))} are of no part, beside others called "
+            f"train\n  expected train or test in all names; to take those alone type python -m jobs new '{pattern}'"
         )
     return parts
 

@@ -11,6 +11,7 @@ import typer
 
 from data.errors import ConfigError, UsageError
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.named_stages import RECORD, find_stage
 from jobs.progress import activity
 from jobs.terminal import echo
 
@@ -37,18 +38,20 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
 
 @commands.command()
 def new(
-    folder: Annotated[str, typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")],
+    images: Annotated[
+        list[str], typer.Argument(help="Class folders, WebDataset tars, parquet, a CSV, or images alone.")
+    ],
     model: Annotated[str | None, typer.Option(help="S/16, for one; else what images and machine are good for.")] = None,
     init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these instead.")] = None,
     output: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="The recipe; else FOLDER.yaml here.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=0.01, help="Time to train; else 10, with a GPU 60.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Time to train; else 10, with a GPU 60.")] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Overlook labels: masked patch prediction.")] = False,
     _debug: Debug = False,
 ) -> None:
     """Look at images and write a recipe that trains on them as it is."""
     from jobs.commands import new
 
-    new.new(folder, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
+    new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
 
 
 @single_stage.command()
@@ -104,13 +107,11 @@ def plan(
         # YAML ends its last line itself.
         print(render.resolved(campaign), end="")
         return
-    # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
-    from jobs.commands.plan import plan
-    from jobs.commands.plan_training import Assumptions
     from jobs.recipe.validate import refuse, validate_all
     from jobs.resolved_recipe import INPUTS, MEMORY
     from jobs.run.stale_evaluations import with_new_evaluations
     from jobs.run.sync import looked_at
+    from pipeline.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
     with looked_at(campaign.storage) as folder:
@@ -118,6 +119,9 @@ def plan(
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         results = validate_all(campaign, campaign.stages, fresh=fresh)
         refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
+        # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
+        from jobs.commands.plan import plan
+
         plan(campaign, assumed, activity.now)
         for result in results:
             if result.level != "FAIL":
@@ -170,7 +174,7 @@ def status(run: Run, _debug: Debug = False) -> None:
 
         stored_runs.status(run)
     else:
-        status.status(Path(run).resolve())
+        status.status(run_or_stage(run))
 
 
 @commands.command()
@@ -196,7 +200,7 @@ def report(
                 paths.append(store.local / stage)
                 stores[paths[-1]] = store
             else:
-                paths.append(Path(run).resolve())
+                paths.append(run_or_stage(run))
         page = Path(output or "comparison.html")
         if output is None and len(runs) == 1:
             page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
@@ -238,7 +242,7 @@ def replay(
             "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
             f"  with the store's own tools, for example: aws s3 sync {run} runs/NAME"
         )
-    replay.replay(Path(run).resolve(), step, to)
+    replay.replay(Path(run), step, to)
 
 
 @commands.command()
@@ -260,6 +264,11 @@ def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
     from jobs.recipe.campaign import load
 
     return load(path, overrides or [])
+
+
+def run_or_stage(path: str) -> Path:
+    """Return the folder of a run, or of the stage that RUN/STAGE means. Raises DataError."""
+    return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
 
 
 def recipe_path(recipe: str) -> Path:

@@ -11,7 +11,9 @@ from typing import Annotated
 import typer
 
 from jobs.command_line.shards import cache_config, refuse_file
+from jobs.command_line.weights import find_weights
 from jobs.command_line.words import Debug, make_group, stoppable
+from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
 
@@ -50,24 +52,26 @@ def leaks(
     from data.leaks.report import lines, write_page
     from data.leaks.search import DOCUMENT, find_leaks
     from jobs.cluster_config import cores
-    from pipeline.evaluation import embedding
 
     folder = Path(output)
     refuse_file(folder)
-    train_sets = [(path, load_index(path)) for path in train]
-    test_sets = [(path, load_index(path)) for path in test]
+    train_sets = [(path, load_index(find_set(path))) for path in train]
+    test_sets = [(path, load_index(find_set(path))) for path in test]
     train_indexes = [index for _, index in train_sets]
     test_indexes = [index for _, index in test_sets]
     fetched_by = cache_config(cache)
+    if weights is not None:
+        weights = find_weights(weights)
+    # Only now: it imports torch, for which a refusal does not wait.
+    from pipeline.evaluation import embedding
 
     # Features first: what they have found waits in a journal of its own for the document.
     embeddings = None
     if weights is not None:
         import torch
 
-        from jobs.commands.weights import load, refuse_missing, verify
+        from jobs.commands.weights import load, verify
 
-        refuse_missing(weights)
         verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         progress = ProgressMeter("shards, by their features")

@@ -16,8 +16,10 @@ import typer
 from data.checks import printable
 from data.errors import DataError, ExitCode, UsageError
 from jobs.command_line.words import Debug, make_group, stoppable
+from jobs.named_stages import find_set, stages_in
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
+from pipeline.monitoring.telemetry import counted
 
 if TYPE_CHECKING:
     from data.index.index import Index
@@ -171,6 +173,8 @@ def pack(
         )
     if source == "shards":
         raise UsageError(f"shards stay where they are, and are indexed\n  type python -m jobs index {path}")
+    if stages_in(folder):
+        raise UsageError(f"{folder} is a run directory\n  type another folder for the set, as shards/{folder.name}")
     cfg = config.build(SetConfig, described, "pack")
     check_apart(cfg, folder)
     numbering = Numbering()
@@ -306,7 +310,7 @@ def subset(
         refuse_file(folder)
         rule = subset.Rule(tuple(classes), only, but, bounds, shots, seed)
         subsets.append(subset.Part(folder, rule, name or folder.name))
-    parent = load_index(path)
+    parent = load_index(find_set(path))
     progress = ProgressMeter("shards", len(parent.shards))
     with stoppable():
         made = subset.make_subsets(parent, subsets, workers=workers, cache=cache_config(cache), report=progress.of)
@@ -386,7 +390,7 @@ def repair(
 
     folder = Path(directory)
     refuse_file(folder)
-    index = load_index(path)
+    index = load_index(find_set(path))
     # The shards and their index may lie in two folders; neither may be written into.
     if folder.resolve() in (Path(index.directory), index.tables):
         raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
@@ -430,7 +434,7 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
     from data.index.document import load_index
     from data.shards.doctor import check
 
-    index = load_index(path)
+    index = load_index(find_set(path))
     # A page that cannot be written is found out now, not after hours of looking.
     if page:
         Path(page).parent.mkdir(parents=True, exist_ok=True)
@@ -446,7 +450,7 @@ def summary(index: "Index") -> list[str]:
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
     lines = [
-        f"{index.samples:,} samples in {len(index.shards)} shards, {classes}, digest {index.digest[:12]}, "
+        f"{index.samples:,} samples in {counted(len(index.shards), 'shard')}, {classes}, digest {index.digest[:12]}, "
         f"in {index.tables}"
     ]
     if index.names:

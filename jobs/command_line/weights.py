@@ -11,14 +11,17 @@ How `evaluate` does without a recipe:
 
 import json
 import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from data.errors import UsageError
+from data.errors import DataError, UsageError
 from jobs.command_line.words import Debug, make_group
-from jobs.named_stages import find_stage
+from jobs.named_stages import find_set, find_stage
 from jobs.terminal import echo
+from models.weights.folder import CONFIG, THEIR_WEIGHTS
+from pipeline.monitoring.telemetry import counted
 
 STAGE = "evaluate"
 MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
@@ -76,6 +79,7 @@ def import_foreign(
     _debug: Debug = False,
 ) -> None:
     """Write official, timm or transformers weights as ours."""
+    refuse_missing(path)
     from jobs.commands.weights import import_weights
 
     import_weights(path, directory, overrides=overrides or [], class_list=names)
@@ -86,8 +90,7 @@ def export(
     directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
 ) -> None:
     """Write our weights as official, timm or transformers ones."""
-    refuse_as_weights(directory, "export")
-    directory = find_stage(directory)
+    directory = find_weights(directory)
     from jobs.commands.weights import export_weights
 
     export_weights(directory, path, format, preprocess)
@@ -96,8 +99,10 @@ def export(
 @commands.command()
 def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 128, _debug: Debug = False) -> None:
     """Draw what a ViT looks at: the paper's figures 6, 7 and 11."""
-    refuse_as_weights(weights, "analyze")
-    weights = find_stage(weights)
+    weights = find_weights(weights)
+    missing = [path for path in images if not Path(path).exists()]
+    if missing:
+        raise UsageError(f"no images in {', '.join(missing)}; give image files, folders of them or tar shards")
     from jobs.commands import analyze
 
     analyze.analyze(weights, images, output, limit)
@@ -112,12 +117,12 @@ def evaluate(
     _debug: Debug = False,
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
-    weights = find_stage(weights)
-    import torch
-
+    weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import cores
     from jobs.recipe.campaign import resolve
+    from jobs.recipe.validate import refuse
+    from jobs.resolved_recipe import INPUTS, CheckResult
     from jobs.run.session import run_campaign
     from pipeline import config
     from pipeline.evaluation.document import NAME
@@ -134,21 +139,14 @@ def evaluate(
         while name in sets:
             name = f"{name_of(word)}-{number}"
             number += 1
-        sets[name] = {"test": word}
+        sets[name] = {"test": find_set(word)}
     if not sets:
         raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
     folder = output or f"runs/evaluate-{name_of(weights)}"
     section: dict[str, Any] = {"init": weights, "sets": sets}
     if protocol:
         section["protocols"] = protocol
-    # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
-    gpus = torch.cuda.device_count()
-    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
-    if gpus:
-        cluster["gpus_per_worker"] = 1
-    if "RAY_ADDRESS" not in os.environ:
-        cluster["backend"] = "processes"
-    values: dict[str, Any] = {"run": folder, "cluster": cluster, STAGE: section}
+    values: dict[str, Any] = {"run": folder, STAGE: section}
     # Overrides are of `cluster` and `trackers`, of `train` (of all sets), else of the stage.
     full: list[str] = []
     for override in overrides:
@@ -160,12 +158,25 @@ def evaluate(
         else:
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
+    # What is missing or misspelt does not wait for torch, which alone can count GPUs.
+    missing = resolve(config.Recipe(values, "the command", folder)).stage(STAGE).missing
+    refuse(CheckResult.of(DataError(message), INPUTS) for message in missing)
+    import torch
+
+    # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
+    gpus = torch.cuda.device_count()
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
+    if gpus:
+        cluster["gpus_per_worker"] = 1
+    if "RAY_ADDRESS" not in os.environ:
+        cluster["backend"] = "processes"
+    values["cluster"] = {**cluster, **values.get("cluster", {})}
     campaign = resolve(config.Recipe(values, "the command", folder))
     run_campaign(campaign)
     stage = campaign.stage(STAGE)
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
-    echo(f"written  {campaign.run / NAME}: {len(json.loads(document)['results'])} results")
+    echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")
 
 
 def name_of(path: str) -> str:
@@ -177,11 +188,27 @@ def name_of(path: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)
 
 
-def refuse_as_weights(path: str, command: str) -> None:
-    """Raise UsageError, which names the command that helps, where weights are to be read at a run's URL."""
+def find_weights(path: str) -> str:
+    """Return the folder or file of weights that a path means; those in a store are fetched. Raises DataError."""
     if "://" in path:
-        raise UsageError(
-            f"{command} takes weights on a disk, found {path}\n"
-            "  fetch those of a run in a store first\n"
-            f"  type: python -m jobs checkpoints export {path} --to weights/NAME, then {command} weights/NAME"
+        from jobs.commands.stored_runs import fetch_weights
+
+        return fetch_weights(path)
+    path = find_stage(path)
+    refuse_missing(path)
+    return path
+
+
+def refuse_missing(path: str) -> None:
+    """Raise DataError where no weights are at the path; `file.npz:img` names a part of a file (big_vision)."""
+    if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
+        raise DataError(
+            f"there is no file or folder {path}\n"
+            "  expected an official .npz, or a folder or .safetensors file of ours, timm or transformers"
+        )
+    folder = Path(path)
+    if folder.is_dir() and not (folder / CONFIG).exists() and not (folder / THEIR_WEIGHTS).exists():
+        raise DataError(
+            f"cannot load {path}: it is no folder with {CONFIG} or {THEIR_WEIGHTS}\n"
+            "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
         )

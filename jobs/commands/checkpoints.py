@@ -9,9 +9,7 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import models
 from data.errors import CheckpointError, UsageError
@@ -21,7 +19,6 @@ from jobs.progress import activity
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest, step_of
-from pipeline.checkpoints.reader import Reader, export
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation import async_evaluation
@@ -29,6 +26,11 @@ from pipeline.evaluation.best import scores_of, steps_of_best
 from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.versions import code_version
+
+if TYPE_CHECKING:  # it imports torch, for which a listing and a refusal do not wait
+    from torch import Tensor
+
+    from pipeline.checkpoints.reader import Reader
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
 
@@ -150,6 +152,8 @@ def inspect(path: str, step: int | None) -> None:
                 value = json.dumps(value)
             echo(f"{field:13} {value}")
 
+        from pipeline.checkpoints.reader import Reader
+
         # The tensors lie in pieces, a file a rank; a reader puts them together whatever the number of ranks was.
         reader = Reader(folder, manifest.files)
         kinds: dict[str, list[str]] = {}  # parameter → "master" and the moments that are saved of it
@@ -165,7 +169,7 @@ def inspect(path: str, step: int | None) -> None:
             echo(f"{name:40} {largest:>12,}  {'  '.join(norms)}")
 
 
-def whole_state(reader: Reader, name: str, kind: str) -> torch.Tensor:
+def whole_state(reader: "Reader", name: str, kind: str) -> "Tensor":
     """Return a parameter's master or moment as one flat fp32 tensor, joined from the pieces of all ranks."""
     elements = 0
     for start, count, _, _ in reader.pieces[name, kind]:
@@ -189,6 +193,10 @@ def compare(path: str, step: int | None, other_path: str, other_step: int | None
         del second_fields["files"]
         for difference in differences(first_fields, second_fields):
             echo(f"  {difference}")
+
+        import torch
+
+        from pipeline.checkpoints.reader import Reader
 
         # Compare what is saved of each parameter, whatever number of workers wrote the one and the other.
         first_reader = Reader(first, first_manifest.files)
@@ -229,6 +237,8 @@ def export_weights(path: str, step: int | None, target: Path) -> None:
             task = artifacts.read_record(stage_folder / artifacts.TASK)
             beside["class_names"] = task["job"].get("class_names", [])
             beside["preprocessing"] = preprocessing_of(task["config"].get("data", {}).get("preprocess"), model)
+        from pipeline.checkpoints.reader import export
+
         target = target.resolve()
         target.mkdir(parents=True, exist_ok=True)
         models.save_weights(export(folder, model), target, model, writing=whole_file, **beside)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import models
 from data.files import memory_text
 from data.index.names import some
-from jobs.commands.plan_training import Assumptions, TrainedStage, bill, span
+from jobs.commands.plan_training import TrainedStage, bill, span
 from jobs.recipe import class_names
 from jobs.recipe.records import half_done_folder
 from jobs.recipe.render import choice_text
@@ -32,7 +32,7 @@ from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.stages import sweep
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
-from pipeline.plan.cost import HOUR_S
+from pipeline.plan.cost import HOUR_S, Assumptions
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
@@ -136,12 +136,11 @@ class Plan:
         if nameless:
             self.add("names", f"none in {', '.join(nameless)}: labels are taken on trust")
 
-        # 5. What its training takes.
-        if stage.kind.trains:
+        # 5. What its training takes, where it is still to come.
+        if stage.kind.trains and not is_done:
             trained = TrainedStage(campaign, stage, self.assumed, self.add, self.log)
             trained.work_out()
-            if not is_done:
-                self.to_train.append(trained)
+            self.to_train.append(trained)
 
     def sum_up(self) -> tuple[str, str, str]:
         """Return whether all that is still to be trained fits, how long it takes, and how much it costs."""

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 import models
 from data.decoder import images_per_cpu_s
-from data.errors import ConfigError
 from data.index.index import Index
 from data.order import shares as shares_of
 from jobs.cluster_config import cores
 from jobs.commands.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.worlds import allowed_worlds, in_words
-from models.checks import did_you_mean
 from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan import memory
@@ -30,6 +28,8 @@ from pipeline.plan.cost import (
     GPUS,
     HOUR_S,
     MOST_SHARE,
+    TRY,
+    Assumptions,
     Gpu,
     Rate,
     best_save_seconds,
@@ -47,26 +47,6 @@ GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
 MOST_PROCESSES = 128  # that are ever advised for a GPU: as many cores as a large node has for each
 LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed
-TRY = "python -m jobs trial RECIPE"
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Holds the assumptions of a plan that no recipe has."""
-
-    gpu: str | None = None  # a key of GPUS, for an estimate and for whether it fits
-    price: float | None = None  # of a worker and an hour
-    mtbf_hours: float | None = None  # mean time between two failures of the run; None: nothing fails
-
-    def __post_init__(self) -> None:
-        if self.gpu is not None and self.gpu not in GPUS:
-            raise ConfigError(
-                f"--gpu is {self.gpu}{did_you_mean(self.gpu, GPUS)}\n  expected one of {', '.join(GPUS)}; of another "
-                f"GPU measure it: {TRY}"
-            )
-        for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"{option} is {value:g}, expected more than 0")
 
 
 def span(least_s: float, most_s: float) -> str:

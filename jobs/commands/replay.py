@@ -15,7 +15,6 @@ from jobs.named_stages import find_stage
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.replay import rebuild_step, reports_of
 
 
 def replay(run: Path, step: str, target: str | None) -> None:
@@ -41,6 +40,8 @@ def replay(run: Path, step: str, target: str | None) -> None:
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
     number = int(text)
+    # Only now: it imports torch, for which a refusal does not wait.
+    from pipeline.replay import rebuild_step, reports_of
 
     records = read_metrics(folder, None)
     batch = rebuild_step(folder, number, records)

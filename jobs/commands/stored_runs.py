@@ -4,25 +4,37 @@ Of a run at s3://… a temporary folder gets what commands read whole: records a
 fetched one at a time by those that need all of one. What a command prints names the URL in the place of the folder.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from data.bucket import Bucket, check_store_url
-from data.errors import UsageError
-from data.files import MANIFEST, write_whole
+from data.bucket import Bucket, check_store_url, local_name
+from data.errors import DataError, UsageError
+from data.files import MANIFEST, state_folder, write_whole
 from data.storage import Folder, Storage
 from jobs.commands import status as status_command
-from jobs.named_stages import CHECKPOINTS, find_stage
+from jobs.named_stages import CHECKPOINTS, RECORD, find_stage
 from jobs.run.sync import fetch_small_files
-from pipeline.artifacts import EXAMPLES, EXCLUDED_STEPS
+from models.weights.folder import CONFIG
+from pipeline.artifacts import (
+    DONE,
+    EXAMPLES,
+    EXCLUDED_STEPS,
+    PROVENANCE,
+    TASK,
+    WEIGHT_FILES,
+    read_done,
+    read_record,
+    started_s,
+)
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
 # Of the run and of each stage; other files are read by no command here.
 OF_RUN = ("status.json",)
-OF_STAGE = ("stage.json", "task.json", "done.json", "metrics.jsonl", "provenance.json", "incidents.txt")
+OF_STAGE = (RECORD, TASK, DONE, CONFIG, PROVENANCE, "metrics.jsonl", "incidents.txt")
 SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
 
 
@@ -87,19 +99,57 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
     """
     run = check_store_url(url)
     stage = ""
+    stage_name = ""
     with TemporaryDirectory(prefix="patchline-run-") as temporary:
         folder = Path(temporary).resolve()
         # A stage's folder is told by its record, and of the run above it the end of the last command is read.
         if Bucket(run, folder).read("stage.json") is not None:
             run, _, stage = run.rpartition("/")
         store = Bucket(run, folder / run.rpartition("/")[2])
+        is_there = bool(store.list())
+        # RUN/STAGE, without the key that the stage's folder has; the run itself has two names or more behind s3://.
+        if not is_there and run.count("/") > 3:
+            run, _, stage_name = run.rpartition("/")
+            store = Bucket(run, folder / run.rpartition("/")[2])
+            is_there = any(file.count("/") == 1 and file.endswith(f"/{RECORD}") for file in store.list())
+        if not is_there:
+            raise UsageError(f"no run at {url}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
         store.local.mkdir()
-        if not store.list():
-            raise UsageError(f"no run at {run}\n  expected s3://BUCKET/NAME, as the recipe's run: says")
         files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES
         # Small files lie in the run or in a stage.
         fetch_small_files(store, lambda name: name.count("/") < 2 and name.rpartition("/")[2] in files)
-        yield store, stage
+        # A copy is as old as itself; a stage finished when it had taken its seconds.
+        for path in store.local.glob(f"*/{DONE}"):
+            finished_s = started_s(path.parent) + read_record(path)["seconds"]
+            os.utime(path, (finished_s, finished_s))
+        try:
+            if stage_name:
+                stage = Path(find_stage(str(store.local / stage_name), RECORD, typed=url)).name
+            yield store, stage
+        except DataError as error:
+            raise DataError(str(error).replace(str(store.local), store.url)) from None
+
+
+def fetch_weights(url: str) -> str:
+    """Return a folder of the user's cache with the weights that a URL means: RUN, RUN/STAGE, or a stage's folder.
+
+    What is there already is compared, not fetched again. Raises UsageError, DataError, StorageError, CheckpointError.
+    """
+    with local_copy(url) as (store, stage):
+        folder = Path(find_stage(str(store.local / stage), typed=url))
+        done = read_done(folder)
+        if done is None:
+            raise DataError(
+                f"{url}: {folder.name} has not finished\n  wait for its end, and type the same command again"
+            )
+        cache = Bucket(store.url, state_folder() / "weights" / local_name(store.url))
+        for name in (*WEIGHT_FILES, PROVENANCE):
+            if name in done["files"]:
+                record = done["files"][name]
+                cache.bring(f"{folder.name}/{name}", record["bytes"], record["sha256"])
+        # Last: it speaks for the others.
+        write_whole(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
+        return str(cache.local / folder.name)
 
 
 def status(url: str) -> None:

@@ -11,11 +11,9 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
-import torch
-from torch import Tensor
 
 import models
 from data.errors import DataError, UsageError
@@ -30,6 +28,9 @@ from pipeline.config import differences, require
 from pipeline.evaluation.protocols import check_ops, preprocessing_of
 from pipeline.versions import code_version
 
+if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait
+    from torch import Tensor
+
 # Whatever refuses a file: torch, numpy, safetensors and our own checks each raise their own.
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
@@ -41,7 +42,6 @@ def import_weights(path: str, directory: str, *, overrides: Sequence[str] = (), 
     own file.
     """
     refuse_existing(directory)
-    refuse_missing(path)
     # "heads=3" is {"heads": 3}: a value is read as JSON, and is taken as a word where it is none.
     changes: dict[str, object] = {}
     for item in overrides:
@@ -76,7 +76,7 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
 
     Raises UsageError and DataError for what cannot be exported, or not to there; nothing has been written then.
     """
-    # 1. What is refused: a name by which readers would not know the format, and a stage without weights.
+    # 1. What is refused: a name by which readers would not know the format.
     refuse_existing(path)
     if format == "npz" and Path(path).suffix != ".npz":
         raise UsageError(
@@ -87,13 +87,6 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
         raise UsageError(
             f"{path} is to be a folder in the format {format}, nothing was written\n"
             "  expected a name without .npz, or --format npz"
-        )
-    refuse_missing(directory)
-    if (Path(directory) / "checkpoints").is_dir() and not (Path(directory) / CONFIG).exists():
-        raise DataError(
-            f"{directory} is a stage that has not finished: it has checkpoints, and no weights yet\n"
-            f"  expected a folder with weights.safetensors and {CONFIG}\n"
-            f"  type: python -m jobs checkpoints export {directory} --to FOLDER, then export that folder"
         )
 
     # 2. The weights, written; what the format cannot hold exactly is warned of.
@@ -142,9 +135,12 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         echo(f"becomes  {change}")
     # Values from −1 to 1, as those of normalised images.
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
-    largest = (outputs(model, image) - outputs(exported, image)).abs().max()
+    with torch.no_grad():
+        largest = (outputs(model, image) - outputs(exported, image)).abs().max()
     echo(f"checked  read back; outputs of one random image differ by {largest:.1e} at most")
     if format in ("timm", "hf"):
         echo("open     the folder, not its tensors alone: its config.json selects the activation")
@@ -159,15 +155,6 @@ def refuse_existing(target: str) -> None:
         raise UsageError(f"{target} is there already, nothing was written\n  give another name, or remove it first")
 
 
-def refuse_missing(source: str) -> None:
-    """Raise DataError where there is nothing at the path; `file.npz:img` names a part of a file (big_vision)."""
-    if not Path(source).exists() and not Path(source.rpartition(":")[0] or source).exists():
-        raise DataError(
-            f"there is no file or folder {source}\n"
-            "  expected an official .npz, or a folder or .safetensors file of ours, timm or transformers"
-        )
-
-
 def verify(path: str, log: Callable[[str], None]) -> None:
     """Compare weights of ours with what their maker wrote, and log it; nothing of foreign ones, which have no digests.
 
@@ -180,7 +167,7 @@ def verify(path: str, log: Callable[[str], None]) -> None:
         log("verified the sha256 of weights.safetensors and model.json")
 
 
-def load(path: str, overrides: Mapping[str, object]) -> models.Model:
+def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
     """Load the model behind a path. Raises DataError, which names the file, where it cannot be read."""
     changes: dict[str, Any] = dict(overrides)
     # Only whatever a wrong file raises becomes a DataError; a bug of ours stays what it is.
@@ -199,10 +186,10 @@ def class_names(path: str) -> tuple[str, ...]:
 
 
 def report(
-    model: models.Model,
+    model: "models.Model",
     path: str,
     names: Sequence[str],
-    preprocessing: models.Preprocessing | None,
+    preprocessing: "models.Preprocessing | None",
     verification: Sequence[str],
 ) -> None:
     """Print which model was read, its classes and pixels, the result of its verification, and its numerics."""
@@ -248,8 +235,7 @@ def report(
         echo(f"{line}; the paper's code: gelu_tanh, 1e-06")
 
 
-@torch.no_grad()
-def outputs(model: models.Model, image: Tensor) -> Tensor:
+def outputs(model: "models.Model", image: "Tensor") -> "Tensor":
     """Return the logits; of a masked model, which has none, the features."""
     config = model.config
     if config.family == "masked":

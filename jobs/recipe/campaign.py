@@ -13,13 +13,12 @@ For example `pretrain: {data: {train: "@shards/train"}}` reads the set `train` t
 folder is named by its key, `<run>/pretrain-1a2b3c4d`, so an edited recipe never overwrites what another recipe made.
 """
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from data.bucket import check_store_url
+from data.bucket import check_store_url, local_name
 from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
@@ -92,7 +91,9 @@ def parse(recipe: Recipe) -> Campaign:
     require(bool(sections), f"{recipe.source} names no stage\n  expected a section of {', '.join(KINDS)}")
     stages = {}
     found_stages: dict[str, str] = {}
-    for name, written in sweeps.expand(sections, read_section).items():
+    expanded = sweeps.expand(sections, read_section)
+    # A wrong key does not wait for the runs of a sweep, whose first run has been read.
+    for name, written in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):
         kind, stage_config = read_section(name, written.values)
         # `init` may name a stage of another run without its key.
         init = getattr(stage_config, "init", None)
@@ -108,18 +109,17 @@ def parse(recipe: Recipe) -> Campaign:
                     tables[table] = find_stage(path, figure.sweep.DOCUMENT)
             stage_config = replace(stage_config, tables=tables)  # type: ignore[call-arg]
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
-    ordered = in_order(stages)
+    ordered = in_order({name: stages[name] for name in expanded})
 
     # 3. A run in an object store has a local folder as well, the same on every node: named by the URL.
     remote = None
     folder = Path(run).resolve()
     if "://" in run:
         remote = check_store_url(run)
-        name = f"{Path(remote).name}-{hashlib.sha256(remote.encode()).hexdigest()[:8]}"
         scratch = state_folder() / "runs"
         if cluster.scratch:
             scratch = Path(cluster.scratch).expanduser()
-        folder = (scratch / name).resolve()
+        folder = (scratch / local_name(remote)).resolve()
     return Campaign(folder, cluster, ordered, trackers, remote)
 
 
@@ -159,7 +159,7 @@ def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass
     if "passes" in values:
         values.setdefault("steps", None)
     kind = KINDS[kind_name]
-    return kind, config.build(kind.config, values, name, kind.defaults)
+    return kind, config.build(kind.config, values, name, kind.all_defaults)
 
 
 def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:

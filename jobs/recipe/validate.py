@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from data.errors import DataError, ExitCode, PatchlineError
 from data.index.index import shared_samples
+from jobs.named_stages import RECORD, stages_in
 from jobs.recipe import class_names
 from jobs.recipe.records import forbidden_fields, half_done_folder
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Reads, Stage, reference
@@ -24,6 +25,7 @@ from jobs.stages import sweep
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
+MOST_NAMED = 8  # missing inputs, or changed keys, that a message names
 MOST_COPIES = 0.01  # share of a held-out set whose bytes may be in another set, as images that are there twice
 
 
@@ -143,10 +145,40 @@ def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = F
             finished.append(stage)
         elif stage in stages:
             results += validate(stage, there, fresh=fresh)
+    results += beside_finished(campaign, [stage for stage in stages if stage not in finished])
     # Last, because a stage that reads a lost shard can say how to do without it.
     for stage in finished:
         results += validate(stage, there)
     return results
+
+
+def beside_finished(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[CheckResult]:
+    """Report the stages that start anew although one of their name has finished: by which keys the two differ.
+
+    What follows from a change in another stage is reported of that one alone, and of a sweep its first run.
+    """
+    reported = set()
+    for stage in stages:
+        folders = [folder for folder in stages_in(campaign.run) if folder.is_finished and folder.name == stage.name]
+        if not folders or stage.source in reported or campaign.directory(stage).exists():
+            continue
+        record = artifacts.read_record(folders[0].path / RECORD)
+        changes: dict[str, str] = {}
+        for change in config.differences(record["forbid"], forbidden_fields(stage)):
+            key = change.partition(":")[0]
+            field = key.removeprefix("content of ")
+            if key == field or (field not in changes and reference(stage.parents.get(field, "")) is None):
+                changes[key] = change
+        if not changes:
+            continue
+        reported.add(stage.source)
+        listed = ", ".join(list(changes.values())[:MOST_NAMED])
+        if len(changes) > MOST_NAMED:
+            listed += f", and {len(changes) - MOST_NAMED} more"
+        text = f"{stage.name}: starts anew; {folders[0]}, stays as it is and differs by {listed}"
+        if stage.kind.trains and stage.config.init is None:
+            text += f"\n  to start from its weights, not from random ones, type {stage.source}.init={folders[0].path}"
+        yield CheckResult("WARN", "config", text)
 
 
 def refuse(results: Iterable[CheckResult]) -> None:
@@ -160,7 +192,9 @@ def refuse(results: Iterable[CheckResult]) -> None:
                 missing.append(result)
     if len(missing) > 1:
         # On one line with the first, because status.json keeps one line.
-        messages = [str(result.error()) for result in missing]
+        messages = [str(result.error()) for result in missing[:MOST_NAMED]]
+        if len(missing) > MOST_NAMED:
+            messages.append(f"… and {len(missing) - MOST_NAMED} more")
         raise DataError(f"{len(missing)} inputs are missing: " + "\n  ".join(messages))
     for failure in [*missing, *failures]:
         raise failure.error()

@@ -219,7 +219,8 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
 
         # 2. The line.
         images_seen = "-"
-        if "samples_seen" in row:
+        # Sets that are parts of others, or tars that are indexed, have had no image opened.
+        if row.get("samples_seen"):
             images_seen = f"{row['samples_seen']:,}"
         time_text = duration(row["seconds"])
         if row["skipped"]:

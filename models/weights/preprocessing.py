@@ -98,7 +98,8 @@ class Preprocessing:
         remaining = REMAINING[self.interpolation]
         if remaining:
             warnings.warn(
-                f"{library} has another filter than {self.ops!r}: where it shrinks a photograph of 640×427 to 224, "
-                f"pixels from −1 to 1 differ by {remaining} in the mean (docs/models.md)",
+                f"{library} resizes by another filter than {self.ops!r}: images of that size get the same pixels, "
+                f"larger ones others (by {remaining} of −1 … 1 in the mean, of a photograph made 3 times smaller: "
+                "docs/models.md)",
                 stacklevel=4,
             )

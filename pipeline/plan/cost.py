@@ -16,10 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from data.errors import ConfigError
+from models.checks import did_you_mean
 from pipeline.monitoring.telemetry import PEAK, counted
 from pipeline.plan.trial import Trial
 
 HOUR_S = 3600.0
+TRY = "python -m jobs trial RECIPE"
 # Until a host that is gone is missed: 22 and 27 s where its frames were dropped (docs/design/cluster.md).
 NOTICE_S = 30.0
 
@@ -43,6 +46,25 @@ GPUS = {
     "h200": Gpu("H200", PEAK["H200"], 139.8),
     "a100": Gpu("A100", PEAK["A100"], 79.1),  # of 80 GB
 }
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Holds the assumptions of a plan that no recipe has."""
+
+    gpu: str | None = None  # a key of GPUS, for an estimate and for whether it fits
+    price: float | None = None  # of a worker and an hour
+    mtbf_hours: float | None = None  # mean time between two failures of the run; None: nothing fails
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ConfigError(
+                f"--gpu is {self.gpu}{did_you_mean(self.gpu, GPUS)}\n  expected one of {', '.join(GPUS)}; of another "
+                f"GPU measure it: {TRY}"
+            )
+        for option, value in (("--price", self.price), ("--mtbf", self.mtbf_hours)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{option} is {value:g}, expected more than 0")
 
 
 @dataclass(frozen=True)

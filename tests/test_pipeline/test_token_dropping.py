@@ -20,7 +20,6 @@ from data.errors import ConfigError, Preempted
 from data.index.document import load_index
 from data.loader import TrainLoader
 from jobs.commands.plan import plan
-from jobs.commands.plan_training import Assumptions
 from jobs.commands.replay import replay
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
@@ -28,6 +27,7 @@ from models import positions
 from pipeline import batches, config, token_dropping
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
+from pipeline.plan.cost import Assumptions
 from pipeline.token_dropping import TokenDroppingConfig, kept_patches, phase_at, phases
 from pipeline.training_config import TrainConfig, training_order
 

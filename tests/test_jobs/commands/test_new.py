@@ -131,7 +131,7 @@ RUN = ("folders", "json names", "images alone")  # to the weights; of the others
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jobs.commands.new.MEASURED_S", 0.0)
+    monkeypatch.setattr("jobs.commands.new_training.MEASURED_S", 0.0)
 
 
 def new(place: object, *words: str) -> Campaign:
@@ -237,7 +237,7 @@ def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path
         assert re.search(rf"^ *{key}: .*  # ", text, re.MULTILINE), key
 
 
-def test_what_is_found_decides_what_the_recipe_says(tmp_path):
+def test_what_is_found_decides_what_the_recipe_says(tmp_path, capsys):
     samples = three_digits()
     # Several labels an image.
     rows = table(tmp_path / "several", samples).read_text().splitlines()
@@ -262,14 +262,31 @@ def test_what_is_found_decides_what_the_recipe_says(tmp_path):
     # Parts that files' names tell, in one folder or by a pattern.
     for part, some in (("train", samples[:40]), ("val", samples[40:])):
         tars(tmp_path / "tars", some, lambda sample: {"cls": sample.labels[0]}, name=f"digits-{part}")
-    for place in ("tars", "tars/digits-train-*.tar"):
+    several = sorted(map(str, Path("tars").iterdir()))
+    for places in (["tars"], ["tars/digits-*.tar"], several):
         Path("recipe.yaml").unlink()
-        sets = new(place).stages[0].config.sets
+        sets = new(*places).stages[0].config.sets
         found = {
             name: sorted(path.name for path in tmp_path.glob(f"tars/{Path(cfg.path).name}"))
             for name, cfg in sets.items()
         }
         assert found == {"train": ["digits-train-00.tar", "digits-train-01.tar"], "test": ["digits-val-00.tar"]}
+    # Of a pattern, and of what a shell makes of one, nothing else is taken.
+    for places in (["tars/digits-train-*.tar"], several[:2]):
+        Path("recipe.yaml").unlink()
+        campaign = new(*places)
+        assert list(campaign.stages[0].config.sets) == ["train"]
+        assert campaign.stages[0].config.sets["train"].path == str(tmp_path / "tars/digits-train-*.tar")
+        assert campaign.stages[-1].config.data.evaluate == "@parts/held-out"
+    Path("tars/more.tar").write_bytes(b"")
+    for words, code, message in (
+        (["tars"], 65, "to take those alone type python -m jobs new 'tars/digits-*.tar'"),
+        ([several[0], "tars/more.tar"], 64, "no folder and no pattern holds these alone"),
+        (["tars", "--minutes", "0"], 64, "--minutes 0: expected more than 0"),
+        (["tars", "--minutes", "nan"], 64, "--minutes nan: expected more than 0"),
+    ):
+        assert main(["new", *words, "--output", "other.yaml"]) == code
+        assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------- odd folders

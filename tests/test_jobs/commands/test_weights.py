@@ -1,6 +1,7 @@
 """`jobs import` and `jobs export`: whose weights, what became of them, and what cannot be."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 import torch
 
 import models
+from data.remote import urls
 from jobs.__main__ import main
+from pipeline import artifacts
 from tests.golden import GOLDEN, needs_golden
+from tests.stores import store
 
 pytestmark = pytest.mark.quick
-
-RUN = "s3://bucket/run/finetune-1a2b3c4d"
 
 
 @pytest.fixture
@@ -95,16 +97,6 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
         (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, nothing was"),
         (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),
         (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "there is no file or"),
-        (
-            ["export", RUN, str(tmp_path / "x"), "--format", "hf"],
-            64,
-            f"checkpoints export {RUN} --to weights/NAME, then",
-        ),
-        (
-            ["analyze", RUN, str(ours), "--output", str(tmp_path / "x")],
-            64,
-            f"checkpoints export {RUN} --to weights/NAME",
-        ),
         (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
         (["import", str(ours), str(tmp_path / "x"), "heads"], 78, "expected key=value"),
         (["import", str(ours), str(tmp_path / "x"), "heds=2"], 65, "heds"),
@@ -133,3 +125,38 @@ def test_a_file_with_a_key_too_few_names_it(ours, tmp_path, capsys):
     np.savez(tmp_path / "less.npz", **arrays)
     assert main(["import", str(tmp_path / "less.npz"), str(tmp_path / "x")]) == 65
     assert "missing Transformer/encoder_norm/bias" in capsys.readouterr().err
+
+
+def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_path, capsys, monkeypatch):
+    """A stage in the store, by its name, its key and its run: what is exported has the bytes that were put there."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    for number, key in enumerate(("00000001", "00000002", "00000003")):
+        stage = tmp_path / "x" / f"finetune-{key}"
+        shutil.copytree(ours, stage)
+        artifacts.write_record(stage / "stage.json", {"name": "finetune", "started": 1e9 + number})
+        artifacts.write_record(stage / "task.json", {})
+        if number < 2:
+            weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
+            artifacts.write_record(stage / "done.json", {"seconds": 5.0, "files": weights})
+        else:
+            (stage / "model.json").unlink()
+    files = {}
+    for path in (tmp_path / "x").rglob("*.*"):
+        files[f"runs/{path.relative_to(tmp_path)}"] = path
+    with store("s3", files) as proxy:
+        for number, name in enumerate(("finetune", "finetune-00000001", "")):
+            target = str(tmp_path / f"out-{number}")
+            assert main(["export", f"s3://images/runs/x/{name}".rstrip("/"), target, "--format", "safetensors"]) == 0
+            said = capsys.readouterr().err
+            assert ("finetune-00000002, finished 2001-09-09" in said) == (number != 1), said
+            assert models.load(target).config == models.load(ours).config
+        fetched = [get for get in proxy.gets if get.endswith("weights.safetensors")]
+        assert len(fetched) == 2, "what is in the cache is compared, and not fetched again"
+        for name, words in (
+            ("x/finetnue", "s3://images/runs/x has no stage 'finetnue'; did you mean 'finetune'?"),
+            ("x/finetune-00000003", "s3://images/runs/x/finetune has not finished"),
+            ("y", "no run at s3://images/runs/y"),
+        ):
+            assert main(["export", f"s3://images/runs/{name}", str(tmp_path / "no"), "--format", "hf"]) != 0
+            assert words in capsys.readouterr().err
+    urls.forget_credentials()

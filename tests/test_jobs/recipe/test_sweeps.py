@@ -21,7 +21,6 @@ from jobs.__main__ import main
 from jobs.cluster.failure import StageFailed
 from jobs.commands import status
 from jobs.commands.plan import plan
-from jobs.commands.plan_training import Assumptions
 from jobs.monitor.trackers import facts_of
 from jobs.recipe import campaign, records, render
 from jobs.recipe.render import portable
@@ -34,6 +33,7 @@ from pipeline import artifacts
 from pipeline.config import read_recipe
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.intervals import over_draws
+from pipeline.plan.cost import Assumptions
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ROOT.parent / "shared" / "images"
