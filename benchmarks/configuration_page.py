@@ -247,8 +247,8 @@ save_every | between checkpoints; what was trained since the last one is lost wh
 STRUCTURE = """\
 Units may be written out: `80GB` or `80GiB` where a key is in bytes or GiB, `90s`, `30min` or `2h` where it is in
 seconds, `10k` or `1e4` for a whole number. `model: S/16` is short for `model: {name: S/16}`; typed behind a command,
-`pretrain.model=S/16`, or `'pretrain.model={name: S/16}'`, keeps image_size and classes of the recipe's model, and nothing else
-of it; `pretrain.model.name=S/16` is refused where the recipe has widths of its own.
+`pretrain.model=S/16`, or `'pretrain.model={name: S/16}'`, keeps image_size and classes of the recipe's model, and
+nothing else of it; `pretrain.model.name=S/16` is refused where the recipe has widths of its own.
 
 A recipe's top level holds these keys:
 
