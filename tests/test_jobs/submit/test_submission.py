@@ -185,7 +185,7 @@ def test_two_submitted_campaigns_share_a_cluster_and_the_list_tells_of_both(
     assert submission.logs(str(high), write=lambda text: None).status == "SUCCEEDED"
     assert len(list(high.glob("*/done.json"))) == 4
     provenance = json.loads(next(high.glob("finetune-*/provenance.json")).read_text())
-    assert provenance["command"].endswith(f"jobs/__main__.py run env:{VARIABLE} run={high}")
+    assert provenance["command"].endswith(f"-m jobs run env:{VARIABLE} run={high}")
 
 
 # ------------------------------------------------------------------------ without a cluster
