@@ -117,6 +117,8 @@ def evaluate(
     _debug: Debug = False,
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
+    if all("=" in word for word in words):
+        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import cores
@@ -140,8 +142,6 @@ def evaluate(
             name = f"{name_of(word)}-{number}"
             number += 1
         sets[name] = {"test": find_set(word)}
-    if not sets:
-        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
     folder = output or f"runs/evaluate-{name_of(weights)}"
     section: dict[str, Any] = {"init": weights, "sets": sets}
     if protocol:
