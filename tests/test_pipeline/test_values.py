@@ -87,4 +87,6 @@ def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
     both = with_overrides(written_as_text, ["pretrain.model.classes=3"])
     assert both == {"pretrain": {"model": {"name": "mu/8", "classes": 3}}}
     replaced = with_overrides(recipe, ["pretrain.model={name: B/16}"])
-    assert replaced["pretrain"]["model"]["width"] == 192  # a section is merged, as any other
+    assert replaced == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 3}}}
+    merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
+    assert merged["pretrain"]["model"]["width"] == 192  # without a name a section is merged, as any other
