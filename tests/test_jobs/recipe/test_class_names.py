@@ -295,7 +295,7 @@ def test_images_without_labels_are_indexed_packed_and_checked_where_that_is_aske
         (["pack", "tars", str(tmp_path / "tars"), str(tmp_path / "packed"), "--unlabelled"], tmp_path / "packed"),
     ):
         assert main(command) == 0
-        assert "6 samples in 1 shards, without labels" in capsys.readouterr().out
+        assert "6 samples in 1 shard, without labels" in capsys.readouterr().out
         index = load_index(folder)
         assert index.samples == 6 and index.class_counts == () and index.names == ()
         assert main(["data", "check", str(folder)]) == 0
