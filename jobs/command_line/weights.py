@@ -18,7 +18,7 @@ import typer
 
 from data.errors import DataError, UsageError
 from jobs.command_line.words import Debug, make_group
-from jobs.named_stages import find_set, find_stage
+from jobs.named_stages import CHECKPOINTS, find_set, find_stage
 from jobs.terminal import echo
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.monitoring.telemetry import counted
@@ -208,6 +208,11 @@ def refuse_missing(path: str) -> None:
         )
     folder = Path(path)
     if folder.is_dir() and not (folder / CONFIG).exists() and not (folder / THEIR_WEIGHTS).exists():
+        if (folder / CHECKPOINTS).is_dir():
+            raise DataError(
+                f"{path} has checkpoints, and no weights yet\n"
+                f"  type python -m jobs checkpoints export {path} --to FOLDER, then name FOLDER"
+            )
         raise DataError(
             f"cannot load {path}: it is no folder with {CONFIG} or {THEIR_WEIGHTS}\n"
             "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"

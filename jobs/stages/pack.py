@@ -35,6 +35,7 @@ from jobs.stages.sets import (
 )
 from pipeline.artifacts import DONE
 from pipeline.config import Tags, require, tags
+from pipeline.monitoring.telemetry import counted
 
 UNREADABLE = "torn or altered"  # what is wrong with an index that packing again would stop at
 
@@ -179,7 +180,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
 def report_set(name: str, index: Index, context: Context) -> None:
     """Log how large a set is, and what packing or indexing has passed over."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
-    context.log(f"{name}: {index.samples} samples in {len(index.shards)} shards, {classes}")
+    context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
     for line in Refusals(Counter(index.refused), index.first_refused).lines():
         context.log(f"{name}: {line}")
 

@@ -154,7 +154,7 @@ def test_imagenet_s_reassessed_labels_are_packed_by_command(tmp_path, capsys):
     (tmp_path / "real.json").write_text("[[], [3, 7]]")
     files = [str(tmp_path / "val.tar"), str(tmp_path / "set")]
     assert main(["pack", "imagenet-validation", *files, "--real", str(tmp_path / "real.json"), "--partial"]) == 0
-    assert "1 samples in 1 shards, 8 classes" in capsys.readouterr().out
+    assert "1 samples in 1 shard, 8 classes" in capsys.readouterr().out
 
 
 def test_two_shards_whose_tables_would_be_one_are_refused(photos, tmp_path, capsys):
@@ -195,7 +195,7 @@ def test_check_counts_what_is_bad_and_repair_makes_a_set_that_passes(broken, tmp
     assert "bad: 2 × " in out and "duplicates: 1" in out and "jobs data repair" in out
     assert "3 shards for 8 workers" in out and page.read_text().startswith("<!doctype html>")
     assert main(["data", "repair", str(broken), str(tmp_path / "mended"), "--unique"]) == 0
-    assert "17 samples in 1 shards" in (out := capsys.readouterr().out) and "3 samples left out" in out
+    assert "17 samples in 1 shard," in (out := capsys.readouterr().out) and "3 samples left out" in out
     assert main(["data", "check", str(tmp_path / "mended"), "--workers", "2"]) == 0
 
 
