@@ -20,7 +20,7 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.order import Mixture, Order
 from pipeline import artifacts, config
-from pipeline.monitoring.telemetry import Record
+from pipeline.monitoring.telemetry import Record, steps_in
 from pipeline.token_dropping import phase_at, phases
 from pipeline.training_config import TrainConfig, steps_of, training_loader, training_order
 
@@ -59,7 +59,7 @@ def reports_of(records: Sequence[Record], step: int) -> list[Record]:
     """Return the reports that hold the losses of a step: a step may have several, by different attempts."""
     reports = []
     for record in records:
-        if record["kind"] == "train" and record["step"] - len(record["losses"]) < step <= record["step"]:
+        if record["kind"] == "train" and step in steps_in(record):
             reports.append(record)
     return reports
 

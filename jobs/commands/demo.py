@@ -18,7 +18,7 @@ from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.telemetry import read_metrics, steps_in
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
 VICTIM = 1  # rank of the worker that is killed
@@ -116,8 +116,6 @@ def step_losses(directory: Path) -> dict[int, list[float]]:
     """Return every loss that was logged, by step; a step that was computed twice has two."""
     losses_of: dict[int, list[float]] = {}
     for record in read_metrics(directory):
-        # A report holds the losses of all steps since the one before it; its own step is the last of them.
-        first_step = record["step"] - len(record["losses"]) + 1
-        for step, loss in enumerate(record["losses"], start=first_step):
+        for step, loss in zip(steps_in(record), record["losses"], strict=True):
             losses_of.setdefault(step, []).append(loss)
     return losses_of

@@ -14,7 +14,7 @@ from data.files import whole_file
 from jobs.named_stages import find_stage
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.telemetry import read_metrics, steps_in
 
 
 def replay(run: Path, step: str, target: str | None) -> None:
@@ -63,10 +63,9 @@ def replay(run: Path, step: str, target: str | None) -> None:
                     f"attempt {spike['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
                     f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
                 )
-    # A report holds the losses of all steps since the one before it.
     for report in reports_of(records, number):
-        first_step = report["step"] - len(report["losses"]) + 1
-        echo(f"attempt {report['attempt']}: loss {report['losses'][number - first_step]:.6f}")
+        loss = report["losses"][steps_in(report).index(number)]
+        echo(f"attempt {report['attempt']}: loss {loss:.6f}")
     echo(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
     echo(f"labels {dict(sorted(labels.items()))}")
     for sample in batch.bad:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -28,13 +28,23 @@ from typing import Any, NamedTuple
 import torch
 
 from data.errors import ClusterError, DataError, UsageError
-from jobs.replays.stretch import RecordedStage, made_by, output_folder, recorded_stage, take_again, without_evaluation
+from jobs.replays.stretch import (
+    RecordedStage,
+    StepValues,
+    commit_of,
+    made_by,
+    output_folder,
+    recorded_stage,
+    take_again,
+    values_of,
+    without_evaluation,
+)
 from jobs.stages import training
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
-from pipeline.monitoring.telemetry import Record, account, duration, read_metrics
+from pipeline.monitoring.telemetry import account, duration, read_metrics
 from pipeline.versions import git_commit
 
 NAMED = 8  # states that a difference names, the largest first
@@ -135,17 +145,19 @@ def audit(
         place = folder / f"steps-{finding.start + 1}-{finding.last}"
         again = take(stage, finding, place, overrides)
         finding.files = {name: file["sha256"] for name, file in stage.manifest(finding.last).files.items()}
-        ours = read_metrics(again, "start")[-1]
-        theirs = stage.start_of(finding.last)
+        start = read_metrics(again, "start")[-1]
+        start_of_run = stage.start_of(finding.last)
         for name in CONDITIONS:
-            if theirs.get(name) != ours[name]:
-                finding.conditions[name] = [theirs.get(name), ours[name]]
-        finding.world = ours["world"]
-        compare(stage.folder, again, finding)
+            if start_of_run.get(name) != start[name]:
+                finding.conditions[name] = [start_of_run.get(name), start[name]]
+        finding.world = start["world"]
+        ours = kept_in(again, finding.last)
+        compare(Kept(stage.values, stage.commits[finding.last]), ours, finding)
         if finding.what:
             finding.verdict = judge(finding)
             once_more = Finding(finding.start, finding.last)
-            compare(again, take(stage, once_more, Path(f"{place}-again"), overrides), once_more)
+            third = take(stage, once_more, Path(f"{place}-again"), overrides)
+            compare(ours, kept_in(third, finding.last), once_more)
             if once_more.what:
                 finding.verdict = "unclear, because this machine has given two results"
         else:
@@ -228,38 +240,38 @@ def take(stage: RecordedStage, finding: Finding, folder: Path, overrides: Sequen
 # ------------------------------------------------------------------------ what is compared
 
 
-class StepValues(NamedTuple):
-    """Holds what metrics.jsonl has of a step."""
+class Kept(NamedTuple):
+    """Holds what a stage has kept of a stretch."""
 
-    loss: float
-    norm: float
-    trace: Sequence[Sequence[float]]  # losses and gradients of parts, states of workers; () without exact mode
-    world: int
+    values: Mapping[int, StepValues]  # of its steps, and of others
+    commit: Path  # of its last step
 
 
-def compare(folder: Path, again: Path, finding: Finding) -> None:
-    """Compare the steps and the last commit of two stages' folders, and note in the finding what differs."""
+def kept_in(folder: Path, last: int) -> Kept:
+    """Return what the folder of a stage has kept that took a stretch again."""
+    return Kept(values_of(read_metrics(folder)), commit_of(folder, last))
+
+
+def compare(before: Kept, after: Kept, finding: Finding) -> None:
+    """Compare the steps and the last commit of a stretch, taken twice, and note in the finding what differs."""
     # 1. The steps. A disk may have refused a record, and a stretch that was given up has none.
-    before = values_of(read_metrics(folder))
-    after = values_of(read_metrics(again))
     has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
-        if step not in before or step not in after:
+        if step not in before.values or step not in after.values:
             continue
-        theirs = before[step]
-        ours = after[step]
+        theirs = before.values[step]
+        ours = after.values[step]
         finding.steps += 1
         finding.traced += bool(theirs.trace and ours.trace)
-        has_other_result |= not (are_same(theirs.loss, ours.loss) and are_same(theirs.norm, ours.norm))
+        has_other_result |= not (are_same(theirs.loss, ours.loss) and are_same(theirs.grad_norm, ours.grad_norm))
         what, worker = first_difference(theirs, ours)
         if what and not finding.what:
             finding.step, finding.what, finding.worker = step, what, worker
-            finding.size = max(relative(theirs.loss, ours.loss), relative(theirs.norm, ours.norm))
+            finding.size = max(relative(theirs.loss, ours.loss), relative(theirs.grad_norm, ours.grad_norm))
 
     # 2. The commit, piece by piece as the run's workers have saved it.
-    commits = [max((stage / "checkpoints").glob(f"step-{finding.last:010d}*")) for stage in (folder, again)]
-    manifests = [read_manifest(commit) for commit in commits]
-    readers = [Reader(commit, manifest.files) for commit, manifest in zip(commits, manifests, strict=True)]
+    manifests = [read_manifest(kept.commit) for kept in (before, after)]
+    readers = [Reader(before.commit, manifests[0].files), Reader(after.commit, manifests[1].files)]
     finding.ledger = manifests[1].ledger
     for (name, kind), pieces in sorted(readers[0].pieces.items()):
         finding.states += 1
@@ -292,17 +304,6 @@ def compare(folder: Path, again: Path, finding: Finding) -> None:
         finding.worker = finding.differing[0].worker
 
 
-def values_of(records: Sequence[Record]) -> dict[int, StepValues]:
-    """Return what is on record of every step, of the attempt whose step went on."""
-    values = {}
-    for record in records:
-        first_step = record["step"] - len(record["losses"]) + 1
-        for number, loss in enumerate(record["losses"]):
-            trace = record["traces"][number] if "traces" in record else ()
-            values[first_step + number] = StepValues(loss, record["grad_norms"][number], trace, record["world"])
-    return values
-
-
 def first_difference(theirs: StepValues, ours: StepValues) -> tuple[str, int | None]:
     """Return what differs first in a step, "" for nothing, and the worker of the run, where the trace tells it."""
     if theirs.trace and ours.trace:
@@ -319,7 +320,7 @@ def first_difference(theirs: StepValues, ours: StepValues) -> tuple[str, int | N
                 return what, workers.pop() if len(workers) == 1 else None
     if not are_same(theirs.loss, ours.loss):
         return "loss", None
-    if not are_same(theirs.norm, ours.norm):
+    if not are_same(theirs.grad_norm, ours.grad_norm):
         return "gradient", None
     return "", None
 

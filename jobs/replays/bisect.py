@@ -20,7 +20,6 @@ import numpy as np
 from data.checks import printable
 from data.errors import UsageError
 from data.files import write_whole
-from data.index.document import load_index
 from data.page import jpeg_bytes
 from data.shards.reader import ShardReader
 from jobs.cluster.supervisor import supervise
@@ -32,11 +31,11 @@ from jobs.worlds import allowed_worlds
 from pipeline import artifacts
 from pipeline.evaluation.best import scores_of
 from pipeline.health import RECENT
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.telemetry import read_metrics, without_nan
 from pipeline.replay import rebuild_step
 from pipeline.training_config import TrainConfig, training_order
 
-METRICS = ("grad_norm", "loss")
+METRICS = ("grad_norm", "loss")  # of a step, as StepValues has them
 MOST_SHOWN = 16  # samples of a set that are printed, and written as pictures
 
 
@@ -61,6 +60,10 @@ def bisect(
             values[key] = value
         else:
             raise UsageError(f"{word!r} is not understood\n  expected step=N or shards, metric=…, limit=…, cluster.…=…")
+    if "step" in values and "shards" in values:
+        raise UsageError("step=N asks for samples, shards for a shard\n  expected one of them")
+    if "limit" in values and "shards" not in values:
+        raise UsageError("limit=X is of shards; that of a step lies between its metric and the usual\n  leave it out")
     stage = recorded_stage(run)
     folder = output_folder(stage, "bisect", output)
     if "shards" in values:
@@ -81,10 +84,11 @@ def bisect(
 def bisect_step(stage: RecordedStage, folder: Path, step: int, metric: str, overrides: Sequence[str]) -> None:
     """Find the samples behind a step's loss or gradient norm."""
     recent = []
-    for number, values in stage.losses().items():
-        value = values[METRICS.index(metric) ^ 1]  # on record is (loss, norm)
-        if step - RECENT <= number < step and math.isfinite(value):
-            recent.append(value)
+    for number in range(step - RECENT, step):
+        if number in stage.values:
+            value = getattr(stage.values[number], metric)
+            if math.isfinite(value):
+                recent.append(value)
     if not recent:
         raise UsageError(f"no step before {step} has a {metric} on record, with which it could be compared")
     usual = statistics.median(recent)
@@ -105,9 +109,9 @@ def bisect_step(stage: RecordedStage, folder: Path, step: int, metric: str, over
     shutil.rmtree(again / "run")
 
     # What it was, and whether the step came out as it is on record.
-    recorded = stage.losses().get(step)
+    recorded = stage.values.get(step)
     if recorded is not None:
-        is_same = [outcome["loss"], outcome["grad_norm"]] == [none_if_not_finite(value) for value in recorded]
+        is_same = [outcome["loss"], outcome["grad_norm"]] == without_nan([recorded.loss, recorded.grad_norm])
         echo(f"step {step} came out {'as it is on record, to the bit' if is_same else 'otherwise than on record'}")
     shown = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"
     samples = described(stage, cfg, again, step, outcome)
@@ -182,11 +186,6 @@ def described(
     return samples
 
 
-def none_if_not_finite(value: float) -> float | None:
-    """Return a number as a record has it."""
-    return value if math.isfinite(value) else None
-
-
 # ------------------------------------------------------------------------ a stretch
 
 
@@ -207,7 +206,10 @@ def bisect_shards(
         if metric in scores:
             at[record["step"]] = scores[metric]
     if "limit" in values:
-        limit = float(values["limit"])
+        try:
+            limit = float(values["limit"])
+        except ValueError:
+            raise UsageError(f"limit={values['limit']}: expected a number, as limit=0.7") from None
     elif first in at and last in at:
         limit = (at[first] + at[last]) / 2
     else:
@@ -220,7 +222,7 @@ def bisect_shards(
 
     # The shards that these steps use, in their order.
     cfg = stage.config_at(first + 1, last)
-    index, order = training_order(cfg, [load_index(path) for path in stage.job["train"]])
+    index, order = training_order(cfg, stage.sets)
     used: set[int] = set()
     for step in range(first, last):
         used.update(np.unique(order.batch(step).shard).tolist())

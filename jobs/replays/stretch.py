@@ -15,8 +15,9 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import models
 from data.errors import UsageError
@@ -29,17 +30,26 @@ from jobs.resolved_recipe import Campaign, Context, Stage, no_checks
 from jobs.run.session import run_campaign
 from jobs.stages.kinds import KINDS
 from pipeline import artifacts, config
-from pipeline.checkpoints.manifest import Manifest, read_manifest, step_of
+from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.evaluation.protocols import ProbeConfig
-from pipeline.monitoring.telemetry import Record, read_metrics
+from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.replay import reports_of, with_recorded_drop
-from pipeline.training_config import TrainConfig, steps_of, training_order
+from pipeline.training_config import TrainConfig, steps_of
 from pipeline.versions import code_version
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
 
 Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # what a stage does
+
+
+class StepValues(NamedTuple):
+    """Holds what metrics.jsonl has of a step."""
+
+    loss: float
+    grad_norm: float
+    trace: Sequence[Sequence[float]]  # losses and gradients of parts, states of workers; () without exact mode
+    world: int
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,13 @@ class RecordedStage:
     record: Mapping[str, Any]  # stage.json
     records: Sequence[Record]  # metrics.jsonl, of all kinds
     commits: Mapping[int, Path]  # by step, in rising order; of one step the newest
+    sets: Sequence[Index]  # that are trained on
     steps: int  # of the whole stage
 
-    def index(self) -> Index:
-        """Return the set that is trained on, mixtures joined: the shards and samples that masks are of."""
-        return training_order(self.cfg, [load_index(path) for path in self.job["train"]])[0]
+    @cached_property
+    def values(self) -> Mapping[int, StepValues]:
+        """Return what is on record of every step: months of them are read once."""
+        return values_of(self.records)
 
     def manifest(self, step: int) -> Manifest:
         """Return what the commit of a step says of itself."""
@@ -65,10 +77,16 @@ class RecordedStage:
     def config_at(self, first: int, last: int) -> TrainConfig:
         """Return the config with which the steps `first` … `last` were taken, counted from 1.
 
-        Raises UsageError where shards were dropped amid them.
+        Raises UsageError where shards were dropped, or came back, amid them.
         """
         cfg = with_recorded_drop(self.cfg, self.records, first)
-        if with_recorded_drop(self.cfg, self.records, last).data.drop != cfg.data.drop:
+        # Which shards are left out changes with an attempt alone.
+        changing = [last]
+        for record in self.records:
+            if record["kind"] == "start" and first <= record["step"] < last:
+                changing.append(record["step"] + 1)
+        drops = [with_recorded_drop(self.cfg, self.records, step).data.drop for step in changing]
+        if any(drop != cfg.data.drop for drop in drops):
             raise UsageError(
                 f"data.drop has changed between the steps {first} and {last} of {self.folder.name}\n"
                 "  expected steps that were taken with the same shards: name fewer"
@@ -83,16 +101,6 @@ class RecordedStage:
             if not reports or start["attempt"] == reports[-1]["attempt"]:
                 return start
         return {}
-
-    def losses(self) -> dict[int, tuple[float, float]]:
-        """Return loss and gradient norm of every step that is on record, of the attempt whose step went on."""
-        values = {}
-        for record in self.records:
-            if record["kind"] == "train":
-                first_step = record["step"] - len(record["losses"]) + 1
-                for offset, pair in enumerate(zip(record["losses"], record["grad_norms"], strict=True)):
-                    values[first_step + offset] = pair
-        return values
 
     def cluster(self, last: int, overrides: Sequence[str]) -> ClusterConfig:
         """Return what the steps up to `last` are taken again on: what is typed, and else what took them.
@@ -117,11 +125,15 @@ class RecordedStage:
     def two_commits(self, first: int | None, last: int | None) -> tuple[int, int]:
         """Return two steps between which there is a stretch. Raises UsageError."""
         if first is None or last is None or first not in (0, *self.commits) or last not in self.commits:
-            listed = ", ".join(map(str, [0, *self.commits][-12:]))
-            raise UsageError(f"--from {first} --to {last}: expected two commits of {self.folder.name}: {listed}")
+            raise UsageError(f"--from {first} --to {last}: expected two commits of {self.listed_commits}")
         if first >= last:
             raise UsageError(f"--from {first} --to {last}: expected a later step behind --to")
         return first, last
+
+    @property
+    def listed_commits(self) -> str:
+        """Return the steps of the newest commits, as messages have them."""
+        return f"{self.folder.name}: {', '.join(map(str, [0, *self.commits][-12:]))}"
 
     def commit_before(self, step: int) -> int:
         """Return the newest commit from which a step, counted from 1, can be taken again; 0 for the first weights."""
@@ -164,7 +176,7 @@ def recorded_stage(run: str) -> RecordedStage:
     commits: dict[int, Path] = {}
     for name in reversed(checkpoints.committed()):
         commits[step_of(Path(name))] = checkpoints.local / name
-    samples = sum(load_index(path).samples for path in job["train"])
+    training_sets = [load_index(path) for path in job["train"]]
     return RecordedStage(
         folder=folder,
         cfg=cfg,
@@ -172,8 +184,27 @@ def recorded_stage(run: str) -> RecordedStage:
         record=artifacts.read_record(folder / "stage.json"),
         records=read_metrics(folder, None),
         commits=commits,
-        steps=steps_of(cfg, samples),
+        sets=training_sets,
+        steps=steps_of(cfg, sum(training_set.samples for training_set in training_sets)),
     )
+
+
+def values_of(records: Sequence[Record]) -> dict[int, StepValues]:
+    """Return what is on record of every step, of the attempt whose step went on."""
+    values = {}
+    for record in records:
+        if record["kind"] != "train":
+            continue
+        for number, step in enumerate(steps_in(record)):
+            trace = record["traces"][number] if "traces" in record else ()
+            values[step] = StepValues(record["losses"][number], record["grad_norms"][number], trace, record["world"])
+    return values
+
+
+def commit_of(folder: Path, step: int) -> Path:
+    """Return the newest commit of a step in the folder of a stage that has taken it again."""
+    commits = [commit for commit in committed(folder / "checkpoints") if step_of(commit) == step]
+    return commits[0]
 
 
 def without_evaluation(cfg: TrainConfig) -> TrainConfig:

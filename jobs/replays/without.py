@@ -20,11 +20,11 @@ import torch
 
 import models
 from data.errors import DataError, UsageError
-from data.index.document import load_index
 from data.index.index import Index, called
+from data.order import Mixture, Order
 from data.shards.listed import listed_rows
 from jobs.progress import activity
-from jobs.replays.stretch import RecordedStage, made_by, output_folder, recorded_stage, take_again
+from jobs.replays.stretch import RecordedStage, commit_of, made_by, output_folder, recorded_stage, take_again
 from jobs.stages import training
 from jobs.terminal import echo
 from pipeline import artifacts
@@ -70,10 +70,10 @@ def without(
     last = max(stage.commits, default=0)
     to = last if to is None else to
     if to not in stage.commits:
-        listed = ", ".join(map(str, [*stage.commits][-12:]))
-        raise UsageError(f"--to {to}: expected a commit of {stage.folder.name}, to compare with: {listed}")
-    index = stage.index()
-    removal = planned_removal(stage, masked_ranges(index, samples, shards), to)
+        raise UsageError(f"--to {to}: expected a commit, to compare with, of {stage.listed_commits}")
+    # A sample's first use is that of the whole run: all of its steps must have one order.
+    index, order = training_order(stage.config_at(1, to), stage.sets)
+    removal = planned_removal(stage, order, masked_ranges(index, samples, shards), to)
     request = asdict(removal)
     if (folder / REQUEST).exists() and artifacts.read_record(folder / REQUEST) != request:
         raise UsageError(f"{folder} holds the run without other samples\n  type --output FOLDER, or move it away")
@@ -81,7 +81,7 @@ def without(
     # What it costs comes first: a step takes as long as it took.
     steps = to - removal.start
     booked = account(stage.records)
-    step_s = (booked.compute + booked.data) / max(len(stage.losses()), 1)
+    step_s = (booked.compute + booked.data) / max(len(stage.values), 1)
     use = "none of them was used" if removal.first_use is None else f"first used in step {removal.first_use}"
     echo(
         f"{stage.folder.name}: {removal.samples:,} of {index.samples:,} samples, {use}; {steps:,} steps from commit "
@@ -114,10 +114,9 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
     return sorted(ranges)
 
 
-def planned_removal(stage: RecordedStage, ranges: list[list[int]], to: int) -> Removal:
+def planned_removal(stage: RecordedStage, order: Order | Mixture, ranges: list[list[int]], to: int) -> Removal:
     """Return from which commit on the steps change."""
     mask = Mask(ranges)
-    order = training_order(stage.cfg, [load_index(path) for path in stage.job["train"]])[1]
     first_use = None
     step = 0
     while mask and first_use is None and step < to:
@@ -138,7 +137,7 @@ def report(stage: RecordedStage, removal: Removal, folder: Path, again: Path) ->
     """Say what the removal has changed, and write audit.json."""
     outcome = artifacts.read_done(again)
     assert outcome is not None, "a run that returns has finished its stage"
-    manifest = read_manifest(max((again / "checkpoints").glob(f"step-{removal.to:010d}*")))
+    manifest = read_manifest(commit_of(again, removal.to))
     before: dict[str, float] = {}
     for record in read_metrics(stage.folder, "evaluate"):
         if record["step"] == removal.to:

@@ -380,6 +380,11 @@ def read_metrics(directory: Path, kind: str | None = "train") -> list[Record]:
     return records
 
 
+def steps_in(report: Record) -> range:
+    """Return the steps whose losses a report of training holds, counted from 1: those since the report before it."""
+    return range(report["step"] - len(report["losses"]) + 1, report["step"] + 1)
+
+
 def last_metrics(directory: Path) -> Record | None:
     """Return the newest training record, found without reading a month of them."""
     path = directory / "metrics.jsonl"
