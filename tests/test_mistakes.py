@@ -62,6 +62,8 @@ COMMANDS = """
 78 run tiny.yaml other.yaml                   => other.yaml is not an override|expected key=value
 78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
 78 run digist                                 => did you mean digits?
+78 run Tiny.yaml                              => no recipe at Tiny.yaml|did you mean tiny.yaml?
+78 run quite.yaml                             => no recipe at quite.yaml|recipes that ship: cifar10
 78 run photos                                 => a folder, no recipe, at photos
 78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
 64 status tiny.yaml                           => no run at|expected the folder that `run` says
