@@ -11,6 +11,7 @@ How `evaluate` does without a recipe:
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -121,7 +122,7 @@ def evaluate(
         raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
     weights = find_weights(weights)
     from data.files import write_whole
-    from jobs.cluster_config import cores
+    from jobs.cluster_config import ClusterConfig, cores
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
@@ -159,8 +160,9 @@ def evaluate(
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    missing = resolve(config.Recipe(values, "the command", folder)).stage(STAGE).missing
-    refuse(CheckResult.of(DataError(message), INPUTS) for message in missing)
+    campaign = resolve(config.Recipe(values, "the command", folder))
+    stage = campaign.stage(STAGE)
+    refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
 
     # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
@@ -170,10 +172,8 @@ def evaluate(
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
-    values["cluster"] = {**cluster, **values.get("cluster", {})}
-    campaign = resolve(config.Recipe(values, "the command", folder))
-    run_campaign(campaign)
-    stage = campaign.stage(STAGE)
+    cluster |= values.get("cluster", {})
+    run_campaign(replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster")))
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")

@@ -137,7 +137,7 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         artifacts.write_record(stage / "task.json", {})
         if number < 2:
             weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
-            artifacts.write_record(stage / "done.json", {"seconds": 5.0, "files": weights})
+            artifacts.write_record(stage / "done.json", {"finished": 1e9 + number, "files": weights})
         else:
             (stage / "model.json").unlink()
     files = {}
