@@ -40,8 +40,10 @@ ClassList = Annotated[
     str | None,
     typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
 ]
-OurFolder = Annotated[str, typer.Argument(help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")]
-Target = Annotated[str, typer.Argument(help="The file (npz) or folder to write.")]
+OurFolder = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")
+]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
 Preprocess = Annotated[
     str | None,
@@ -50,7 +52,9 @@ Preprocess = Annotated[
         help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
     ),
 ]
-AnyWeights = Annotated[str, typer.Argument(help="RUN/STAGE, a folder of weights, or a file that `import` takes.")]
+AnyWeights = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` takes.")
+]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
 Limit = Annotated[int, typer.Option(help="At most so many images; the paper takes 128.")]
@@ -119,7 +123,10 @@ def evaluate(
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
     if all("=" in word for word in words):
-        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
+        raise UsageError(
+            "no set to evaluate on\n  give indexes, or their folders, for example: python -m jobs evaluate "
+            f"{weights} runs/photos/parts/held-out"
+        )
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
