@@ -39,13 +39,13 @@ from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.replays.audit import Finding, Kept, compare, judge, kept_in
-from jobs.replays.stretch import commit_of, values_of
+from jobs.replays.audit import Finding, compare, judge
 from pipeline import config, search, train
 from pipeline.engine.exact import ExactEngine
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
+from pipeline.replay import TrainedStage
 from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig, model_config
 from pipeline.versions import code_version
@@ -182,7 +182,7 @@ def flips(folder: Path, cases: int, seed: int) -> None:
         train_cases, {"cases": [task_of(base, shards, cfg, last)]}, cluster=cluster, name="w0", directory=folder
     )
     print(f"the run: {last} steps in {time.monotonic() - began:.0f} s", flush=True)
-    kept_before = values_of(read_metrics(base / STAGE))
+    undisturbed = TrainedStage(base / STAGE)
     print("| planted | found | step named | worker named | parameter named | verdict | seconds |")
     print("|---|--:|--:|--:|--:|---|--:|")
     for what in ("nothing", *KINDS):
@@ -219,8 +219,7 @@ def flips(folder: Path, cases: int, seed: int) -> None:
                 verdicts["ended by itself"] += 1
                 continue
             finding = Finding(number * EVERY, (number + 1) * EVERY)
-            again = kept_in(folder / what / str(number) / STAGE, finding.last)
-            compare(again, Kept(kept_before, commit_of(base / STAGE, finding.last)), finding)
+            compare(TrainedStage(folder / what / str(number) / STAGE), undisturbed, finding)
             if finding.what:
                 finding.verdict = judge(finding)
             verdicts[finding.verdict] += 1

@@ -4,10 +4,15 @@
 
 A head that is started anew knows none of its nodes: each must join again. Where the head has lost its power, Ray on a
 node learns of it by what it has sent, which TCP repeats ever more rarely while the head is away. Here a connection to
-the head is held, on which the kernel asks once a second. Silence ends nothing: the link may be cut. A head that refuses
-a connection, after it had taken one, has no Ray any more.
+the head is held, on which the kernel asks once a second. Silence ends nothing, because the link may be cut; this node
+joins again when there is
+
+- a head that refuses a connection, after it had taken one: it has no Ray any more;
+- a head that takes a connection after half a minute of silence: it has given this node up, and Ray here may learn that
+  only 26 s after the link is whole (measured with Ray 2.60, with a link that was dead for 40 s).
 """
 
+import errno
 import signal
 import socket
 import subprocess
@@ -23,7 +28,10 @@ import psutil
 RAY = Path(sys.executable).with_name("ray")
 PERIOD_S = 1
 ANSWER_S = 2.0
-SILENT_TIMES = 30  # that the kernel asks before it gives the connection up, which is then made anew
+# How often the kernel asks in vain before it gives the connection up. The head misses a silent node after 26 s, with
+# RAY_health_check_failure_threshold=2.
+SILENT_TIMES = 30
+NO_ANSWER = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # how the kernel says that it has given up
 
 
 def main(head: str) -> int:
@@ -39,11 +47,10 @@ def main(head: str) -> int:
 
 
 def end_with_head(head: str, pid: int) -> None:
-    """Whenever the head is gone, end the raylet: `ray start --block` ends the rest, and itself."""
+    """Whenever the head is gone, or has given this node up, end the raylet: `ray start --block` ends the rest."""
     host, _, port = head.rpartition(":")
     while True:
-        wait_for_the_end(host, int(port))
-        print(f"{head} refuses connections: its Ray is gone, this node joins the next", flush=True)
+        print(f"{head} {wait_for_the_end(host, int(port))}", flush=True)
         # None yet, where the head was lost while Ray here waited for it: then it waits for the next.
         with suppress(psutil.Error):
             for process in psutil.Process(pid).children():
@@ -51,12 +58,15 @@ def end_with_head(head: str, pid: int) -> None:
                     process.kill()
 
 
-def wait_for_the_end(host: str, port: int) -> None:
-    """Return when a port that has taken a connection refuses one."""
+def wait_for_the_end(host: str, port: int) -> str:
+    """Return why this node has to join again, when it has to."""
     has_been_there = False
+    was_silent = False
     while True:
         try:
             with socket.create_connection((host, port), ANSWER_S) as connection:
+                if was_silent:
+                    return f"was silent for more than {SILENT_TIMES} s and has given this node up: it joins again"
                 has_been_there = True
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PERIOD_S)
@@ -64,11 +74,14 @@ def wait_for_the_end(host: str, port: int) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_TIMES)
                 connection.settimeout(None)
                 # The head ends a connection on which nothing is asked after two minutes; then the next one is made.
-                while connection.recv(4096):
-                    pass
+                try:
+                    while connection.recv(4096):
+                        pass
+                except OSError as error:
+                    was_silent = error.errno in NO_ANSWER
         except ConnectionRefusedError:
             if has_been_there:
-                return
+                return "refuses connections: its Ray is gone, this node joins the next"
         except OSError:
             pass  # it is silent, or was started anew
         time.sleep(PERIOD_S)

@@ -9,7 +9,7 @@
   (jobs/recipe/validate.py).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -60,12 +60,12 @@ SourceModel = Callable[[str], ModelConfig | None]
 
 
 # The checks of a kind: they raise for what cannot run, and yield what else is to be said.
-Checks: TypeAlias = "Callable[[Stage, Available], Iterator[CheckResult]]"
+Checks: TypeAlias = "Callable[[Stage, Available], Iterable[CheckResult]]"
 
 
-def no_checks(stage: "Stage", there: "Available") -> Iterator["CheckResult"]:
+def no_checks(stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
     """Find nothing to say."""
-    yield from ()
+    return ()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
-"""The global batch of a step that was taken, rebuilt as every worker saw it, in one process and without a model.
+"""What a trained stage has left of its steps, as far as they can be taken again; and the global batch of one of them.
 
 1. The stage's task.json says with which config and which sets it was trained.
-2. metrics.jsonl says which shards the attempt that took the step had left out.
+2. metrics.jsonl says what came out of every step, and which shards the attempt that took it had left out.
 3. The order of samples is a function of these and the seed, whatever the number of workers was: one loader makes the
-   whole batch.
+   whole batch, in one process and without a model.
+
+Nothing is written into the stage's folder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +23,8 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.order import Mixture, Order
 from pipeline import artifacts, config
-from pipeline.monitoring.telemetry import Record, steps_in
+from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.token_dropping import phase_at, phases
 from pipeline.training_config import TrainConfig, steps_of, training_loader, training_order
 
@@ -37,49 +41,147 @@ class Rebuilt(NamedTuple):
     source: Index  # of all sets that are trained on, where the ids are numbers of shards and samples
 
 
-def with_recorded_drop(cfg: TrainConfig, records: Sequence[Record], step: int) -> TrainConfig:
-    """Return the config with the `data.drop` of the last attempt that took the step, or may have.
+class TakenStep(NamedTuple):
+    """What metrics.jsonl has of a step, by the last attempt that took it: its weights went on."""
 
-    It may change from attempt to attempt, and task.json has only that of the newest.
+    attempt: int
+    world: int
+    loss: float
+    grad_norm: float
+    trace: Sequence[Sequence[float]]  # losses and gradients of parts, states of workers; () without exact mode
+
+
+class TrainedStage:
+    """The folder of a trained stage, finished or not; each record in it is read when it is first asked for.
+
+    Steps are counted from 1, as the log counts them. Raises DataError where a record was altered.
     """
-    # Of several attempts that reported the step, the last is the one whose weights went on.
-    reports = reports_of(records, step)
-    drop = cfg.data.drop
-    for record in records:
-        if record["kind"] != "start":
-            continue
-        # A step that no attempt has reported may have ended any of those that started before it.
-        took_the_step = not reports or record["attempt"] == reports[-1]["attempt"]
-        if took_the_step and record["step"] < step:
-            drop = record.get("drop", ())
-    return replace(cfg, data=replace(cfg.data, drop=tuple(drop)))
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
 
-def reports_of(records: Sequence[Record], step: int) -> list[Record]:
-    """Return the reports that hold the losses of a step: a step may have several, by different attempts."""
-    reports = []
-    for record in records:
-        if record["kind"] == "train" and step in steps_in(record):
-            reports.append(record)
-    return reports
+    @cached_property
+    def task(self) -> Mapping[str, Any]:
+        """Return what the workers of the newest attempt were told: the config and the job."""
+        return artifacts.read_record(self.folder / artifacts.TASK)
 
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """Return the job of the newest attempt, in which all paths are absolute."""
+        return self.task["job"]
 
-def rebuild_step(folder: Path, step: int, records: Sequence[Record], most: int | None = None) -> Rebuilt:
-    """Make the global batch of a step, counted from 1, or the first `most` samples of it, with one loader.
+    @cached_property
+    def cfg(self) -> TrainConfig:
+        """Return the config of the newest attempt, with the sets that its workers read.
 
-    `records` are those of the stage. Raises UsageError where the stage has no such step.
-    """
-    task = artifacts.read_record(folder / artifacts.TASK)
-    job = task["job"]
-    cfg = with_recorded_drop(config.build(TrainConfig, task["config"], "config"), records, step)
-    sets = [load_index(path) for path in job["train"]]
-    index, order = training_order(cfg, sets)
-    steps = steps_of(cfg, sum(training_set.samples for training_set in sets))
-    if step > steps:
-        raise UsageError(f"step {step} is beyond the last of {folder.name}, {steps}\n  expected step=1 … step={steps}")
-    # The log counts steps from 1, the order from 0.
-    phase = phase_at(step - 1, phases(cfg.thinning, steps, models.from_dict(job["model"])))
-    return rebuild(cfg, index, order, phase.image_size, step - 1, most)
+        A recipe's "@shards/train" leads nowhere in another run directory.
+        """
+        cfg = config.build(TrainConfig, self.task["config"], "config")
+        paths = dict(zip(cfg.data.sets(), self.job["train"], strict=True))
+        mixture = {name: replace(part, train=paths[name]) for name, part in cfg.data.mixture.items()}
+        data = replace(cfg.data, train=paths.get("train"), mixture=mixture, evaluate=self.job["evaluate"])
+        probe = replace(cfg.probe, train=self.job["probe_train"], test=self.job["probe_test"])
+        return replace(cfg, data=data, probe=probe, init=self.job["init"])
+
+    @cached_property
+    def sets(self) -> Sequence[Index]:
+        """Return the sets that are trained on."""
+        return [load_index(path) for path in self.job["train"]]
+
+    @cached_property
+    def steps(self) -> int:
+        """Return the number of steps of the whole stage."""
+        return steps_of(self.cfg, sum(training_set.samples for training_set in self.sets))
+
+    @cached_property
+    def commits(self) -> Mapping[int, Path]:
+        """Return the checkpoints by step, in ascending order; of one step the newest."""
+        commits = {}
+        for checkpoint in reversed(committed(self.folder / "checkpoints")):
+            commits[step_of(checkpoint)] = checkpoint
+        return commits
+
+    @property
+    def outcome(self) -> Mapping[str, Any]:
+        """Return what the stage has handed on. Raises UsageError where it has not finished."""
+        outcome = artifacts.read_done(self.folder)
+        if outcome is None:
+            raise UsageError(f"{self.folder} has not finished\n  expected a stage that has")
+        return outcome
+
+    def commit_before(self, step: int) -> int:
+        """Return the newest commit from which a step can be taken again; 0 for the weights of the stage's begin."""
+        return max((commit for commit in self.commits if commit < step), default=0)
+
+    @cached_property
+    def records(self) -> Sequence[Record]:
+        """Return metrics.jsonl, records of all kinds."""
+        return read_metrics(self.folder, None)
+
+    @cached_property
+    def taken(self) -> Mapping[int, TakenStep]:
+        """Return what is on record of every step: a disk may have refused some, others were given up."""
+        taken = {}
+        for record in self.records:
+            if record["kind"] != "train":
+                continue
+            steps = steps_in(record)
+            traces = record.get("traces", [()] * len(steps))
+            for step, loss, norm, trace in zip(steps, record["losses"], record["grad_norms"], traces, strict=True):
+                taken[step] = TakenStep(record["attempt"], record["world"], loss, norm, trace)
+        return taken
+
+    @cached_property
+    def starts(self) -> Sequence[Record]:
+        """Return how each attempt started, in the order of attempts."""
+        return [record for record in self.records if record["kind"] == "start"]
+
+    def start_of(self, step: int) -> Record:
+        """Return how the attempt started that took a step last, or may have; an empty record where none is known."""
+        last: Record = {}
+        for start in self.starts:
+            # A step on no record may have ended any of those attempts that started before it.
+            if start["step"] < step and (step not in self.taken or start["attempt"] == self.taken[step].attempt):
+                last = start
+        return last
+
+    def config_at(self, first: int, last: int) -> TrainConfig:
+        """Return the config with which the steps `first` … `last` were taken.
+
+        `data.drop` may change from attempt to attempt, and task.json has only that of the newest. Raises UsageError
+        where shards were dropped, or came back, amid these steps.
+        """
+        drops = set()
+        asked = set()  # attempts, which are few; the steps of each have one answer
+        for step in range(first, last + 1):
+            if step in self.taken:
+                attempt = self.taken[step].attempt
+                if attempt in asked:
+                    continue
+                asked.add(attempt)
+            drops.add(tuple(self.start_of(step).get("drop", self.cfg.data.drop)))
+        if len(drops) > 1:
+            raise UsageError(
+                f"data.drop has changed between the steps {first} and {last} of {self.folder.name}\n"
+                "  expected steps that were taken with the same shards: name fewer"
+            )
+        return replace(self.cfg, data=replace(self.cfg.data, drop=drops.pop()))
+
+    def batch(self, step: int, most: int | None = None) -> Rebuilt:
+        """Make the global batch of a step, or the first `most` samples of it, as every worker saw it.
+
+        Raises UsageError where the stage has no such step.
+        """
+        if step > self.steps:
+            raise UsageError(
+                f"step {step} is beyond the last of {self.folder.name}, {self.steps}\n"
+                f"  expected step=1 … step={self.steps}"
+            )
+        cfg = self.config_at(step, step)
+        index, order = training_order(cfg, self.sets)
+        # The log counts steps from 1, the order from 0.
+        phase = phase_at(step - 1, phases(cfg.thinning, self.steps, models.from_dict(self.job["model"])))
+        return rebuild(cfg, index, order, phase.image_size, step - 1, most)
 
 
 def rebuild(

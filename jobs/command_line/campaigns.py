@@ -234,15 +234,9 @@ def replay(
     _debug: Debug = False,
 ) -> None:
     """Rebuild the global batch of one step, as every worker saw it."""
-    from jobs.commands import replay
+    from jobs.commands.replay import replay
 
-    if "://" in run:
-        raise UsageError(
-            f"replay takes a folder, found {run}\n"
-            "  status and checkpoints read a run in a store; for the others copy it to a disk first,\n"
-            f"  with the store's own tools, for example: aws s3 sync {run} runs/NAME"
-        )
-    replay.replay(Path(run), step, to)
+    replay(run, step, to)
 
 
 @commands.command()

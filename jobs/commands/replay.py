@@ -1,7 +1,6 @@
 """The work of `patchline replay RUN step=N`: rebuild a step's global batch to look for what broke the step.
 
-pipeline/replay.py rebuilds it. A path is a run directory with one trained stage, or a stage: RUN/STAGE, or its folder
-(jobs/named_stages.py).
+pipeline/replay.py rebuilds it.
 """
 
 from collections import Counter
@@ -11,13 +10,12 @@ import numpy as np
 
 from data.errors import UsageError
 from data.files import whole_file
-from jobs.named_stages import find_stage
+from jobs.named_stages import find_trained
 from jobs.terminal import echo
-from pipeline import artifacts
-from pipeline.monitoring.telemetry import read_metrics, steps_in
+from pipeline.monitoring.telemetry import steps_in
 
 
-def replay(run: Path, step: str, target: str | None) -> None:
+def replay(run: str, step: str, target: str | None) -> None:
     """Print the batch of a step, and the samples that stand out; with a target, write the batch there as .npz.
 
     Raises UsageError where the words do not fit the run, DataError where a file of it was altered.
@@ -31,20 +29,16 @@ def replay(run: Path, step: str, target: str | None) -> None:
             raise UsageError(f"--to {file} is a folder\n  expected a file's name, as {file / 'batch.npz'}")
         if not file.parent.is_dir():
             raise UsageError(f"--to {file}: there is no folder {file.parent}\n  make it, or name a file elsewhere")
-    folder = Path(find_stage(str(run), artifacts.TASK, one_name=True))
-    if not (folder / artifacts.TASK).exists():
-        raise UsageError(
-            f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder: RUN/STAGE"
-        )
+    folder = find_trained(run)
     text = step.removeprefix("step=")
     if not text.isdigit() or text == "0":
         raise UsageError(f"{step!r} is not a step\n  expected step=N, N from 1, as the log counts them")
     number = int(text)
     # Only now: it imports torch, for which a refusal does not wait.
-    from pipeline.replay import rebuild_step, reports_of
+    from pipeline.replay import TrainedStage
 
-    records = read_metrics(folder, None)
-    batch = rebuild_step(folder, number, records)
+    stage = TrainedStage(folder)
+    batch = stage.batch(number)
     if target:
         with whole_file(Path(target)) as temporary:
             np.savez(temporary, images=batch.images, labels=batch.labels, ids=batch.ids)
@@ -53,19 +47,19 @@ def replay(run: Path, step: str, target: str | None) -> None:
     shards = [batch.source.shards[shard].name for shard in batch.ids[:, 1]]
     labels = Counter(batch.labels[batch.labels >= 0].tolist())
     echo(f"{folder.name}: step {number}, {len(batch.ids)} samples of {batch.images.shape[1]}×{batch.images.shape[2]}")
-    for spike in records:
-        if spike["kind"] != "spike":
-            continue
-        # It holds the steps before it too, which tell how it came.
-        for recent in spike["recent"]:
-            if recent["step"] == number:
-                echo(
-                    f"attempt {spike['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss {recent['loss']:.6f} "
-                    f"(the spike of step {spike['step']}: {spike['grad_norm']:.3g}, usual up to {spike['limit']:.3g})"
-                )
-    for report in reports_of(records, number):
-        loss = report["losses"][steps_in(report).index(number)]
-        echo(f"attempt {report['attempt']}: loss {loss:.6f}")
+    for record in stage.records:
+        if record["kind"] == "spike":
+            # It holds the steps before it too, which tell how it came.
+            for recent in record["recent"]:
+                if recent["step"] == number:
+                    echo(
+                        f"attempt {record['attempt']}: gradient norm {recent['grad_norm']:.3g}, loss "
+                        f"{recent['loss']:.6f} (the spike of step {record['step']}: {record['grad_norm']:.3g}, usual "
+                        f"up to {record['limit']:.3g})"
+                    )
+        elif record["kind"] == "train" and number in steps_in(record):
+            loss = record["losses"][steps_in(record).index(number)]
+            echo(f"attempt {record['attempt']}: loss {loss:.6f}")
     echo(f"epochs {sorted(set(batch.ids[:, 0].tolist()))}, shards {', '.join(sorted(set(shards)))}")
     echo(f"labels {dict(sorted(labels.items()))}")
     for sample in batch.bad:

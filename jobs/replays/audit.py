@@ -18,33 +18,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from data.errors import ClusterError, DataError, UsageError
-from jobs.replays.stretch import (
-    RecordedStage,
-    StepValues,
-    commit_of,
-    made_by,
-    output_folder,
-    recorded_stage,
-    take_again,
-    values_of,
-    without_evaluation,
-)
-from jobs.stages import training
+from jobs.replays.stretch import Replays
 from jobs.terminal import echo
-from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
-from pipeline.monitoring.telemetry import account, duration, read_metrics
+from pipeline.monitoring.telemetry import account, duration
+from pipeline.replay import TakenStep, TrainedStage
 from pipeline.versions import git_commit
 
 NAMED = 8  # states that a difference names, the largest first
@@ -87,8 +75,7 @@ class Finding:
     size: float = 0.0  # of the first difference of a loss or norm, relative
     differing: list[State] = field(default_factory=list)
 
-    def line(self) -> str:
-        """Return the finding in words."""
+    def __str__(self) -> str:
         line = f"steps {self.start + 1} to {self.last}: {self.verdict}"
         if self.verdict == "equal":
             return (
@@ -99,12 +86,9 @@ class Finding:
             line += f" from step {self.step} on, first in the {self.what}"
         if self.worker is not None:
             line += f" of worker {self.worker}"
-        if self.differing:
-            most = self.differing[0]
-            line += (
-                f"; most in {most.parameter} {most.kind}[{most.element}], by {most.difference:.3g}, saved by worker "
-                f"{most.worker}"
-            )
+        for state in self.differing[:1]:
+            place = f"{state.parameter} {state.kind}[{state.element}]"
+            line += f"; most in {place}, by {state.difference:.3g}, saved by worker {state.worker}"
         if self.conditions:
             line += f"; not alike: {', '.join(self.conditions)}"
         return line
@@ -125,52 +109,50 @@ def audit(
 
     Raises DataError where a stretch differs, UsageError, and what a run raises.
     """
-    stage = recorded_stage(run)
-    folder = output_folder(stage, "audit", output)
+    replays = Replays("audit", run, output, overrides)
+    stage = replays.stage
     if key is not None and shutil.which("ssh-keygen") is None:
         raise ClusterError("--key needs ssh-keygen, which is not there\n  install OpenSSH, or leave out --key")
     if key is not None and not Path(key).is_file():
         raise UsageError(f"--key {key} is no file\n  expected a key that ssh-keygen made, as ~/.ssh/id_ed25519")
-    seed = secrets.randbits(32) if seed is None else seed
-    findings = choose_stretches(stage, share, first, last, seed)
+    if seed is None:
+        seed = secrets.randbits(32)
+    if first is None and last is None:
+        findings = choose_stretches(stage, share, seed)
+    else:
+        findings = [Finding(*replays.between(first, last))]
     steps = sum(finding.last - finding.start for finding in findings)
     began = time.monotonic()
     echo(
-        f"{stage.folder.name}: {steps:,} of {stage.steps:,} steps ({steps / stage.steps:.2%}) in {len(findings)} "
+        f"{replays.name}: {steps:,} of {stage.steps:,} steps ({steps / stage.steps:.2%}) in {len(findings)} "
         f"stretches, drawn with the seed {seed}"
     )
 
     # 1. The stretches, one after the other: each is an attempt of its own.
     for finding in findings:
-        place = folder / f"steps-{finding.start + 1}-{finding.last}"
-        again = take(stage, finding, place, overrides)
-        finding.files = {name: file["sha256"] for name, file in stage.manifest(finding.last).files.items()}
-        start = read_metrics(again, "start")[-1]
-        start_of_run = stage.start_of(finding.last)
-        for name in CONDITIONS:
-            if start_of_run.get(name) != start[name]:
-                finding.conditions[name] = [start_of_run.get(name), start[name]]
-        finding.world = start["world"]
-        ours = kept_in(again, finding.last)
-        compare(Kept(stage.values, stage.commits[finding.last]), ours, finding)
+        began_here = time.monotonic()
+        folder = replays.folder / f"steps-{finding.start + 1}-{finding.last}"
+        again = replays.take_again(finding.start, finding.last, folder)
+        finding.seconds = round(time.monotonic() - began_here, 2)
+        compare(stage, again, finding)
         if finding.what:
             finding.verdict = judge(finding)
+            third = replays.take_again(finding.start, finding.last, Path(f"{folder}-again"))
             once_more = Finding(finding.start, finding.last)
-            third = take(stage, once_more, Path(f"{place}-again"), overrides)
-            compare(ours, kept_in(third, finding.last), once_more)
+            compare(again, third, once_more)
             if once_more.what:
                 finding.verdict = "unclear, because this machine has given two results"
         else:
-            shutil.rmtree(place)
-        echo(finding.line())
+            shutil.rmtree(folder)
+        echo(str(finding))
 
     # 2. What it cost, as a share of the run, and the report.
     seconds = time.monotonic() - began
     run_s = account(stage.records).wall
     echo(f"{duration(seconds)}, {seconds / max(run_s, 1e-9):.2%} of the run's {duration(run_s)}, starts included")
     differing = [finding for finding in findings if finding.what]
+    report = replays.folder / "audit.json"
     values = {
-        **made_by(stage),
         "commit": git_commit(),
         "machine": socket.gethostname(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -179,11 +161,9 @@ def audit(
         "seconds": round(seconds, 1),
         "seconds_of_run": round(run_s, 1),
         "verdict": "differs" if differing else "equal",
-        "stretches": list(map(asdict, findings)),
+        "stretches": [asdict(finding) for finding in findings],
     }
-    report = folder / "audit.json"
-    artifacts.write_record(report, values)
-    echo(f"written: {report}")
+    replays.report(report, values)
     if key is not None:
         Path(f"{report}.sig").unlink(missing_ok=True)
         command = ["ssh-keygen", "-Y", "sign", "-f", key, "-n", SIGNED_AS, str(report)]
@@ -196,23 +176,19 @@ def audit(
         echo(f"signed: {report}.sig; to check it: {check}")
     if differing:
         raise DataError(
-            f"{stage.folder.name} is not what its steps give: {differing[0].line()}\n"
-            f"  what was taken again is in {folder}; checkpoints diff compares it with the run"
+            f"{replays.name} is not what its steps give: {differing[0]}\n"
+            f"  what was taken again is in {replays.folder}; checkpoints diff compares it with the run"
         )
 
 
-def choose_stretches(
-    stage: RecordedStage, share: float, first: int | None, last: int | None, seed: int
-) -> list[Finding]:
-    """Return the stretch that is named, or as many as fit the share of all steps, and one at the least.
+def choose_stretches(stage: TrainedStage, share: float, seed: int) -> list[Finding]:
+    """Return stretches between neighbouring commits: as many as fit the share of all steps, and one at the least.
 
     Raises UsageError where no commits are there to compare with.
     """
-    if first is not None or last is not None:
-        return [Finding(*stage.two_commits(first, last))]
     if not 0 < share <= 1:
         raise UsageError(f"--share is {share}, expected more than 0 and at most 1, as 0.01")
-    stretches = [Finding(start, end) for start, end in pairwise([0, *stage.commits])]
+    stretches = [Finding(start, last) for start, last in pairwise([0, *stage.commits])]
     if not stretches:
         raise UsageError(f"{stage.folder.name} has no commits: there is nothing to compare with")
     budget = max(share * stage.steps, min(finding.last - finding.start for finding in stretches))
@@ -225,119 +201,111 @@ def choose_stretches(
     return sorted(chosen, key=lambda finding: finding.start)
 
 
-def take(stage: RecordedStage, finding: Finding, folder: Path, overrides: Sequence[str]) -> Path:
-    """Take a stretch again, and return the folder of the stage that did."""
-    began = time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)  # of an audit before
-    cfg = without_evaluation(stage.config_at(finding.start + 1, finding.last))
-    cluster = stage.cluster(finding.last, overrides)
-    work = partial(training.run, until=finding.last)
-    again = take_again(stage, cfg, folder, finding.start, cluster, work, quiet=True)
-    finding.seconds = round(time.monotonic() - began, 2)
-    return again
-
-
 # ------------------------------------------------------------------------ what is compared
 
 
-class Kept(NamedTuple):
-    """Holds what a stage has kept of a stretch."""
-
-    values: Mapping[int, StepValues]  # of its steps, and of others
-    commit: Path  # of its last step
-
-
-def kept_in(folder: Path, last: int) -> Kept:
-    """Return what the folder of a stage has kept that took a stretch again."""
-    return Kept(values_of(read_metrics(folder)), commit_of(folder, last))
-
-
-def compare(before: Kept, after: Kept, finding: Finding) -> None:
+def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None:
     """Compare the steps and the last commit of a stretch, taken twice, and note in the finding what differs."""
+    start = after.start_of(finding.last)
+    start_before = before.start_of(finding.last)
+    finding.world = start["world"]
+    for name in CONDITIONS:
+        if start_before.get(name) != start[name]:
+            finding.conditions[name] = [start_before.get(name), start[name]]
+
     # 1. The steps. A disk may have refused a record, and a stretch that was given up has none.
     has_other_result = False
     for step in range(finding.start + 1, finding.last + 1):
-        if step not in before.values or step not in after.values:
+        if step not in before.taken or step not in after.taken:
             continue
-        theirs = before.values[step]
-        ours = after.values[step]
+        theirs = before.taken[step]
+        ours = after.taken[step]
         finding.steps += 1
         finding.traced += bool(theirs.trace and ours.trace)
-        has_other_result |= not (are_same(theirs.loss, ours.loss) and are_same(theirs.grad_norm, ours.grad_norm))
+        gap = max(relative(theirs.loss, ours.loss), relative(theirs.grad_norm, ours.grad_norm))
+        has_other_result |= gap > 0
         what, worker = first_difference(theirs, ours)
         if what and not finding.what:
-            finding.step, finding.what, finding.worker = step, what, worker
-            finding.size = max(relative(theirs.loss, ours.loss), relative(theirs.grad_norm, ours.grad_norm))
+            finding.step = step
+            finding.what = what
+            finding.worker = worker
+            finding.size = gap
 
     # 2. The commit, piece by piece as the run's workers have saved it.
-    manifests = [read_manifest(kept.commit) for kept in (before, after)]
-    readers = [Reader(before.commit, manifests[0].files), Reader(after.commit, manifests[1].files)]
-    finding.ledger = manifests[1].ledger
-    for (name, kind), pieces in sorted(readers[0].pieces.items()):
+    saved = read_manifest(before.commits[finding.last])
+    taken = read_manifest(after.commits[finding.last])
+    read_saved = Reader(before.commits[finding.last], saved.files)
+    read_taken = Reader(after.commits[finding.last], taken.files)
+    finding.ledger = taken.ledger
+    for name, file in saved.files.items():
+        finding.files[name] = file["sha256"]
+    for (name, kind), pieces in sorted(read_saved.pieces.items()):
         finding.states += 1
         for piece in pieces:
-            saved, taken = [reader(name, kind, piece.start, piece.length) for reader in readers]
-            differs = saved.view(torch.int32) != taken.view(torch.int32)
+            theirs_here = read_saved(name, kind, piece.start, piece.length)
+            ours_here = read_taken(name, kind, piece.start, piece.length)
+            differs = theirs_here.view(torch.int32) != ours_here.view(torch.int32)
             if not differs.any():
                 continue
-            gap = (saved - taken).abs().nan_to_num(nan=math.inf)
+            gaps = (theirs_here - ours_here).abs().nan_to_num(nan=math.inf)
             # Adam makes updates of the rounding noise of gradients that are zero in theory, as those of a key's bias:
             # there the least change anywhere else makes the largest.
-            if (name, "exp_avg_sq") in readers[1].pieces:
-                squares = readers[1](name, "exp_avg_sq", piece.start, piece.length)
-                gap = torch.where(squares > NOISE * squares.max(), gap, 0.0)
-            element = int(torch.where(differs, gap, -1.0).argmax())
-            share = float(gap[element] / taken.square().mean().sqrt().clamp(min=1e-30))
+            if (name, "exp_avg_sq") in read_taken.pieces:
+                squares = read_taken(name, "exp_avg_sq", piece.start, piece.length)
+                gaps = torch.where(squares > NOISE * squares.max(), gaps, 0.0)
+            element = int(torch.where(differs, gaps, -1.0).argmax())
+            difference = float(gaps[element])
+            scale = float(ours_here.square().mean().sqrt().clamp(min=1e-30))
             worker = int(piece.file.removeprefix("rank-").partition(".")[0])
-            state = State(name, kind, piece.start + element, float(gap[element]), share, worker)
-            finding.differing.append(state)
+            finding.differing.append(State(name, kind, piece.start + element, difference, difference / scale, worker))
     finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
 
     # 3. A trace tells where a difference begins, and accuses nobody by itself: other code may make another one. And a
     # commit may differ where no record of its steps does.
-    if manifests[0].ledger != manifests[1].ledger:
+    if saved.ledger != taken.ledger:
         finding.what = "ledger"
     elif not finding.differing and not has_other_result:
-        finding.step, finding.what, finding.worker = None, "", None
+        finding.step = None
+        finding.what = ""
+        finding.worker = None
     elif finding.differing and not finding.what:
-        finding.step, finding.what = finding.last, "state"
+        finding.step = finding.last
+        finding.what = "state"
         finding.worker = finding.differing[0].worker
 
 
-def first_difference(theirs: StepValues, ours: StepValues) -> tuple[str, int | None]:
-    """Return what differs first in a step, "" for nothing, and the worker of the run, where the trace tells it."""
+def first_difference(theirs: TakenStep, ours: TakenStep) -> tuple[str, int | None]:
+    """Return what differs first in a step, "" for nothing, and the worker of the run, where it can be told."""
+    pairs: list[tuple[str, Sequence[float], Sequence[float]]]
+    pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]
     if theirs.trace and ours.trace:
         losses, gradients, states = zip(theirs.trace, ours.trace, strict=True)
-        pairs = {"state": states, "loss": losses, "gradient": gradients}
-        if theirs.world != ours.world:
-            del pairs["state"]  # every worker holds another part of it
-        for what, (before, after) in pairs.items():
-            workers = set()
-            for place, numbers in enumerate(zip(before, after, strict=True)):
-                if not are_same(*numbers):
-                    workers.add(place * theirs.world // len(before))
-            if workers:
-                return what, workers.pop() if len(workers) == 1 else None
-    if not are_same(theirs.loss, ours.loss):
-        return "loss", None
-    if not are_same(theirs.grad_norm, ours.grad_norm):
-        return "gradient", None
+        pairs = [("loss", *losses), ("gradient", *gradients), *pairs]
+        if theirs.world == ours.world:  # else every worker holds another part of it
+            pairs.insert(0, ("state", *states))
+    for what, before, after in pairs:
+        workers = set()
+        for place, numbers in enumerate(zip(before, after, strict=True)):
+            if relative(*numbers) > 0:
+                workers.add(place * theirs.world // len(before))
+        if len(workers) == 1 and len(before) >= theirs.world:
+            return what, workers.pop()
+        if workers:
+            return what, None
     return "", None
 
 
-def are_same(before: float | None, after: float | None) -> bool:
-    """Tell whether two numbers are the same; one that is not finite, which a record has as null, is as another."""
-    is_finite = before is not None and math.isfinite(before)
-    if is_finite != (after is not None and math.isfinite(after)):
-        return False
-    return before == after or not is_finite
+def relative(before: float | None, after: float | None) -> float:
+    """Return the difference of two numbers as a share of the first, 0 only where they are the same.
 
-
-def relative(before: float, after: float) -> float:
-    """Return the difference of two numbers as a share of the first; a very large one where one is not finite."""
-    if math.isfinite(before) and math.isfinite(after):
-        return abs(before - after) / max(abs(before), 1e-30)
-    return 0.0 if are_same(before, after) else sys.float_info.max
+    All numbers that are not finite, which a record may have as null, are the same, and far from those that are.
+    """
+    finite = [number for number in (before, after) if number is not None and math.isfinite(number)]
+    if not finite:
+        return 0.0
+    if len(finite) == 1:
+        return sys.float_info.max
+    return abs(finite[0] - finite[1]) / max(abs(finite[0]), 1e-30)
 
 
 def judge(finding: Finding) -> str:

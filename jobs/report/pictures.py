@@ -103,9 +103,9 @@ class Album:
             pictures = []
             remark = f"images of its batch, as the model saw them; all of them: {command} --to batch.npz"
             try:
-                from pipeline.replay import rebuild_step  # with it comes torch
+                from pipeline.replay import TrainedStage  # with it comes torch
 
-                batch = rebuild_step(stage.folder, spike["step"], stage.records, most=OF_SPIKE)
+                batch = TrainedStage(stage.folder).batch(spike["step"], most=OF_SPIKE)
                 for image, labels, (_epoch, shard, sample) in zip(batch.images, batch.labels, batch.ids, strict=True):
                     names = map(batch.source.class_name, labels[labels >= 0].tolist())
                     place = f"{batch.source.shards[int(shard)].name}, {sample}"

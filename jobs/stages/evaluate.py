@@ -376,7 +376,7 @@ def shared_classes(cfg: Config) -> list[SharedClasses]:
     return shared
 
 
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
     """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
 
     Names of classes are compared in jobs/recipe/class_names.py.
@@ -416,7 +416,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         for set_name, evaluated in cfg.sets.items():
             sets[f"{name}.sets.{set_name}"] = (evaluated.test, evaluated.train if learns else None)
         training.check_evaluated(sets, there)
-    yield from ()
+    return ()
 
 
 KIND = StageKind(

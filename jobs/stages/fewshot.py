@@ -5,7 +5,7 @@ the test sample's first label, as in training, so that its numbers compare with 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
@@ -77,7 +77,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     return results
 
 
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
     """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
     cfg: Config = stage.config
     # A single check is enough: ProbeConfig takes both sets or neither.
@@ -86,7 +86,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
     if there.looks_at_files:
         training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, there)
-    yield from ()
+    return ()
 
 
 KIND = StageKind(

@@ -22,17 +22,17 @@ Out: figure.png and .svg, figure.csv, figure.json (what the page of the run draw
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
 from data.errors import ConfigError, DataError
 from data.files import write_whole
-from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind, reference
+from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
 from jobs.stages import sweep
 from models.checks import did_you_mean
 from pipeline import artifacts
@@ -42,7 +42,7 @@ from pipeline.monitoring.telemetry import read_metrics
 
 DOCUMENT = "figure.json"
 PAPER = Path(__file__).parents[1] / "recipes/studies/paper.csv"
-CITATION = "Dosovitskiy et al. 2021, arXiv:2010.11929"
+CITATION = "paper: Dosovitskiy et al. 2021, arXiv:2010.11929"
 
 
 @dataclass(frozen=True)
@@ -69,83 +69,118 @@ class Config:
         require(len(self.fit) <= 2 and self.draws > 1, "fit takes one or two axes, and draws more than 1")
         if self.paper:
             require(set(self.paper) == {"table", "x", "y"}, f"paper has {list(self.paper)}, expected table, x and y")
-            published(self)
+            published(**self.paper)
+
+
+class Point(TypedDict):
+    """A row of a table, or a published value, as figure.json holds it."""
+
+    series: str  # its line
+    row: str
+    x: Any  # a number, or a name
+    y: float
+    low: float  # of the error bar
+    high: float
+    runs: int
+    axes: dict[str, float]  # those of `fit`
 
 
 @dataclass(frozen=True)
-class Point:
-    """A row of a table, or a published value."""
+class Row:
+    """A row of a sweep's table."""
 
-    series: str
-    row: str
-    x: Any
-    y: float
-    low: float
-    high: float
-    runs: int
-    axes: Mapping[str, float] = field(default_factory=dict)
+    name: str
+    table: str
+    values: dict[str, Any]  # all that x, y, series and fit may name
+    means: Mapping[str, Mapping[str, Any]]  # of metrics, over the runs
+    runs: list[Mapping[str, Any]]
+    folder: Path  # of the table
+
+    def value(self, key: str) -> Any:
+        """Return a value of the row. Raises DataError where it has none of this name, with those that it has."""
+        if key not in self.values:
+            raise DataError(
+                f"the row {self.name!r} of {self.table} has no {key!r}{did_you_mean(key, self.values)}\n"
+                f"  expected one of {', '.join(self.values)}"
+            )
+        return self.values[key]
 
 
-def published(cfg: Config) -> list[Point]:
-    """Return the published values that a figure asks for. Raises ConfigError where there are none."""
-    values: dict[tuple[str, str], dict[str, str]] = {}
-    names: dict[str, set[str]] = {}
+def published(table: str, x: str, y: str) -> list[Point]:
+    """Return the published values of a table of the paper. Raises ConfigError where there are none."""
+    tables: dict[str, dict[tuple[str, str], dict[str, str]]] = {}  # by series and row, the values by name
     with open(PAPER, newline="") as file:
         for entry in csv.DictReader(file):
-            names.setdefault(entry["table"], set()).update((entry["name"], "row"))
-            if entry["table"] == cfg.paper["table"]:
-                values.setdefault((entry["series"], entry["row"]), {})[entry["name"]] = entry["value"]
-    table = cfg.paper["table"]
-    require(table in names, f"paper.table is {table}{did_you_mean(table, names)}\n  expected {', '.join(names)}")
-    for key in ("x", "y"):
-        name = cfg.paper[key]
-        known = ", ".join(sorted(names[table]))
-        require(name in names[table], f"paper.{key} is {name}, which {table} does not have\n  expected {known}")
-    points = []
-    for (series, row), of_row in values.items():
-        if cfg.paper["y"] not in of_row or cfg.paper["x"] not in ("row", *of_row):
+            key = (entry["series"], entry["row"])
+            values = tables.setdefault(entry["table"], {}).setdefault(key, {"row": entry["row"]})
+            values[entry["name"]] = entry["value"]
+    require(table in tables, f"paper.table is {table}{did_you_mean(table, tables)}\n  expected {', '.join(tables)}")
+    names = sorted(set().union(*tables[table].values()))
+    for axis, name in (("x", x), ("y", y)):
+        expected = ", ".join(names)
+        require(name in names, f"paper.{axis} is {name}, which {table} does not have\n  expected {expected}")
+    points: list[Point] = []
+    for (series, row), values in tables[table].items():
+        if x not in values or y not in values:
             continue
-        y = float(of_row[cfg.paper["y"]])
-        x = row if cfg.paper["x"] == "row" else float(of_row[cfg.paper["x"]])
-        points.append(Point(series, row, x, y, y, y, 1))
+        place: float | str = row
+        if x != "row":
+            place = float(values[x])
+        value = float(values[y])
+        points.append(Point(series=series, row=row, x=place, y=value, low=value, high=value, runs=1, axes={}))
     return points
 
 
 def run(cfg: Config, context: Context) -> dict[str, object]:
     """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
-    tables = {}
-    for name, value in cfg.tables.items():
-        folder = Path(context.campaign.path_of(value))
-        tables[name] = (folder, artifacts.read_record(folder / sweep.DOCUMENT))
+    # 1. The points.
     points: list[Point] = []
-    for name, (folder, record) in tables.items():
-        # It gives its axes to the rows of the others, and has no points of its own.
-        if cfg.x.startswith(f"{name}."):
-            continue
-        for row in record["rows"]:
-            if cfg.curve:
-                points += curve_of(cfg, name, row, folder, record)
-            elif record["rows"][row] or cfg.y in record["axes"].get(row, {}):
-                points.append(point_of(cfg, name, row, tables))
-    require(bool(points), f"{context.stage.name}: no row of {', '.join(tables)} has a number: have all diverged?")
+    is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
+    for row in read_rows(cfg, context.campaign):
+        if cfg.curve:
+            points += curve_of(cfg, row)
+        # A row whose runs have diverged has no metric.
+        elif row.means or cfg.y in row.values:
+            points.append(point_of(cfg, row))
+            is_share = is_share or cfg.y in row.means
+    require(bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?")
+
+    # 2. The panels, ours and the paper's, and the law.
     figure: dict[str, Any] = {
         "title": cfg.title or f"{cfg.y} over {cfg.x}",
-        **{"x": cfg.x, "y": cfg.y, "log": list(cfg.log), "stamp": cfg.stamp, "is_curve": cfg.curve},
-        "is_share": is_metric(cfg, tables),
-        "points": [asdict(point) for point in points],
-        "sources": dict(cfg.tables),
+        "x": cfg.x,
+        "y": cfg.y,
+        "log": list(cfg.log),
+        "stamp": cfg.stamp,
+        "is_curve": cfg.curve,
+        "is_share": is_share,
+        "points": points,
     }
     if cfg.paper:
-        figure["paper"] = {**cfg.paper, "citation": f"paper: {CITATION}, {cfg.paper['table']}"}
-        figure["paper"]["points"] = [asdict(point) for point in published(cfg)]
+        title = f"{CITATION}, {cfg.paper['table']}"
+        drawn = {"title": title, "is_curve": False, "is_share": True, "points": published(**cfg.paper)}
+        figure["paper"] = cfg.paper | drawn
     if cfg.fit:
-        figure["fit"] = fitted(cfg, points, context.stage.name, is_share=figure["is_share"])
-    # Imported here and not above, as in every stage: a recipe is checked without matplotlib.
+        try:
+            figure["fit"] = fitted(cfg, points, is_share=is_share)
+        except ValueError as error:
+            way_out = "leave fit out, or vary more in the sweep"
+            raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+
+    # 3. The files. The chart is imported here and not above: a recipe is checked without matplotlib.
     from jobs.stages.study_chart import write_study_chart
 
     artifacts.write_record(context.directory / DOCUMENT, figure)
     write_study_chart(figure, context.directory)
-    write_whole(context.directory / "figure.csv", as_csv(figure))
+    table = io.StringIO()
+    columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
+    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    panels: dict[str, dict[str, Any]] = {"run": figure, "paper": figure.get("paper", {})}
+    for source, panel in panels.items():
+        for point in panel.get("points", []):
+            writer.writerow({"source": source, **point})
+    write_whole(context.directory / "figure.csv", table.getvalue())
     lines = list(as_markdown(figure))
     write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
     for line in lines:
@@ -157,192 +192,171 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
 
 # ------------------------------------------------------------------------------------------------ points
 
-Tables = Mapping[str, tuple[Path, Mapping[str, Any]]]  # name → folder and sweep.json
+
+def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
+    """Return the rows that have points, each with the values of the rows of other tables that it goes on from."""
+    rows = []
+    for table, path in cfg.tables.items():
+        folder = Path(campaign.path_of(path))
+        record = artifacts.read_record(folder / sweep.DOCUMENT)
+        for name, means in record["rows"].items():
+            runs = []
+            values: dict[str, Any] = {"row": name}
+            for result in record["runs"]:
+                if result["row"] == name:
+                    runs.append(result)
+                    values |= result["values"]
+            values |= record["axes"].get(name, {})
+            for metric, mean in means.items():
+                values[metric] = mean["mean"]
+            for number, part in enumerate(name.split(", "), start=1):
+                values[f"row.{number}"] = part
+            values["table"] = table
+            rows.append(Row(name, table, values, means, runs, folder))
+    drawn = []
+    for row in rows:
+        # The table that x names gives its axes to the rows of the others.
+        if cfg.x.startswith(f"{row.table}."):
+            continue
+        values = dict(row.values)
+        # "S-16, pets" goes on from "S-16". Where several names begin it, the longest is entered last, and stays.
+        for above in sorted(rows, key=lambda above: len(above.name)):
+            if above.table != row.table and f"{row.name}, ".startswith(f"{above.name}, "):
+                for key, value in above.values.items():
+                    values[f"{above.table}.{key}"] = value
+        drawn.append(replace(row, values=values))
+    return drawn
 
 
-def is_metric(cfg: Config, tables: Tables) -> bool:
-    """Return whether y is a share of samples, as all metrics are; axes and losses are none."""
-    if cfg.curve:
-        return cfg.y != "loss"
-    for _, record in tables.values():
-        for means in record["rows"].values():
-            if cfg.y in means:
-                return True
-    return False
-
-
-def value_of(key: str, table: str, row: str, tables: Tables) -> Any:
-    """Return what a key names of a row: an axis, a metric's mean, a value of the grid, the table, or its own name.
-
-    Raises DataError where the row has none of this name, with those that it has.
-    """
-    parts = row.split(", ")
-    if key == "table":
-        return table
-    if key == "row":
-        return row
-    if key.startswith("row.") and key[4:].isdigit() and 0 < int(key[4:]) <= len(parts):
-        return parts[int(key[4:]) - 1]
-    first, _, rest = key.partition(".")
-    if first in tables and rest:
-        # The longest row of the other table with whose name this one begins.
-        for length in range(len(parts), 0, -1):
-            name = ", ".join(parts[:length])
-            if name in tables[first][1]["rows"]:
-                return value_of(rest, first, name, tables)
-        rows = ", ".join(tables[first][1]["rows"])
-        raise DataError(f"{key}: {first} has no row with whose name {row!r} begins\n  its rows: {rows}")
-    record = tables[table][1]
-    known: dict[str, Any] = {}
-    for result in record["runs"]:
-        if result["row"] == row:
-            known |= result["values"]
-    known |= record["axes"].get(row, {})
-    for metric, mean in record["rows"][row].items():
-        known[metric] = mean["mean"]
-    if key not in known:
-        raise DataError(
-            f"the row {row!r} of {table} has no {key!r}{did_you_mean(key, known)}\n"
-            f"  expected one of {', '.join(['row', *known])}"
-        )
-    return known[key]
-
-
-def point_of(cfg: Config, table: str, row: str, tables: Tables) -> Point:
+def point_of(cfg: Config, row: Row) -> Point:
     """Return the point of a row, with an error bar where y is a metric of several runs or of named samples."""
-    y = value_of(cfg.y, table, row, tables)
-    low = high = y
-    mean = tables[table][1]["rows"][row].get(cfg.y)
-    if mean is not None and mean["sd"] is not None:
-        low, high = y - mean["sd"], y + mean["sd"]
-    elif mean is not None and mean["interval"] is not None:
-        low, high = mean["interval"]
-    axes = {}
-    for key in cfg.fit:
-        axes[key] = value_of(key, table, row, tables)
-    x = value_of(cfg.x, table, row, tables)
-    runs = sum(result["row"] == row for result in tables[table][1]["runs"])
-    return Point(series_of(cfg, table, row, tables), row, x, y, low, high, runs, axes)
-
-
-def series_of(cfg: Config, table: str, row: str, tables: Tables) -> str:
-    """Return the line that a row belongs to. Raises DataError where `groups` has none for it."""
-    if not cfg.groups:
-        return str(value_of(cfg.series, table, row, tables))
+    series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
-        if fnmatchcase(row, pattern):
-            return name
-    raise DataError(f"the row {row!r} of {table} is of none of the groups\n  expected a pattern for it: {cfg.groups}")
+        if not series and fnmatchcase(row.name, pattern):
+            series = name
+    if not series:
+        raise DataError(
+            f"the row {row.name!r} of {row.table} is of none of the groups\n  expected a pattern for it: {cfg.groups}"
+        )
+    y = row.value(cfg.y)
+    point = Point(series=series, row=row.name, x=row.value(cfg.x), y=y, low=y, high=y, runs=len(row.runs), axes={})
+    mean = row.means.get(cfg.y, {"sd": None, "interval": None})
+    if mean["sd"] is not None:
+        point |= {"low": y - mean["sd"], "high": y + mean["sd"]}
+    elif mean["interval"] is not None:
+        point["low"], point["high"] = mean["interval"]
+    for axis in cfg.fit:
+        point["axes"][axis] = row.value(axis)
+    return point
 
 
-def curve_of(cfg: Config, table: str, row: str, folder: Path, record: Mapping[str, Any]) -> Iterator[Point]:
+def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
     """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have."""
     curves: list[dict[int, float]] = []
     axes: Mapping[str, float] = {}
-    for result in record["runs"]:
-        if result["row"] != row or result["diverged"]:
+    for result in row.runs:
+        if result["diverged"]:
             continue
         axes = result["axes"]
         values: dict[int, float] = {}
-        for entry in read_metrics(folder.parent / f"{result['stage']}-{result['key'][:8]}", None):
+        for entry in read_metrics(row.folder.parent / f"{result['stage']}-{result['key'][:8]}", None):
             if cfg.y == "loss" and entry["kind"] == "train":
                 values[entry["step"]] = float(np.mean(entry["losses"]))
             elif entry["kind"] == "evaluate" and cfg.y in entry:
                 values[entry["step"]] = entry[cfg.y]
         curves.append(values)
     x = "steps" if cfg.x == "row" else cfg.x
-    steps: list[int] = []
+    steps: set[int] = set()
     if curves:
-        steps = sorted(set.intersection(*map(set, curves)))
+        steps = set.intersection(*map(set, curves))
     if not steps or x not in axes:
         raise DataError(
-            f"the runs of {row!r} of {table} have no curve of {cfg.y} over {x} in metrics.jsonl\n"
+            f"the runs of {row.name!r} of {row.table} have no curve of {cfg.y} over {x} in metrics.jsonl\n"
             f"  expected y: loss, or a metric of their evaluations; x: one of {', '.join(axes)}"
         )
-    for step in steps:
+    for step in sorted(steps):
         values_at = np.array([values[step] for values in curves])
+        y = float(values_at.mean())
         spread = 0.0
         if len(curves) > 1:
             spread = float(values_at.std(ddof=1))
-        y = float(values_at.mean())
-        yield Point(row, row, axes[x] * step / axes["steps"], y, y - spread, y + spread, len(curves))
+        place = axes[x] * step / axes["steps"]
+        point = Point(series=row.name, row=row.name, x=place, y=y, low=y, high=y, runs=len(curves), axes={})
+        yield point | {"low": y - spread, "high": y + spread}
 
 
-def fitted(cfg: Config, points: list[Point], name: str, *, is_share: bool) -> dict[str, Any]:
-    """Return the law over the axes of `fit`, what it foretells of the largest point, and its line over x."""
-    x = np.array([[*point.axes.values()] for point in points], float)
-    y = np.array([point.y for point in points], float)
+def fitted(cfg: Config, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
+    """Return the law over the axes of `fit`, what it foretells of the largest point, and its line over x.
+
+    The law of a share is one of its error, 1 − y. Raises ValueError where none can be fitted.
+    """
+    x = np.array([list(point["axes"].values()) for point in points], float)
+    y = np.array([point["y"] for point in points], float)
+    of = cfg.y
     if is_share:
         y = 1 - y
+        of = f"1 - {cfg.y}"
     # The same study has the same intervals, run after run.
     rng = np.random.default_rng(0)
-    try:
-        law = fit(x, y, rng, cfg.draws)
-        number, foretold, low, high = leave_largest_out(x, y, rng, cfg.draws)
-    except ValueError as error:
-        raise DataError(f"{name}.fit: {error}\n  leave fit out, or vary more in the sweep") from None
+    law = fit(x, y, rng, cfg.draws)
+    number, foretold, low, high = leave_largest_out(x, y, rng, cfg.draws)
     result: dict[str, Any] = {
         "axes": dict(zip(cfg.fit, law.scale.tolist(), strict=True)),
-        "of": f"1 - {cfg.y}" if is_share else cfg.y,
+        "of": of,
         "parameters": law.parameters(),
         "noise": law.noise,
-        "largest": {"row": points[number].row, "foretold": foretold, "low": low, "high": high, "was": float(y[number])},
+        "largest": {
+            "row": points[number]["row"],
+            "foretold": foretold,
+            "low": low,
+            "high": high,
+            "was": float(y[number]),
+        },
     }
     if cfg.fit == (cfg.x,):
         line = np.geomspace(x.min(), x.max(), 60)
         values = law.at(line[:, None])
-        result["line"] = [line.tolist(), (1 - values if is_share else values).tolist()]
+        if is_share:
+            values = 1 - values
+        result["line"] = [line.tolist(), values.tolist()]
     return result
-
-
-# ------------------------------------------------------------------------------------------------ as text
-
-
-def as_csv(figure: Mapping[str, Any]) -> str:
-    """Return all points as CSV: ours, and those of the paper."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["source", "series", "row", "x", "y", "low", "high", "runs"])
-    for source, points in (("run", figure["points"]), ("paper", figure.get("paper", {}).get("points", []))):
-        for point in points:
-            writer.writerow([source, *(point[key] for key in ("series", "row", "x", "y", "low", "high", "runs"))])
-    return text.getvalue()
 
 
 def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
     """Iterate the lines of the figure as Markdown: a table of ours, one of the paper, and the law."""
     yield f"### {figure['title']}"
-    tables = [(figure["stamp"], figure["x"], figure["y"], figure["points"])]
+    captions = {figure["stamp"]: figure}
     if "paper" in figure:
-        paper = figure["paper"]
-        tables.append((paper["citation"], paper["x"], paper["y"], paper["points"]))
-    for caption, x, y, points in tables:
+        captions[figure["paper"]["title"]] = figure["paper"]
+    for caption, panel in captions.items():
         yield ""
         if caption:
-            yield from (f"*{caption}*", "")
-        yield from (f"| series | row | {x} | {y} | low | high | runs |", "|---|---|--:|--:|--:|--:|--:|")
+            yield f"*{caption}*"
+            yield ""
+        yield f"| series | row | {panel['x']} | {panel['y']} | low | high | runs |"
+        yield "|---|---|--:|--:|--:|--:|--:|"
         # Of a curve the last point of each line; figure.csv has all of them.
-        shown = points
-        if figure["is_curve"]:
-            shown = list({point["row"]: point for point in points}.values())
-        for point in shown:
-            at = point["x"] if isinstance(point["x"], str) else f"{point['x']:.4g}"
-            yield (
-                f"| {point['series']} | {point['row']} | {at} | {point['y']:.4g} | {point['low']:.4g} | "
-                f"{point['high']:.4g} | {point['runs']} |"
-            )
+        points = panel["points"]
+        if panel["is_curve"]:
+            points = {point["row"]: point for point in points}.values()
+        for point in points:
+            place = point["x"]
+            if not isinstance(place, str):
+                place = f"{place:.4g}"
+            numbers = f"{point['y']:.4g} | {point['low']:.4g} | {point['high']:.4g}"
+            yield f"| {point['series']} | {point['row']} | {place} | {numbers} | {point['runs']} |"
     if "fit" in figure:
         law = figure["fit"]
-        at = ", ".join(f"{axis} {scale:.3g}" for axis, scale in law["axes"].items())
-        yield from (
-            "",
-            f"{law['of']} = floor + Σ amount · (axis / scale)^−exponent, at the scale {at}; 90 % intervals:",
-            "",
-        )
+        scale = ", ".join(f"{axis} {value:.3g}" for axis, value in law["axes"].items())
+        yield ""
+        yield f"{law['of']} = floor + Σ amount · (axis / scale)^−exponent, at the scale {scale}; 90 % intervals:"
+        yield ""
         for name, (value, low, high) in law["parameters"].items():
             yield f"- {name} {value:.4g} [{low:.4g}, {high:.4g}]"
         largest = law["largest"]
-        verdict = "inside" if largest["low"] <= largest["was"] <= largest["high"] else "OUTSIDE"
+        verdict = "OUTSIDE"
+        if largest["low"] <= largest["was"] <= largest["high"]:
+            verdict = "inside"
         yield (
             f"- without {largest['row']} it foretells {largest['foretold']:.4g} [{largest['low']:.4g}, "
             f"{largest['high']:.4g}]; it was {largest['was']:.4g}: {verdict}"
@@ -352,19 +366,18 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
     """Refuse a figure without a table, and of stages that are none."""
     cfg: Config = stage.config
     require(bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}")
     for name, value in cfg.tables.items():
         link = reference(value)
-        is_table = link is None or there.campaign.stage(link[0]).kind is sweep.KIND
-        if not is_table:
+        if link is not None and there.campaign.stage(link[0]).kind is not sweep.KIND:
             raise ConfigError(
                 f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
                 "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"
             )
-    yield from ()
+    return ()
 
 
 KIND = StageKind(

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypedDict
@@ -231,7 +231,7 @@ def missing_sources(cfg: Config) -> Iterator[str]:
                 yield f"sets.{name}.path: {error}"
 
 
-def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
+def check_outputs(stage: Stage, there: Available) -> Iterable[CheckResult]:
     """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
 
     Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read.
@@ -265,7 +265,7 @@ def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
         lines.append(f"  bring them back from a copy, or {removal}")
         lines.append("  and run its recipe again: the stage packs the same set anew")
         raise DataError("\n".join(lines))
-    yield from ()
+    return ()
 
 
 KIND = StageKind(

@@ -262,8 +262,9 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         runs_of.setdefault(result.row, []).append(result)
     for name, runs in runs_of.items():
         # A run that has diverged has no metrics, and a mean of the others would be a number of nothing.
+        has_diverged = any(result.diverged for result in runs)
         means: dict[str, Mean] = {}
-        if not any(result.diverged for result in runs):
+        if not has_diverged:
             means = means_by_metric([result.metrics for result in runs])
         for metric, mean in means.items():
             entries = [result.entries[metric] for result in runs if metric in result.entries]
@@ -277,7 +278,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
         # The rows of a grid are called by their values.
         remark = in_words(runs[0].values)
-        if not means:
+        if has_diverged:
             remark = "diverged"
         elif remark == name:
             remark = ""
@@ -410,7 +411,6 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
             f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
             "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
         )
-    yield from ()
 
 
 KIND = StageKind(

@@ -274,9 +274,9 @@ def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(reci
     cfg = campaign.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
-    replay(folder, "step=10", None)
+    replay(str(folder), "step=10", None)
     assert "16 samples of 16×16" in capsys.readouterr().out
-    replay(folder, "step=11", None)
+    replay(str(folder), "step=11", None)
     assert "16 samples of 24×24" in capsys.readouterr().out
 
 

@@ -277,6 +277,7 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
     document, said = make_table(loaded, "resize")
     assert document["chosen"] == {} and list(document["rows"]) == ["image_size=16", "image_size=24"]
     assert said[0].strip() == "resize" and said[-3].split() == ["parameters", "GMACs"]
+    assert "diverged" not in "".join(said)
     assert artifacts.read_done(loaded.directory(loaded.stage("resize")))["summary"] == "2 runs in 2 rows"
     # Five more positions of width 32: 2 × 2 and the class token became 3 × 3.
     parameters = [document["axes"][row]["parameters"] for row in document["rows"]]

@@ -52,16 +52,17 @@ def test_what_no_law_can_be_fitted_to_is_refused(x, y, message):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("noise", [0.01, 0.03])
-def test_intervals_hold_the_planted_parameters_in_86_to_94_of_100_studies(noise):
+def test_intervals_hold_the_planted_parameters_nine_times_of_ten(noise):
+    """In 400 studies the binomial deviation is 6. Seeds below 1000 were used to choose the method."""
     held = dict.fromkeys([*PLANTED, "largest"], 0)
-    for seed in range(100):
+    for seed in range(1000, 1400):
         y, rng = study(seed, noise)
         for name, (_, low, high) in fit(X, y, rng).parameters().items():
             held[name] += low <= PLANTED[name] <= high
         number, _, low, high = leave_largest_out(X, y, rng)
-        held["largest"] += low <= y[number] <= high
+        held["largest"] += int(low <= y[number] <= high)
     print(noise, held)
-    assert all(86 <= held[name] <= 94 for name in PLANTED), held
-    assert held["largest"] >= 86, held
+    for name, count in held.items():
+        assert 360 - 3 * 6 <= count <= 360 + 3 * 6, (name, held)
