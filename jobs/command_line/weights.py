@@ -11,6 +11,7 @@ How `evaluate` does without a recipe:
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,8 +40,10 @@ ClassList = Annotated[
     str | None,
     typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
 ]
-OurFolder = Annotated[str, typer.Argument(help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")]
-Target = Annotated[str, typer.Argument(help="The file (npz) or folder to write.")]
+OurFolder = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")
+]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
 Preprocess = Annotated[
     str | None,
@@ -49,7 +52,9 @@ Preprocess = Annotated[
         help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
     ),
 ]
-AnyWeights = Annotated[str, typer.Argument(help="RUN/STAGE, a folder of weights, or a file that `import` takes.")]
+AnyWeights = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` takes.")
+]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
 Limit = Annotated[int, typer.Option(help="At most so many images; the paper takes 128.")]
@@ -118,10 +123,13 @@ def evaluate(
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
     if all("=" in word for word in words):
-        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
+        raise UsageError(
+            "no set to evaluate on\n  give indexes, or their folders, for example: python -m jobs evaluate "
+            f"{weights} runs/photos/parts/held-out"
+        )
     weights = find_weights(weights)
     from data.files import write_whole
-    from jobs.cluster_config import cores
+    from jobs.cluster_config import ClusterConfig, cores
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
@@ -159,8 +167,9 @@ def evaluate(
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    missing = resolve(config.Recipe(values, "the command", folder)).stage(STAGE).missing
-    refuse(CheckResult.of(DataError(message), INPUTS) for message in missing)
+    campaign = resolve(config.Recipe(values, "the command", folder))
+    stage = campaign.stage(STAGE)
+    refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
 
     # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
@@ -170,10 +179,8 @@ def evaluate(
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
-    values["cluster"] = {**cluster, **values.get("cluster", {})}
-    campaign = resolve(config.Recipe(values, "the command", folder))
-    run_campaign(campaign)
-    stage = campaign.stage(STAGE)
+    cluster |= values.get("cluster", {})
+    run_campaign(replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster")))
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")

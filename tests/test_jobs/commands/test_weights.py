@@ -1,6 +1,7 @@
 """`jobs import` and `jobs export`: whose weights, what became of them, and what cannot be."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         artifacts.write_record(stage / "task.json", {})
         if number < 2:
             weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
-            artifacts.write_record(stage / "done.json", {"seconds": 5.0, "files": weights})
+            artifacts.write_record(stage / "done.json", {"finished": 1e9 + number, "files": weights})
         else:
             (stage / "model.json").unlink()
     files = {}
@@ -163,4 +164,26 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         ):
             assert main(["export", f"s3://images/runs/{name}", str(tmp_path / "no"), "--format", "hf"]) != 0
             assert words in capsys.readouterr().err
+    urls.forget_credentials()
+
+
+def test_what_a_run_in_a_store_prints_as_next_works_as_it_is_typed(recipe, shards, tmp_path, capsys, monkeypatch):
+    """And `analyze` of its weights; from a folder where nothing of the run is."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    recipe.write_text(recipe.read_text().partition("resize:")[0])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    words = [str(recipe), "run=s3://images/runs/tiny", f"cluster.scratch={tmp_path / 'scratch'}"]
+    with store("s3", {}):
+        urls.forget_credentials()  # of the store of an earlier test
+        assert main(["run", *words, "pretrain.steps=6"]) == 0
+        printed = capsys.readouterr().out.partition("next, for example:\n")[2]
+        commands = [line.strip() for line in printed.splitlines() if line.startswith("  python -m jobs ")]
+        tar = next((shards / "test").glob("*.tar"))
+        commands.append(f"python -m jobs analyze s3://images/runs/tiny/pretrain {tar} --output looked --limit 4")
+        monkeypatch.setattr("webbrowser.open", lambda url: True)
+        for command in commands:
+            assert main(shlex.split(command)[3:]) == 0, command
+    verbs = [command.split()[3] for command in commands]
+    assert verbs == ["report", "evaluate", "export", "analyze"]
     urls.forget_credentials()
