@@ -82,12 +82,13 @@ COMMANDS = """
 64 new photos --output nowhere/x.yaml         => there is no folder nowhere
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
-64 analyze weights nowhere --output out       => no images in nowhere; give image files
+64 analyze weights nowhere --output out       => there is no file or folder nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
 64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
+65 evaluate shards/test weights               => shards/test is a set, expected weights first
 65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
 78 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => there is no file or folder nowhere.npz

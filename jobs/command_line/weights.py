@@ -107,7 +107,9 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     weights = find_weights(weights)
     missing = [path for path in images if not Path(path).exists()]
     if missing:
-        raise UsageError(f"no images in {', '.join(missing)}; give image files, folders of them or tar shards")
+        raise UsageError(
+            f"there is no file or folder {', '.join(missing)}\n  expected image files, folders of them or tar shards"
+        )
     from jobs.commands import analyze
 
     analyze.analyze(weights, images, output, limit)
@@ -201,7 +203,7 @@ def find_weights(path: str) -> str:
         from jobs.commands.stored_runs import fetch_weights
 
         return fetch_weights(path)
-    path = find_stage(path)
+    path = find_set(find_stage(path))  # a set by its name is refused as one
     refuse_missing(path)
     return path
 
@@ -220,6 +222,10 @@ def refuse_missing(path: str) -> None:
                 f"{path} has checkpoints, and no weights yet\n"
                 f"  type python -m jobs checkpoints export {path} --to FOLDER, then name FOLDER"
             )
+        from data.index.document import SUFFIX
+
+        if any(folder.glob(f"*{SUFFIX}")):
+            raise DataError(f"{path} is a set, expected weights first and sets behind them\n  type them in that order")
         raise DataError(
             f"cannot load {path}: it is no folder with {CONFIG} or {THEIR_WEIGHTS}\n"
             "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
