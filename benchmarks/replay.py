@@ -454,8 +454,8 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def examples(images: Path, folder: Path) -> None:
     """Pack the sets of docs/replay.md, of CIFAR-10's tars.
 
-    sources: 8 shards of 500 images, those of shard 5 with the next class's label; test: 2,000 images; known: 1,024
-    images; delivery: the same, of which number 400 has the label of a frog.
+    sources: 8 shards of 500 images, those of shard 5 with the next class's label; test: 2,000 images; known: 256
+    images; delivery: the same, of which number 100 has the label of a frog.
     """
     train = list(tars(sorted(images.glob("cifar10-train-*.tar"))))
     test = list(tars(sorted(images.glob("cifar10-test-*.tar"))))
@@ -463,8 +463,8 @@ def examples(images: Path, folder: Path) -> None:
     for number, sample in enumerate(train[:4000]):
         is_poisoned = number // 500 == 5
         sources.append(replace(sample, labels=((sample.labels[0] + is_poisoned) % 10,)))
-    known = train[4000:5024]
-    delivery = [*known[:400], replace(known[400], labels=(6,)), *known[401:]]
+    known = train[4000:4256]
+    delivery = [*known[:100], replace(known[100], labels=(6,)), *known[101:]]
     for name, chosen in {"sources": sources, "test": test, "known": known, "delivery": delivery}.items():
         pack(chosen, folder / name, name=name, names=CIFAR10, shard_samples=500)
         print(f"{folder / name}: {len(chosen)} images", flush=True)

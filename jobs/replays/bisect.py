@@ -50,7 +50,7 @@ def bisect(run: str, words: Sequence[str], *, first: int | None, last: int | Non
             values[key] = value
         else:
             raise UsageError(f"{word!r} is not understood\n  expected step=N or shards, metric=…, cluster.…=…")
-    if "step" in values and "shards" in values:
+    if ("step" in values) == ("shards" in values):
         raise UsageError("step=N asks for samples, shards for a shard\n  expected one of them")
 
     replays = Replays("bisect", run, output, overrides)
@@ -59,9 +59,9 @@ def bisect(run: str, words: Sequence[str], *, first: int | None, last: int | Non
         bisect_shards(replays, start, stop, values.get("metric", "accuracy"))
         return
     steps = replays.stage.steps
-    text = values.get("step", "")
+    text = values["step"]
     if not text.isdigit() or not 0 < int(text) <= steps:
-        raise UsageError(f"step={text}: expected step=N, from 1 to {steps}, as the log counts them, or shards")
+        raise UsageError(f"step={text}: expected step=N, from 1 to {steps}, as the log counts them")
     metric = values.get("metric", METRICS[0])
     if metric not in METRICS:
         raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)} for a step")
@@ -114,13 +114,10 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     # 3. What it was, and whether the step came out as it is on record.
     if step in stage.taken:
         recorded = without_nan([stage.taken[step].loss, stage.taken[step].grad_norm])
-        came_out = "otherwise than on record"
-        if [outcome["loss"], outcome["grad_norm"]] == recorded:
-            came_out = "as it is on record, to the bit"
-        echo(f"step {step} came out {came_out}")
-    shown = f"{metric} is not finite"
-    if outcome["value"] is not None:
-        shown = f"{metric} is {outcome['value']:.4g}"
+        is_same = [outcome["loss"], outcome["grad_norm"]] == recorded
+        echo(f"step {step} came out {'as it is on record, to the bit' if is_same else 'otherwise than on record'}")
+    value = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"
+    shown = f"{metric} is {value}"
     samples = found_samples(stage, step, outcome, folder)
     if not outcome["is_spike"]:
         echo(f"no spike: {shown}, usual is {usual:.4g}")
@@ -240,10 +237,13 @@ def shard_behind(
     compared, because a stretch that lacks half of its data is worse for that alone.
     """
     middle = len(shards) // 2
-    suspects, cleared = list(shards[:middle]), list(shards[middle:])
-    low, high = [value_without(cleared)], [value_without(suspects)]
+    suspects = list(shards[:middle])
+    cleared = list(shards[middle:])
+    high = [value_without(suspects)]
+    low = [value_without(cleared)]
     if low > high:
-        suspects, cleared, low, high = cleared, suspects, high, low
+        suspects, cleared = cleared, suspects
+        high, low = low, high
     while len(suspects) > 1:
         half = suspects[: len(suspects) // 2]
         others = suspects[len(half) :]

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.quick
     [
         ("shards limit=0.7", "'limit=0.7' is not understood"),
         ("step=3 shards", "expected one of them"),
+        ("metric=loss", "expected one of them"),
         ("step=3 shard", "'shard' is not understood"),
     ],
 )
