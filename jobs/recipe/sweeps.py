@@ -460,6 +460,9 @@ def with_field(section: Config, path: Sequence[str], value: object) -> Config:
     """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
     first, *rest = path
     if isinstance(section, dict):
+        # The name of a set may have dots.
+        while rest and first not in section:
+            first += f".{rest.pop(0)}"
         if rest:
             value = with_field(section[first], rest, value)
         return {**section, first: value}  # type: ignore[return-value]
