@@ -48,6 +48,18 @@ OTHER_COMMANDS = {
     "import": "convert load",
     "plan": "dry-run validate-recipe config",
 }
+# What is typed behind commands that take more than a recipe, or the path of a run.
+EXAMPLES = {
+    "analyze": "runs/photos/pretrain photos/cat --output pictures",
+    "evaluate": "runs/photos/pretrain runs/photos/parts/held-out",
+    "export": "runs/photos/pretrain exported --format timm",
+    "import": "vit_b16.npz weights/b16",
+    "index": "shards/theirs",
+    "new": "photos",
+    "pack": "folder photos/train shards/train",
+    "report": "runs/photos",
+    "subset": "shards/photos --part :90% --seed 0 --output shards/photos-train",
+}
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
 app.add_typer(campaigns.commands)
@@ -112,8 +124,8 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
         print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)
-    if words and words[0] == "pack" and parameter is not None:
-        print("  expected SOURCE PATH FOLDER, for example: pack folder photos/train shards/train", file=sys.stderr)
+    if words and words[0] in EXAMPLES and parameter is not None:
+        print(f"  for example: {program()} {words[0]} {EXAMPLES[words[0]]}", file=sys.stderr)
     if parameter is not None and parameter.name == "recipe":
         names = ", ".join(name for name in campaigns.shipped() if "/" not in name)
         print(f"  expected a YAML file, or a recipe that ships: {names}", file=sys.stderr)

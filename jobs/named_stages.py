@@ -14,13 +14,14 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from data.checks import printable_lines
 from data.errors import DataError, ExitCode, UsageError
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
-from pipeline.artifacts import DONE, TASK
+from pipeline.artifacts import DONE, TASK, recorded_s
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.monitoring.telemetry import last_metrics
 
@@ -39,27 +40,30 @@ class StageFolder:
 
     path: Path
     name: str
-    key: str
     is_finished: bool
-    time: float  # when it was finished, or was last started
+    time: float  # when it finished, or was last started, as it has recorded: a copy of a run has other file times
 
     def __str__(self) -> str:
-        state = "finished" if self.is_finished else "not finished, started"
-        return f"{self.path.name}, {state} {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.time))}"
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        if self.is_finished:
+            return f"{self.path.name}, finished {clock}"
+        return f"{self.path.name}, not finished, started {clock}"
+
+
+def stage_at(folder: Path) -> StageFolder | None:
+    """Return the stage of a folder that is called as those of stages are, and holds the record of one."""
+    parts = STAGE_FOLDER.fullmatch(folder.name)
+    if parts is None or not (folder / RECORD).exists():
+        return None
+    if (folder / DONE).exists():
+        return StageFolder(folder, parts["name"], True, recorded_s(folder / DONE, "finished"))
+    return StageFolder(folder, parts["name"], False, recorded_s(folder / RECORD, "resumed"))
 
 
 def stages_in(run: Path) -> list[StageFolder]:
     """Return the stages of a run directory, the newest first, finished ones before others; none of another folder."""
-    stages = []
-    for record in run.glob(f"*/{RECORD}"):
-        parts = STAGE_FOLDER.fullmatch(record.parent.name)
-        if parts is None:
-            continue
-        done = record.with_name(DONE)
-        is_finished = done.exists()
-        changed = (done if is_finished else record).stat().st_mtime
-        stages.append(StageFolder(record.parent, parts["name"], parts["key"], is_finished, changed))
-    return sorted(stages, key=lambda stage: (stage.is_finished, stage.time), reverse=True)
+    stages = filter(None, map(stage_at, run.glob("*/")))
+    return sorted(stages, key=attrgetter("is_finished", "time"), reverse=True)
 
 
 def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed: str = "") -> str:
@@ -72,44 +76,50 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     folder = Path(path)
     if "://" in path or (folder / needs).exists():
         return path
+    # 1. The stages that the path may mean: that of the folder, all of a run, or those of a name in a run.
     name = ""
-    stages = stages_in(folder)
-    if (folder / RECORD).exists():
-        stages = [stage for stage in stages_in(folder.parent) if stage.path.name == folder.name]
-    elif not stages and not folder.exists():
+    stage = stage_at(folder)
+    stages = stages_in(folder) if stage is None else [stage]
+    if not stages and not folder.exists():
         name = folder.name
         stages = stages_in(folder.parent)
     if not stages:
         return path  # no run: whoever reads it says what is wrong
 
+    # 2. Those of them that have what the command reads.
     run = stages[0].path.parent
-    of_name = [stage for stage in stages if name in ("", stage.name)]
-    fitting = []
-    for stage in of_name:
-        if (stage.path / needs).exists() and (stage.is_finished or needs in OF_UNFINISHED):
-            fitting.append(stage)
-    half_done = [stage for stage in of_name if not stage.is_finished and (stage.path / TASK).exists()]
-    if not fitting and needs == CONFIG and half_done:
-        raise not_finished(half_done[0])
+    of_name = []
+    fitting: dict[str, StageFolder] = {}  # by name, the newest of each
+    for stage in stages:
+        if name in ("", stage.name):
+            of_name.append(stage)
+            if (stage.path / needs).exists() and (stage.is_finished or needs in OF_UNFINISHED):
+                fitting.setdefault(stage.name, stage)
     if not fitting:
-        what = READS.get(needs, f"set {needs!r}")
-        lines = [f"{run / name} has no {what}", "  the stages of this run:"]
-        if name and not of_name:
-            lines[0] = f"{run} has no stage {name!r}{did_you_mean(name, {stage.name for stage in stages})}"
+        for stage in of_name:
+            if needs == CONFIG and not stage.is_finished and (stage.path / TASK).exists():
+                raise not_finished(stage)
+        text = f"{run / name} has no {READS.get(needs, f'set {needs!r}')}"
+        if not of_name:
+            text = f"{run} has no stage {name!r}{did_you_mean(name, set(map(attrgetter('name'), stages)))}"
+        text += "\n  the stages of this run:"
         for stage in stages:
-            sets = [f" {file.parent.name}" for file in sorted(stage.path.glob("*/*.index.json"))]
-            lines.append(f"  {run / stage.name}  {stage}{': sets' if sets else ''}{','.join(sets)}")
-        raise DataError("\n".join(lines))
-    names = sorted({stage.name for stage in fitting})
-    if one_name and len(names) > 1:
-        listed = "\n".join(f"  {run / name}" for name in names)
-        raise UsageError(f"{path} has {len(names)} stages with {READS[needs]}\n  name one:\n{listed}")
+            sets = sorted(index.parent.name for index in stage.path.glob("*/*.index.json"))
+            text += f"\n  {run / stage.name}  {stage}"
+            if sets:
+                text += f": sets {', '.join(sets)}"
+        raise DataError(text)
+    addresses = sorted(str(run / name) for name in fitting)
+    if one_name and len(addresses) > 1:
+        listed = "\n  ".join(addresses)
+        raise UsageError(f"{path} has {len(addresses)} stages with {READS[needs]}\n  name one:\n  {listed}")
 
-    taken = fitting[0]
+    # 3. What was taken is said.
+    taken = next(iter(fitting.values()))
+    addresses.remove(str(run / taken.name))
     line = f"{typed or path}: {taken}"
-    others = [name for name in names if name != taken.name]
-    if others:
-        line += f"; for another type {' or '.join(str(run / name) for name in others)}"
+    if addresses:
+        line += f"; for another type {' or '.join(addresses)}"
     print(printable_lines(line), file=sys.stderr, flush=True)
     return str(taken.path)
 
@@ -137,7 +147,9 @@ def not_finished(stage: StageFolder) -> DataError:
     """Return the error of a stage whose weights are still being trained: how far it is, and what makes them."""
     run = stage.path.parent
     last = last_metrics(stage.path)
-    place = "has no report yet" if last is None else f"stands at step {last['step']} of {last['steps']}"
+    place = "has no report yet"
+    if last is not None:
+        place = f"stands at step {last['step']} of {last['steps']}"
     command = "python -m jobs run RECIPE"
     with suppress(OSError, ValueError, KeyError):
         status = json.loads((run / "status.json").read_text())

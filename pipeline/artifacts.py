@@ -75,14 +75,18 @@ def read_done(folder: Path) -> dict[str, Any] | None:
 
 
 def started_s(folder: Path) -> float:
-    """Return when a stage was first started, seconds since 1970; for a folder of an older version, when last."""
-    record_path = folder / "stage.json"
+    """Return when a stage was first started, seconds since 1970."""
+    return recorded_s(folder / "stage.json", "started")
+
+
+def recorded_s(path: Path, entry: str) -> float:
+    """Return a time that a record holds, seconds since 1970; of an altered record, or an older one, the file's own."""
     # A record that has changed is named where the stage's line is made.
     with suppress(DataError):
-        started = read_record(record_path).get("started")
-        if started is not None:
-            return started
-    return record_path.stat().st_mtime
+        moment = read_record(path).get(entry)
+        if moment is not None:
+            return moment
+    return path.stat().st_mtime
 
 
 # ------------------------------------------------------------------------ files

@@ -57,7 +57,7 @@ def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_
     for line in (
         f"Usage: {program} [OPTIONS]",
         f"train is called run here: {program} run --help",
-        f"give indexes, or their folders: {program} evaluate WEIGHTS SET",
+        f"give indexes, or their folders, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
         f"that is a run: type its recipe; {program} status {tmp_path}",
     ):
         assert line in said

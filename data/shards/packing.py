@@ -170,7 +170,7 @@ def restore(
     set_path = directory / f"{finished.name}{SUFFIX}"
     way_out = (
         "\n  a finished set stays as it is, for the runs that have read it"
-        f"\n  give another folder or --name; or delete the set, if nothing needs it: rm -r {directory}"
+        f"\n  give another folder or --name; or delete {finished.name}'s tars and index there, if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
         raise DataError(

@@ -1,8 +1,8 @@
 """Look at somebody's images: which source reads them, how many there are, of which classes and sizes.
 
-    survey("photos")   photos/train/cat/1.jpg …, photos/val/cat/7.jpg …
-    →   train          FoundSet(source="folder", path="photos/train", images=600, class_counts={"cat": 300, …}, …)
-        test           FoundSet(source="folder", path="photos/val", …)
+    survey("photos")      photos/train/cat/1.jpg …, photos/val/cat/7.jpg …
+    →   Sets(train=FoundSet(source="folder", path="photos/train", images=600, class_counts={"cat": 300, …}, …),
+             test=FoundSet(source="folder", path="photos/val", …))
 
 What lies at a path is taken for, first match wins:
 1. the archive of a known data set, by its file name (docs/data-sets.md);
@@ -19,9 +19,10 @@ import csv
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 
@@ -118,6 +119,15 @@ class FoundSet:
         self.most_labels = max(self.most_labels, len(labels))
         self.class_counts.update(map(str, dict.fromkeys(labels)))
 
+    def open_some(self, images: Sequence[tuple[Path, int, int]], most: int = OPENED) -> None:
+        """Read the headers of some of many images, (file, offset, bytes or −1 for all), evenly spread."""
+        opened = min(most, len(images))
+        for number in range(opened):
+            path, offset, size = images[(2 * number + 1) * len(images) // (2 * opened)]
+            with suppress(OSError), open(path, "rb") as file:
+                file.seek(offset)
+                self.open(file.read(size))
+
     def open(self, encoded: bytes) -> None:
         """Read the header of an image."""
         self.opened += 1
@@ -131,7 +141,32 @@ class FoundSet:
             self.examples.append(encoded)
 
 
-def survey(place: str, *, unlabelled: bool = False, report: Report) -> tuple[FoundSet, FoundSet | None]:
+@dataclass(frozen=True)
+class Sets:
+    """What is trained and evaluated on."""
+
+    train: FoundSet
+    test: FoundSet | None = None
+
+    @property
+    def held_out(self) -> int:
+        """Return how many percent of each class to hold out; 0 with a set to evaluate on, or with too few images."""
+        if self.test is not None or not self.train.classes:
+            return 0
+        counts = sorted(self.train.class_counts.values())
+        if self.train.images < 10 or counts[len(counts) // 2] < 2:
+            return 0
+        if self.train.images < 1000:
+            return 20
+        return max(1, min(10, round(1_000_000 / self.train.images)))
+
+    @property
+    def images(self) -> int:
+        """Return how many images are trained on."""
+        return max(1, round(self.train.images * (100 - self.held_out) / 100))
+
+
+def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     """Return the set to train on, and the one to evaluate on, if there is one, of what lies at a path.
 
     An `unlabelled` set has its labels overlooked, and none to evaluate on. Raises DataError where there are no images,
@@ -146,8 +181,7 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> tuple[Fou
         raise DataError(f"there is nothing at {place}\n  expected a folder of images, tars, a table or parquet")
     known = known_sets(Path(place))
     if known is not None:
-        train, *tests = known
-        return train, next(iter(tests), None)
+        return known
     train_place, test_place = parts_of(place)
     train = look(train_place, unlabelled, report)
     if train.images == 0:
@@ -161,24 +195,24 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> tuple[Fou
     if train.classes and without_label:
         train.notes.append(f"{without_label:,} images have no label that can be used, and are not trained on")
     if test_place is None or train.classes == 0:
-        return train, None
+        return Sets(train)
     test = look(test_place, unlabelled, report)
-    lacking = [name for name in test.class_counts if name not in train.class_counts]
+    lacking = sorted(test.class_counts.keys() - train.class_counts.keys())
     # Images of a competition's test set have no labels, or lie in a single folder.
     if len(lacking) == len(test.class_counts):
         train.notes.append(f"{test_place} is not evaluated on: its images have no labels of these classes")
-        return train, None
+        return Sets(train)
     if lacking and not train.are_ids:
         raise DataError(
             f"{test_place}: {some(lacking)}: classes that {train_place} lacks\n"
             "  expected the classes that are trained on; take these out"
         )
-    return train, test
+    return Sets(train, test)
 
 
-def known_sets(place: Path) -> list[FoundSet] | None:
+def known_sets(place: Path) -> Sets | None:
     """Return the sets of a known archive, which is counted when it is packed; None where it is none."""
-    for name, (source, train_split, test_split, side) in KNOWN.items():
+    for name, (source, *splits, side) in KNOWN.items():
         archive = place if place.name == name else place / name
         if not archive.is_file():
             continue
@@ -188,9 +222,7 @@ def known_sets(place: Path) -> list[FoundSet] | None:
         published = known_archive(source, None, None)
         assert published is not None, source
         sets = []
-        for split in (train_split, test_split):
-            if not split:
-                continue
+        for split in filter(None, splits):
             size = published.published[split]
             image_set = FoundSet(source, str(path), size.samples, are_ids=True, split=split, sides=[(side, side)])
             for label in range(size.classes):
@@ -198,7 +230,7 @@ def known_sets(place: Path) -> list[FoundSet] | None:
             image_set.most_labels = 1
             image_set.labelled = size.samples
             sets.append(image_set)
-        return sets
+        return Sets(*sets)
     return None
 
 
@@ -228,22 +260,24 @@ def parts_of(place: str) -> tuple[str, str | None]:
     else:
         kinds = []
     for parts in kinds:
-        train = first_of(TRAIN, list(parts))
-        test = first_of(TEST, list(parts))
-        if train is not None and test is not None:
-            return parts[train], parts[test]
+        train, test = train_and_test(parts)
         # A folder that is called train and stands alone may be a class, of trains.
-        if train is not None and has_folders(Path(parts[train])):
-            return parts[train], None
+        if train is not None and (test is not None or has_folders(Path(train))):
+            return train, test
     # 2. Or what is named is one of two: train.tar beside test.tar, photos/train beside photos/val. Of a pattern that is
     # typed only what it matches is taken.
     if path.exists():
-        for train in TRAIN:
-            for test in TEST:
-                other = path.with_name(path.name.replace(train, test))
-                if train in WORD.findall(path.name.lower()) and other.exists():
+        for word in TRAIN:
+            for other_word in TEST:
+                other = path.with_name(path.name.replace(word, other_word))
+                if word in WORD.findall(path.name.lower()) and other.exists():
                     return str(path), str(other)
     return str(path), None
+
+
+def train_and_test(parts: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return the parts to train on and to evaluate on, of those that are there by their words; None for none."""
+    return parts.get(first_of(TRAIN, list(parts)) or ""), parts.get(first_of(TEST, list(parts)) or "")
 
 
 def one_place(places: Sequence[str]) -> str:
@@ -269,7 +303,7 @@ def one_place(places: Sequence[str]) -> str:
 def pattern_of(files: Sequence[Path]) -> str | None:
     """Return a pattern that matches these files of a folder alone: cifar10-train-*.tar; None where there is none."""
     folder = files[0].parent
-    beginning = os.path.commonprefix([file.name for file in files])  # noqa: RUF071  # by letters
+    beginning = os.path.commonprefix(list(map(os.path.basename, files)))  # noqa: RUF071  # by letters
     # Words stay whole, where that matches no more: cifar10-* of cifar10-train and cifar10-test.
     for prefix in (re.sub(r"[^\W_]+$", "", beginning), beginning):
         pattern = folder / f"{prefix}*{files[0].suffix}"
@@ -298,9 +332,9 @@ def parts_of_files(files: Sequence[Path]) -> dict[str, str]:
             parts[word] = pattern
             of_parts += named
             rest.difference_update(named)
-    is_apart = first_of(TRAIN, list(parts)) is not None and first_of(TEST, list(parts)) is not None
-    if is_apart and rest and files[0].suffix != ".csv":
-        pattern = pattern_of(of_parts) or parts[first_of(TRAIN, list(parts)) or ""]
+    train, test = train_and_test(parts)
+    if train is not None and test is not None and rest and files[0].suffix != ".csv":
+        pattern = pattern_of(of_parts) or train
         raise DataError(
             f"{files[0].parent}: {some(sorted(file.name for file in rest))} are of no part, beside others called "
             f"train\n  expected train or test in all names; to take those alone type python -m jobs new '{pattern}'"
@@ -343,15 +377,6 @@ def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
     raise DataError(f"{place}: no set of images that can be read as it is\n  {way_out}")
 
 
-def spread(items: Sequence[tuple[Path, int, int]], most: int = OPENED) -> Iterator[bytes]:
-    """Give the bytes of some of many images, (file, offset, bytes or −1 for all), evenly spread."""
-    for number in range(min(most, len(items))):
-        path, offset, size = items[(2 * number + 1) * len(items) // (2 * min(most, len(items)))]
-        with suppress(OSError), open(path, "rb") as file:
-            file.seek(offset)
-            yield file.read(size)
-
-
 def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     """Look at sub-folders of images, one a class; or at images without labels."""
     image_set = FoundSet("folder", str(root))
@@ -390,8 +415,7 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         )
     for kind, count in passed_over.most_common(MOST_NAMED):
         image_set.notes.append(f"{count:,} × {printable(kind)} are no {', '.join(IMAGES)}, and are left out")
-    for encoded in spread([(path, 0, -1) for path in paths]):
-        image_set.open(encoded)
+    image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
 
 
@@ -425,8 +449,7 @@ def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
             f"{path}: {some(missing)}: no such files\n"
             f"  expected paths relative to {path.parent}, or whole ones; move the table, or write them so"
         )
-    for encoded in spread(images):
-        image_set.open(encoded)
+    image_set.open_some(images)
     return image_set
 
 
@@ -481,8 +504,7 @@ def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
                     label = bytes(tar[row.label : row.label + row.label_size])
                 image_set.count(label)
                 report(image_set.images)
-        for encoded in spread(images, OPENED // len(files) + 1):
-            image_set.open(encoded)
+        image_set.open_some(images, OPENED // len(files) + 1)
     return image_set
 
 
@@ -508,7 +530,6 @@ def look_at_index(folder: Path, report: Report) -> FoundSet:
         images = []
         for offset, size in zip(table["image"].tolist(), table["image_size"].tolist(), strict=True):
             images.append((place, offset, size))
-        for encoded in spread(images, OPENED // len(index.shards) + 1):
-            image_set.open(encoded)
+        image_set.open_some(images, OPENED // len(index.shards) + 1)
         report(index.samples)
     return image_set

@@ -278,14 +278,17 @@ def recipe_path(recipe: str) -> Path:
     recipes = shipped()
     if recipe not in recipes:
         what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
-        there = sorted(file.name for file in Path.cwd().glob("*.yaml"))[:9]
+        # Compared without case and ending, which would make two short names alike.
+        names = {}
+        for name in [*recipes, *(file.name for file in Path.cwd().glob("*.yaml"))]:
+            names[name.removesuffix(".yaml").lower()] = name
         own = [name for name in recipes if "/" not in name]
         way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
-        close = difflib.get_close_matches(recipe, [*recipes, *there, *(Path(name).stem for name in there)], n=1)
+        close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
             way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
         elif close:
-            way_out = f"did you mean {close[0] if close[0] in [*recipes, *there] else f'{close[0]}.yaml'}?"
+            way_out = f"did you mean {names[close[0]]}?"
         raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
     return recipes[recipe]
 

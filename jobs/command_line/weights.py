@@ -11,6 +11,7 @@ How `evaluate` does without a recipe:
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,8 +40,10 @@ ClassList = Annotated[
     str | None,
     typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
 ]
-OurFolder = Annotated[str, typer.Argument(help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")]
-Target = Annotated[str, typer.Argument(help="The file (npz) or folder to write.")]
+OurFolder = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")
+]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
 Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
 Preprocess = Annotated[
     str | None,
@@ -49,7 +52,9 @@ Preprocess = Annotated[
         help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
     ),
 ]
-AnyWeights = Annotated[str, typer.Argument(help="RUN/STAGE, a folder of weights, or a file that `import` takes.")]
+AnyWeights = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` takes.")
+]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
 Limit = Annotated[int, typer.Option(help="At most so many images; the paper takes 128.")]
@@ -102,7 +107,9 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     weights = find_weights(weights)
     missing = [path for path in images if not Path(path).exists()]
     if missing:
-        raise UsageError(f"no images in {', '.join(missing)}; give image files, folders of them or tar shards")
+        raise UsageError(
+            f"there is no file or folder {', '.join(missing)}\n  expected image files, folders of them or tar shards"
+        )
     from jobs.commands import analyze
 
     analyze.analyze(weights, images, output, limit)
@@ -118,10 +125,13 @@ def evaluate(
 ) -> None:
     """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
     if all("=" in word for word in words):
-        raise UsageError("no set to evaluate on\n  give indexes, or their folders: python -m jobs evaluate WEIGHTS SET")
+        raise UsageError(
+            "no set to evaluate on\n  give indexes, or their folders, for example: python -m jobs evaluate "
+            f"{weights} runs/photos/parts/held-out"
+        )
     weights = find_weights(weights)
     from data.files import write_whole
-    from jobs.cluster_config import cores
+    from jobs.cluster_config import ClusterConfig, cores
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
@@ -159,8 +169,9 @@ def evaluate(
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    missing = resolve(config.Recipe(values, "the command", folder)).stage(STAGE).missing
-    refuse(CheckResult.of(DataError(message), INPUTS) for message in missing)
+    campaign = resolve(config.Recipe(values, "the command", folder))
+    stage = campaign.stage(STAGE)
+    refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
 
     # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
@@ -170,10 +181,8 @@ def evaluate(
         cluster["gpus_per_worker"] = 1
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
-    values["cluster"] = {**cluster, **values.get("cluster", {})}
-    campaign = resolve(config.Recipe(values, "the command", folder))
-    run_campaign(campaign)
-    stage = campaign.stage(STAGE)
+    cluster |= values.get("cluster", {})
+    run_campaign(replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster")))
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")
@@ -194,7 +203,7 @@ def find_weights(path: str) -> str:
         from jobs.commands.stored_runs import fetch_weights
 
         return fetch_weights(path)
-    path = find_stage(path)
+    path = find_set(find_stage(path))  # a set by its name is refused as one
     refuse_missing(path)
     return path
 
@@ -213,6 +222,10 @@ def refuse_missing(path: str) -> None:
                 f"{path} has checkpoints, and no weights yet\n"
                 f"  type python -m jobs checkpoints export {path} --to FOLDER, then name FOLDER"
             )
+        from data.index.document import SUFFIX
+
+        if any(folder.glob(f"*{SUFFIX}")):
+            raise DataError(f"{path} is a set, expected weights first and sets behind them\n  type them in that order")
         raise DataError(
             f"cannot load {path}: it is no folder with {CONFIG} or {THEIR_WEIGHTS}\n"
             "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"

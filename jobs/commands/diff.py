@@ -24,12 +24,13 @@ import yaml
 
 from data.errors import UsageError
 from jobs.named_stages import find_stage
-from jobs.report.meaning import Fact, Known, facts_of, of_campaign, of_run
+from jobs.report.meaning import ComparedStage, Fact, facts_of, of_campaign, of_run
 from jobs.report.reading import flat
 from jobs.resolved_recipe import Campaign
 from jobs.terminal import echo
 from pipeline import config
 from pipeline.artifacts import TASK
+from pipeline.monitoring.telemetry import counted
 from pipeline.values import flow_yaml
 
 Load = Callable[[str, list[str]], Campaign]  # of a recipe and overrides
@@ -49,18 +50,17 @@ def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
     for path, side in ((mine, stages), (other, others)):
         if not side:
             raise UsageError(f"{path} neither trains nor evaluates\n  expected a recipe or a run that does")
-    pairs: list[tuple[Known, Known]] = []
+    pairs = []
     left = list(stages)  # those that have no pair yet
     right = list(others)
     for alike in ("row", "name", "kind"):
         for stage in stages:
             for candidate in others:
-                is_free = stage in left and candidate in right
+                is_pair = stage in left and candidate in right and getattr(stage, alike) == getattr(candidate, alike)
                 # Of evaluations that are called otherwise only the single ones of both sides mean each other.
-                if alike == "kind" and not stage.kind.trains:
-                    of_kind = [known.kind for known in (*left, *right)].count(stage.kind)
-                    is_free = is_free and of_kind == 2
-                if is_free and getattr(stage, alike) == getattr(candidate, alike):
+                if is_pair and alike == "kind" and not stage.kind.trains:
+                    is_pair = sum(single.kind is stage.kind for single in (*left, *right)) == 2
+                if is_pair:
                     pairs.append((stage, candidate))
                     left.remove(stage)
                     right.remove(candidate)
@@ -76,100 +76,93 @@ def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
             echo(f"in {path} alone, and not compared: {', '.join(stage.row for stage in alone)}")
 
 
-def stages_of(path: str, overrides: list[str], load: Load) -> list[Known]:
+def stages_of(path: str, overrides: list[str], load: Load) -> list[ComparedStage]:
     """Return the stages of a run, or one of them, else those of a recipe with overrides on top."""
     folder = Path(path)
-    if not folder.is_file() and any((*folder.parent.glob("*/stage.json"), *folder.glob("*/stage.json"))):
-        if overrides:
-            raise UsageError(f"{path} is a run, which was trained as it is\n  leave out {' '.join(overrides)}")
-        is_run = any(folder.glob("*/stage.json"))
-        return list(of_run(folder if is_run else Path(find_stage(path, TASK))))
-    return list(of_campaign(load(path, overrides)))
+    is_run = any(folder.glob("*/stage.json"))
+    # A stage may be named without the key behind its name: runs/mine/finetune.
+    if folder.is_file() or not (is_run or any(folder.parent.glob("*/stage.json"))):
+        return list(of_campaign(load(path, overrides)))
+    if overrides:
+        raise UsageError(f"{path} is a run, which was trained as it is\n  leave out {' '.join(overrides)}")
+    return list(of_run(folder if is_run else Path(find_stage(path, TASK))))
 
 
-def show_pair(mine: Known, other: Known, title: str) -> None:
+def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
     """Print the differences of two stages, each with what is known of it."""
+    # 1. The facts that differ, by their subjects.
     subjects = [*yaml.safe_load(SUBJECTS.read_text()), {"subject": "another field", "facts": "*", "paper": "not told"}]
     facts = facts_of(mine, other)
     others = facts_of(other, other)
     differing: dict[tuple[bool, int], list[str]] = {}  # (slight, number of the subject) → facts
     unknown = []
-    for name in [name for name in facts if name in others]:
-        left = facts[name]
-        right = others[name]
-        if left.value is None or right.value is None:
+    for name, fact in facts.items():
+        there = others.get(name)
+        if there is None:
+            continue
+        if fact.value is None or there.value is None:
             unknown.append(name)
-        elif not left.equals(right):
-            patterns = [subject["facts"].split() for subject in subjects]
-            number = 0
-            while not any(fnmatchcase(name, pattern) for pattern in patterns[number]):
-                number += 1
-            are_numbers = isinstance(left.value, int | float) and isinstance(right.value, int | float)
-            is_slight = are_numbers and math.isclose(left.value, right.value, rel_tol=SLIGHT)
-            differing.setdefault((is_slight and name != "seed", number), []).append(name)
+            continue
+        if fact.equals(there):
+            continue
+        number = 0
+        while not any(fnmatchcase(name, pattern) for pattern in subjects[number]["facts"].split()):
+            number += 1
+        is_slight = False
+        if isinstance(fact.value, int | float) and isinstance(there.value, int | float) and name != "seed":
+            is_slight = math.isclose(fact.value, there.value, rel_tol=SLIGHT)
+        differing.setdefault((is_slight, number), []).append(name)
 
-    echo(f"{len(differing) or 'no'} difference{'' if len(differing) == 1 else 's'} in meaning: {title}")
+    # 2. A paragraph for each.
+    differences = counted(len(differing), "difference") if differing else "no differences"
+    echo(f"{differences} in meaning: {title}")
     for place, (is_slight, number) in enumerate(sorted(differing), start=1):
-        names = differing[is_slight, number]
         subject = subjects[number]
         texts = []
-        for name in names:
-            label = f"{name.rpartition('.')[2]} " if "*" in subject["facts"] or " " in subject["facts"] else ""
-            texts.append(f"{label}{facts[name].words}; there {others[name].words}")
-        echo(f"{place:2}. {subject['subject']}: {' · '.join(texts)}{' (slight)' if is_slight else ''}")
         typed: list[str] = []
-        for name in names:
+        for name in differing[is_slight, number]:
+            text = f"{facts[name].words}; there {others[name].words}"
+            # A subject of several facts says which of them it is.
+            if "*" in subject["facts"] or " " in subject["facts"]:
+                text = f"{name.rpartition('.')[2]} {text}"
+            texts.append(text)
             typed += keys_to_type(name, mine, other, others[name])
-        lines = {"type": shlex.join(typed), "note": note_on(names[0], mine, other), **subject}
-        for line in ("type", "note", "paper", "cost"):
-            if lines.get(line):
-                echo(fill(lines[line], WIDTH, initial_indent=f"    {line:6} ", **LINES))
+        echo(f"{place:2}. {subject['subject']}: {' · '.join(texts)}{' (slight)' * is_slight}")
+        # 3. What two values mean together: a decay in another convention, the rate for another batch.
+        note = ""
+        if subject["facts"] == "optim.weight_decay":
+            decay = mine.config.optim.weight_decay
+            decay_there = other.config.optim.weight_decay
+            for rate in (other.config.optim.lr, mine.config.optim.lr):
+                if math.isclose(decay, decay_there * rate, rel_tol=SLIGHT):
+                    note = f"{decay:g} is {decay_there:g} times the rate {rate:g}: it is in big_vision's convention"
+        elif subject["facts"] == "batch_size":
+            rate = other.config.optim.lr
+            ratio = mine.config.batch_size / other.config.batch_size
+            note = (
+                f"the peak rate is {mine.config.optim.lr:g} here and {rate:g} there, which the linear rule would make "
+                f"{rate * ratio:.3g}, and that of the square root {rate * math.sqrt(ratio):.3g}"
+            )
+        for line, text in {"type": shlex.join(typed), "note": note, **subject}.items():
+            if line in ("type", "note", "paper", "cost") and text:
+                echo(fill(text, WIDTH, initial_indent=f"    {line:6} ", **LINES))
     if unknown:
         echo(f"not compared, for a side does not tell: {', '.join(unknown)}")
 
 
-def keys_to_type(name: str, mine: Known, other: Known, fact: Fact) -> Iterator[str]:
+def keys_to_type(name: str, mine: ComparedStage, other: ComparedStage, fact: Fact) -> Iterator[str]:
     """Iterate the overrides that give a recipe what another one says of a fact; none where a set has to be given."""
     written = flat(config.plain(mine.config))
-    values: dict[str, Any] = {}
-    for key, value in flat(config.plain(other.config)).items():
-        is_of_schedule = name.endswith("schedule.decay") and key.startswith("optim.schedule.") and "warmup" not in key
-        is_of_decay = name == "optim.weight_decay" and key.endswith("weight_decay")
-        if (key == name or is_of_schedule or is_of_decay) and value != written.get(key):
-            values[key] = value
+    values = fact.keys
     if name == "images":
-        values["steps"] = round(fact.value / mine.config.batch_size)
+        values = {"steps": round(fact.value / mine.config.batch_size)}
         if other.config.passes and mine.samples == other.samples:
             values = {"passes": f"{other.config.passes:g}"}
-    elif name in other.choices:
-        values = {f"sweep.grid.{name}": other.choices[name]}
-    elif name == "sweep.seeds":
-        values = {name: list(range(fact.value))}
     elif name == "model.image_size":
         yield f"{mine.size_key}={flow_yaml(fact.value[0])}"
-    elif name.startswith("model."):
-        values = {name: None if fact.value == "none" else fact.value}
-    elif name == "data.evaluate" or name.startswith(("content.", "data.mixture", "init")):
         values = {}
+    elif values is None:
+        values = {name: flat(config.plain(other.config))[name]}
     for key, value in values.items():
-        yield f"{mine.name}.{key}={flow_yaml(value)}"
-
-
-def note_on(name: str, mine: Known, other: Known) -> str:
-    """Say what two values mean together: a decay in another convention, the rate for another batch."""
-    if name not in ("optim.weight_decay", "batch_size"):
-        return ""
-    decay = mine.config.optim.weight_decay
-    there = other.config.optim.weight_decay
-    rate = other.config.optim.lr
-    if name == "optim.weight_decay":
-        for peak in (mine.config.optim.lr, rate):
-            if math.isclose(decay, there * peak, rel_tol=SLIGHT):
-                return f"{decay:g} is {there:g} times the rate {peak:g}: it is in big_vision's convention"
-    if name == "batch_size":
-        ratio = mine.config.batch_size / other.config.batch_size
-        return (
-            f"the peak rate is {mine.config.optim.lr:g} here and {rate:g} there, which the linear rule would make "
-            f"{rate * ratio:.3g}, and that of the square root {rate * math.sqrt(ratio):.3g}"
-        )
-    return ""
+        if key not in written or written[key] != value:
+            yield f"{mine.name}.{key}={flow_yaml(value)}"

@@ -12,6 +12,7 @@
 """
 
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -22,18 +23,29 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from data.checks import printable
 from data.errors import DataError, UsageError
 from data.files import write_whole
-from data.sources.survey import FoundSet, one_place, survey
+from data.index.names import some
+from data.index.tar import IMAGES
+from data.sources.survey import FoundSet, Sets, one_place, survey
 from jobs.named_stages import find_stage
 from jobs.progress import ProgressMeter
 from jobs.recipe.key import model_at
 from jobs.stages.any_weights import is_foreign
-from jobs.terminal import echo
+from jobs.terminal import as_typed, echo
 from pipeline.monitoring.telemetry import amount, duration
 from pipeline.training_config import model_config
 from pipeline.values import flow_yaml
 
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
-    from jobs.commands.new_training import Choice, Machine, Sets
+    from jobs.commands.new_training import Choice, Machine
+
+# What makes classes, by the source of images that have none.
+TO_HAVE_CLASSES = {
+    "folder": "sort the images into a sub-folder for each class, and name the folder above these",
+    "table": "give the table a column label",
+    "parquet": "give the parquet a column label",
+    "shards": "put a .cls or .json with a label beside each image in the tars",
+    "index": "index shards whose images have labels",
+}
 
 
 def new(
@@ -49,6 +61,7 @@ def new(
 
     Raises DataError, ConfigError, and UsageError where there is a recipe.
     """
+    # 1. What was typed, before the images are counted.
     place = one_place(places)
     name = name_of(place)
     recipe = Path(output or f"{name}.yaml")
@@ -56,58 +69,60 @@ def new(
         raise UsageError(
             f"{recipe} is there already, and stays as it is\n  type --output OTHER.yaml, or delete it first"
         )
-    if init is not None and model is not None:
-        raise UsageError("--init names the model: that of the weights\n  leave out --model")
     if not recipe.parent.is_dir():
         raise UsageError(f"--output {recipe}: there is no folder {recipe.parent}\n  make it, or name a file elsewhere")
-    if model is not None:
-        model_config(
-            {"name": model, "image_size": 224, "classes": 2}
-        )  # raises ConfigError where there is no such model
-    if init is not None:
-        init = find_stage(init)
-    if init is not None and is_foreign(init):
-        raise UsageError(
-            f"--init {init} is of another library\n  expected weights of ours: type python -m jobs import {init} "
-            f"weights/{name_of(init)}, then --init weights/{name_of(init)}"
-        )
-    if init is not None and model_at(init) is None:
-        raise DataError(
-            f"--init {init}: there are no weights\n  expected RUN/STAGE, or a folder that a stage or "
-            "`python -m jobs import` wrote, as runs/photos/pretrain-1a2b3c4d"
-        )
     if minutes is not None and not minutes > 0:
         raise UsageError(
             f"--minutes {minutes:g}: expected more than 0, the time to train\n  type --minutes 10, or leave it out"
         )
+    if model is not None:
+        if init is not None:
+            raise UsageError("--init names the model: that of the weights\n  leave out --model")
+        # Raises ConfigError where no model is called so.
+        model_config({"name": model, "image_size": 224, "classes": 2})
+    if init is not None:
+        init = find_stage(init)
+        if is_foreign(init):
+            raise UsageError(
+                f"--init {init} is of another library\n  expected weights of ours: type python -m jobs import {init} "
+                f"weights/{name_of(init)}, then --init weights/{name_of(init)}"
+            )
+        if model_at(init) is None:
+            raise DataError(
+                f"--init {init}: there are no weights\n  expected RUN/STAGE, or a folder that a stage or "
+                "`python -m jobs import` wrote, as runs/photos/pretrain-1a2b3c4d"
+            )
 
-    # 1. The images.
-    train, test = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
-    describe(train)
-    if test is not None:
-        describe(test)
-    percent = held_out(train, test)
+    # 2. The images.
+    sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
+    describe(sets.train)
+    if sets.test is not None:
+        describe(sets.test)
+    elif not sets.train.classes and not unlabelled:
+        echo("no labels: masked patch prediction is trained, which learns features and no classes")
+        # A folder of one class has others beside it.
+        folder = Path(sets.train.path)
+        beside = []
+        for other in sorted(folder.parent.glob("[!.]*/")):
+            if other != folder and any(path.suffix[1:].lower() in IMAGES for path in other.glob("*")):
+                beside.append(other.name)
+        if sets.train.source == "folder" and beside:
+            whole = shlex.quote(str(folder.parent))
+            echo(f"if it is one class, and {some(beside)} beside it others, type python -m jobs new {whole}")
+        else:
+            echo(f"for classes {TO_HAVE_CLASSES[sets.train.source]}")
+    elif sets.held_out:
+        echo(f"held out: {sets.held_out}% of each class, since there is no part called val or test")
+    elif sets.train.classes:
+        echo("held out: nothing, there are too few images of most classes: accuracy is not measured")
 
-    # 2. How they are trained on.
-    from jobs.commands.new_training import (
-        MINUTES_ON_CPU,
-        MINUTES_ON_GPU,
-        Sets,
-        choose_finetuning,
-        choose_scratch,
-        this_machine,
-    )
+    # 3. How they are trained on.
+    from jobs.commands.new_training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
 
-    sets = Sets(train, test, percent)
     machine = this_machine()
     if minutes is None:
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
-    if init is not None:
-        choice = choose_finetuning(sets, init, machine, 60 * minutes)
-    else:
-        choice = choose_scratch(sets, model, machine, 60 * minutes)
-
-    # 3. The recipe.
+    choice = choose(sets, machine, 60 * minutes, name=model, init=init)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
 
@@ -147,22 +162,7 @@ def describe(image_set: FoundSet) -> None:
         echo(f"  {note}")
 
 
-def held_out(train: FoundSet, test: FoundSet | None) -> int:
-    """Return how many percent of each class are held out to evaluate on; 0 where there is another set, or no class."""
-    if test is not None or not train.classes:
-        return 0
-    counts = sorted(train.class_counts.values())
-    if train.images < 10 or counts[len(counts) // 2] < 2:
-        echo("held out: nothing, there are too few images of most classes: accuracy is not measured")
-        return 0
-    percent = 20
-    if train.images >= 1000:
-        percent = max(1, min(10, round(1_000_000 / train.images)))
-    echo(f"held out: {percent}% of each class, since there is no part called val or test")
-    return percent
-
-
-def write_recipe(path: Path, name: str, sets: "Sets", choice: "Choice", machine: "Machine") -> None:
+def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "Machine") -> None:
     """Write the recipe: where its stages find the sets, and a line for each choice with its reason."""
     # 1. Where it runs.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}
@@ -189,21 +189,10 @@ def write_recipe(path: Path, name: str, sets: "Sets", choice: "Choice", machine:
         packed[set_name] = values
         places[set_name] = f'"@shards/{set_name}"'
     path_of_parts = places["train"]
-    if sets.percent:
+    if sets.held_out:
         places = {"train": '"@parts/train"', "test": '"@parts/held-out"'}
     if choice.init is not None:
         places["init"] = quoted(choice.init)
-
-    # 3. Why images are augmented as they are.
-    reasons = []
-    if choice.level != "none":
-        reasons.append(f"level {choice.level} of AugReg (Steiner et al. 2022)")
-    elif choice.init is None:
-        reasons.append("RandAugment needs more passes (Steiner et al. 2022)")
-    if "min_area" in choice.augment:
-        reasons.append("small images: crops of 30 % of the area or more")
-    if "flip" in choice.augment:
-        reasons.append("letters have no mirror image")
 
     passes = f"{choice.steps * choice.batch_size / sets.images:.3g}"
     seconds = duration(choice.steps * choice.batch_size / choice.rate)
@@ -217,7 +206,7 @@ def write_recipe(path: Path, name: str, sets: "Sets", choice: "Choice", machine:
     environment.filters["flow"] = flow_yaml
     text = environment.get_template("new.yaml.jinja").render(
         train=sets.train,
-        percent=sets.percent,
+        percent=sets.held_out,
         choice=choice,
         machine=machine,
         name=name,
@@ -227,12 +216,12 @@ def write_recipe(path: Path, name: str, sets: "Sets", choice: "Choice", machine:
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
-        reasons=reasons,
-        mixup=choice.mixup,
+        # 0.03 at a batch of 512, with the root of the batch.
+        lr_of_finetuning=f"{0.03 * math.sqrt(choice.batch_size / 512):.1g}",
         passes=passes,
         duration=seconds,
     )
-    write_whole(path, text)
+    write_whole(path, as_typed(text))
     echo(
         f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} passes, about {seconds} at "
         f"{amount(choice.rate)} images/s on {machine.name}"

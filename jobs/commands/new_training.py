@@ -1,15 +1,14 @@
 """How `patchline new` trains on images: which model, batch, steps and augmentation, on what this machine has.
 
 1. `this_machine` counts cores and GPUs.
-2. `choose_scratch` or `choose_finetuning` choose by the images and by how many of them are trained on in a second,
-   which `images_per_s` measures.
+2. `choose` takes the largest model whose passes over the images fit the time: `images_per_s` measures each.
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from data.draws import Draws
 from data.errors import UsageError
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
-from data.sources.survey import FoundSet
+from data.sources.survey import FoundSet, Sets
 from jobs.cluster_config import cores
 from jobs.recipe.key import model_at
 from jobs.terminal import echo
@@ -83,18 +82,12 @@ class Machine:
     precision: str
 
 
-@dataclass(frozen=True)
-class Sets:
-    """What is trained and evaluated on."""
+class Candidate(NamedTuple):
+    """A model that may be trained: as a recipe writes it, and what AugReg's rows call it."""
 
-    train: FoundSet
-    test: FoundSet | None
-    percent: int  # of each class of `train`, held out to evaluate on; 0: none
-
-    @property
-    def images(self) -> int:
-        """Return how many images are trained on."""
-        return max(1, round(self.train.images * (100 - self.percent) / 100))
+    section: dict[str, Any]
+    model: ModelConfig
+    row: str
 
 
 @dataclass(frozen=True)
@@ -104,14 +97,13 @@ class Choice:
     model: ModelConfig
     section: dict[str, Any]  # the stage's `model:`
     augment: dict[str, Any]
-    level: str  # of AugReg
-    mixup: float  # of that level
+    reasons: list[str]  # for this augmentation
+    mixup: float
     batch_size: int
     micro_batch: int
     steps: int
     rate: float  # images a second
-    init: str | None = None  # weights that are fine-tuned, with the rate `lr`
-    lr: float | None = None
+    init: str | None  # weights that are fine-tuned
 
 
 def this_machine() -> Machine:
@@ -127,12 +119,86 @@ def this_machine() -> Machine:
     return Machine(counted(here, "core"), here, 0, workers, memory, "fp32")
 
 
-def choose_scratch(sets: Sets, wanted: str | None, machine: Machine, budget_s: float) -> Choice:
-    """Choose a model that the images and the time are enough for, and how it is trained from random weights."""
+def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> Choice:
+    """Choose how the images are trained on: from random weights, a model of this `name`, or weights to fine-tune.
+
+    Weights are fine-tuned with SGD, as in the paper's table 4. Raises UsageError for images that cannot be.
+    """
+    train = sets.train
+    # 1. The models to choose from, the smallest first; all have one image size.
+    if init is None:
+        candidates = candidates_for(sets, machine, name)
+    else:
+        source = model_at(init)
+        assert source is not None, "`new` refuses a folder without weights"
+        if train.classes == 0:
+            raise UsageError(
+                "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
+            )
+        if isinstance(source, MaskedConfig):
+            source = source.vit
+        model = replace(source.with_new_head(), classes=train.classes)
+        candidates = [Candidate({"classes": train.classes}, model, "")]
+    image_size = min(candidates[0].model.image_size)
+
+    # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
+    crop: dict[str, Any] = {}
+    reasons = []
+    if image_size < SMALL:
+        crop["min_area"] = 0.3
+        reasons.append("small images: crops of 30 % of the area or more")
+    if train.classes and not train.are_ids and max(map(len, train.class_counts)) == 1:
+        crop["flip"] = False
+        reasons.append("letters have no mirror image")
+
+    # 3. The largest model whose passes fit the time.
+    enough = min(MOST_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
+    decode_s = decoding_seconds(train, image_size, AugmentConfig(**crop))
+    chosen = candidates[0]
+    rate = images_per_s(chosen.model, machine, decode_s)
+    for candidate in candidates[1:]:
+        its_rate = images_per_s(candidate.model, machine, decode_s)
+        if its_rate * budget_s < enough:
+            break
+        chosen = candidate
+        rate = its_rate
+
+    # 4. How long.
+    most = MOST_PASSES * sets.images
+    optimizer = "adam"
+    if init is not None:
+        most = min(most, by_images(sets.images, LONGEST_FINETUNING))
+        optimizer = "sgd"
+    batch_size, micro_batch = batches(sets.images, chosen.model, machine, optimizer)
+    steps = max(10, round(min(rate * budget_s, most) / batch_size))
+    unit = 10 ** max(0, len(str(steps)) - 2)  # two digits are read at once
+    steps = max(10, steps // unit * unit)
+
+    # 5. With which augmentation: AugReg's, which is of training from random weights, on labels.
+    level = "none"
+    if init is None and sets.images >= LARGE:
+        level = LEVELS_I21K[chosen.row]
+    elif init is None and train.classes and steps * batch_size >= FEW_PASSES * sets.images:
+        level = LEVELS_I1K[chosen.row]
+    layers, magnitude, mixup = AUGREG[level]
+    if layers:
+        crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
+        reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")
+    elif init is None:
+        reasons.insert(0, "RandAugment needs more passes (Steiner et al. 2022)")
+    return Choice(chosen.model, chosen.section, crop, reasons, mixup, batch_size, micro_batch, steps, rate, init)
+
+
+def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Candidate]:
+    """Return the models that images of this size may be trained with from random weights, or that of a name alone."""
     train = sets.train
     side = train.shorter_side
-    # 1. Images of a few pixels have small patches; on CPUs photographs are made small too, or nothing would end today.
-    if side < 40:
+    # Images of a few pixels have small patches; on CPUs photographs are made small too, or nothing would end today.
+    if name is not None:
+        named = model_config({"name": name, "image_size": 224, "classes": train.classes})
+        stride = named.stride[0] if isinstance(named, vit.ViTConfig) else 32
+        image_size = max(PATCHES * stride, min(224, side) // stride * stride)
+    elif side < 40:
         image_size = max(16, side // 4 * 4)
         patch = 4
     elif side < SMALL or not machine.gpus:
@@ -141,82 +207,24 @@ def choose_scratch(sets: Sets, wanted: str | None, machine: Machine, budget_s: f
     else:
         image_size = 224
         patch = 16
-    sections: list[tuple[dict[str, Any], str]] = []
-    for size, changes, row in SIZES:
-        if size != "B" or sets.images >= FOR_B:
-            sections.append(({"name": f"{size}/{patch}", **changes, "image_size": image_size}, row))
-    # Of a name that is given the image size follows.
-    if wanted is not None:
-        named = model_config({"name": wanted, "image_size": 224, "classes": train.classes})
-        stride = 32
-        if isinstance(named, vit.ViTConfig):
-            stride = named.stride[0]
-        image_size = max(PATCHES * stride, min(224, side) // stride * stride)
-        row_of_size = {size: row for size, _, row in SIZES}  # of the three called Ti the last, which is the whole
-        sections = [({"name": wanted, "image_size": image_size}, row_of_size.get(wanted.partition("/")[0], "S"))]
 
-    # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
-    crop: dict[str, Any] = {}
-    if image_size < SMALL:
-        crop["min_area"] = 0.3
-    if train.classes and not train.are_ids and max(map(len, train.class_counts)) == 1:
-        crop["flip"] = False
-
-    # 3. The largest model whose passes fit the time.
-    enough = min(MOST_PASSES * sets.images, max(FEW_IMAGES, FEW_PASSES * sets.images))
-    decode_s = decoding_seconds(train, image_size, AugmentConfig(**crop))
-    tried: list[tuple[dict[str, Any], str, ModelConfig, float]] = []
-    for section, row in sections:
+    rows: list[tuple[dict[str, Any], str]] = []
+    if name is not None:
+        size = name.partition("/")[0]
+        rows.append(({"name": name}, size if size in LEVELS_I1K else "S"))
+    else:
+        for size, changes, row in SIZES:
+            if size != "B" or sets.images >= FOR_B:
+                rows.append(({"name": f"{size}/{patch}", **changes}, row))
+    candidates = []
+    for section, row in rows:
+        section["image_size"] = image_size
         if train.classes:
-            section = {**section, "classes": train.classes}
+            section["classes"] = train.classes
         else:
-            section = {**section, "name": f"Masked-{section['name'].removeprefix('Masked-')}"}
-        model = model_config(section)
-        rate = images_per_s(model, machine, decode_s)
-        if tried and rate * budget_s < enough:
-            break
-        tried.append((section, row, model, rate))
-    section, row, model, rate = tried[-1]
-
-    # 4. How long, and with which augmentation.
-    batch_size, micro_batch = batches(sets.images, model, machine, "adam")
-    seen = min(rate * budget_s, MOST_PASSES * sets.images)
-    steps = max(10, round(seen / batch_size))
-    unit = 10 ** max(0, len(str(steps)) - 2)  # two digits are read at once
-    steps = max(10, steps // unit * unit)
-    level = "none"
-    if sets.images >= LARGE:
-        level = LEVELS_I21K[row]
-    elif steps * batch_size >= FEW_PASSES * sets.images and train.classes:
-        level = LEVELS_I1K[row]
-    layers, magnitude, mixup = AUGREG[level]
-    if layers:
-        crop |= {"randaug_layers": layers, "randaug_magnitude": magnitude}
-    return Choice(model, section, crop, level, mixup, batch_size, micro_batch, steps, rate)
-
-
-def choose_finetuning(sets: Sets, init: str, machine: Machine, budget_s: float) -> Choice:
-    """Choose how weights are fine-tuned on the images: with SGD, as in the paper's table 4."""
-    train = sets.train
-    source = model_at(init)
-    assert source is not None, "`new` refuses a folder without weights"
-    if train.classes == 0:
-        raise UsageError(
-            "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
-        )
-    if isinstance(source, MaskedConfig):
-        source = source.vit
-    model = replace(source.with_new_head(), classes=train.classes)
-    crop: dict[str, Any] = {}
-    if min(model.image_size) < SMALL:
-        crop["min_area"] = 0.3
-    rate = images_per_s(model, machine, decoding_seconds(train, model.image_size[0], AugmentConfig(**crop)))
-    batch_size, micro_batch = batches(sets.images, model, machine, "sgd")
-    seen = min(rate * budget_s, by_images(sets.images, LONGEST_FINETUNING), MOST_PASSES * sets.images)
-    steps = max(10, round(seen / batch_size))
-    lr = float(f"{0.03 * math.sqrt(batch_size / 512):.1g}")
-    section = {"classes": train.classes}
-    return Choice(model, section, crop, "none", 0.0, batch_size, micro_batch, steps, rate, init, lr)
+            section["name"] = f"Masked-{section['name'].removeprefix('Masked-')}"
+        candidates.append(Candidate(section, model_config(section), row))
+    return candidates
 
 
 def by_images(images: int, table: Sequence[tuple[int, int]]) -> int:

@@ -4,7 +4,6 @@ Of a run at s3://… a temporary folder gets what commands read whole: records a
 fetched one at a time by those that need all of one. What a command prints names the URL in the place of the folder.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from pipeline.artifacts import (
     TASK,
     WEIGHT_FILES,
     read_done,
-    read_record,
-    started_s,
 )
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
@@ -118,10 +115,6 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
         files = (*SMALL_FILES, "log.txt") if with_logs else SMALL_FILES
         # Small files lie in the run or in a stage.
         fetch_small_files(store, lambda name: name.count("/") < 2 and name.rpartition("/")[2] in files)
-        # A copy is as old as itself; a stage finished when it had taken its seconds.
-        for path in store.local.glob(f"*/{DONE}"):
-            finished_s = started_s(path.parent) + read_record(path)["seconds"]
-            os.utime(path, (finished_s, finished_s))
         try:
             if stage_name:
                 stage = Path(find_stage(str(store.local / stage_name), RECORD, typed=url)).name

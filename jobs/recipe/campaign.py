@@ -23,12 +23,11 @@ from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
-from jobs.named_stages import find_stage
+from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_place
 from jobs.recipe import key, sweeps
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Reads, Stage, StageKind, reference
-from jobs.stages import figure
 from jobs.stages.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
@@ -90,24 +89,24 @@ def parse(recipe: Recipe) -> Campaign:
         sections.pop(name, None)
     require(bool(sections), f"{recipe.source} names no stage\n  expected a section of {', '.join(KINDS)}")
     stages = {}
-    found_stages: dict[str, str] = {}
+    folders: dict[tuple[str, Reads], str] = {}  # that inputs mean: each is said once, however many runs read it
     expanded = sweeps.expand(sections, read_section)
     # A wrong key does not wait for the runs of a sweep, whose first run has been read.
     for name, written in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):
         kind, stage_config = read_section(name, written.values)
-        # `init` may name a stage of another run without its key.
-        init = getattr(stage_config, "init", None)
-        if init is not None and reference(init) is None and init != "???":
-            if init not in found_stages:
-                found_stages[init] = find_stage(init)
-            stage_config = replace(stage_config, init=found_stages[init])  # type: ignore[call-arg]
-        # So may a figure name the table of one.
-        if kind is figure.KIND:
-            tables = dict(stage_config.tables)  # type: ignore[attr-defined]
-            for table, path in tables.items():
-                if reference(path) is None:
-                    tables[table] = find_stage(path, figure.sweep.DOCUMENT)
-            stage_config = replace(stage_config, tables=tables)  # type: ignore[call-arg]
+        # Inputs from outside the campaign may be named without the keys of their stages: runs/x/parts/train.
+        for field, (path, reads) in kind.inputs_of(stage_config).items():
+            if reference(path) is not None or path == "???" or reads in (Reads.FILE, Reads.OUTCOME):
+                continue
+            if (path, reads) not in folders:
+                if reads is Reads.SET:
+                    folders[path, reads] = find_set(path)
+                elif reads is Reads.TABLE:
+                    folders[path, reads] = find_stage(path, TABLE)
+                else:
+                    folders[path, reads] = find_stage(path)
+            if folders[path, reads] != path:
+                stage_config = sweeps.with_field(stage_config, field.split("."), folders[path, reads])
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
     ordered = in_order({name: stages[name] for name in expanded})
 
@@ -179,7 +178,9 @@ def in_order(stages: Mapping[str, Stage]) -> tuple[Stage, ...]:
             require(
                 parent != name, f"{name}.{field} is @{parent}, the stage itself\n  expected another stage, or a path"
             )
-            require(parent in stages, f"{name}.{field} is @{parent}, no such stage{did_you_mean(parent, stages)}")
+            # The nearest name is looked for where it is needed: that takes as long as all the rest of a large sweep.
+            if parent not in stages:
+                raise ConfigError(f"{name}.{field} is @{parent}, no such stage{did_you_mean(parent, stages)}")
             reads[name].add(parent)
 
     sorter = TopologicalSorter(reads)

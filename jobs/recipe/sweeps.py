@@ -125,7 +125,10 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
     tables_above: dict[str, dict[str, Run]] = {}  # by section: the runs of its table, by name
     for name, section in recipe.items():
         stars = set(starred(section))
-        if not isinstance(section, Mapping) or (section.get("sweep") is None and not stars):
+        # `finetune.sweep=null` takes a sweep off.
+        if isinstance(section, Mapping) and section.get("sweep") is None:
+            section = {key: value for key, value in section.items() if key != "sweep"}
+        if not isinstance(section, Mapping) or ("sweep" not in section and not stars):
             sections[name] = Written(section, name)
             continue
         where = f"{name}.sweep"
@@ -457,6 +460,9 @@ def with_field(section: Config, path: Sequence[str], value: object) -> Config:
     """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
     first, *rest = path
     if isinstance(section, dict):
+        # The name of a set may have dots.
+        while rest and first not in section:
+            first += f".{rest.pop(0)}"
         if rest:
             value = with_field(section[first], rest, value)
         return {**section, first: value}  # type: ignore[return-value]

@@ -86,22 +86,20 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *,
             marker = ""
             if len(lines) > 1 or len(x) == 1:
                 marker = MARKERS[line.number % len(MARKERS)]
-            axes.plot(x, y, linewidth=1.3, marker=marker, markersize=3.5, markevery=[len(x) - 1], **style)
+            label = line.label[:LONGEST_LABEL]
+            axes.plot(x, y, linewidth=1.3, marker=marker, markersize=3.5, markevery=[len(x) - 1], label=label, **style)
             if line.spread is not None:
                 axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=style["color"], capsize=3)
-            axes.plot([], [], marker=marker, markersize=3.5, label=line.label[:LONGEST_LABEL], **style)
-        kinds = set()
+        kinds: set[str] = set()
         for mark in marks:
-            kinds.add(mark.kind)
+            label = "" if mark.kind in kinds else mark.kind  # once in the legend
             if mark.kind in MARKED:
-                axes.axvline(mark.x, color=INK, linewidth=0.9, linestyle=MARKED[mark.kind])
+                axes.axvline(mark.x, color=INK, linewidth=0.9, linestyle=MARKED[mark.kind], label=label)
             elif mark.y is not None:
-                axes.plot([mark.x], [mark.y], color=LINES[1], marker="^", markersize=7, linestyle="")
-        for kind in sorted(kinds):
-            if kind in MARKED:
-                axes.plot([], [], color=INK, linewidth=0.9, linestyle=MARKED[kind], label=kind)
+                axes.plot([mark.x], [mark.y], color=LINES[1], marker="^", markersize=7, linestyle="", label=label)
             else:
-                axes.plot([], [], color=LINES[1], marker="^", linestyle="", label=kind)
+                continue
+            kinds.add(mark.kind)
         axes.set_xlabel("samples seen", fontsize=8)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)

@@ -23,6 +23,8 @@ import numpy as np
 from data.index.index import Index
 from jobs.report.reading import Stage, flat
 
+# Of differences with the same effect, the one to suspect first.
+KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")
 NAMED = 5  # of the tars, and of the classes, that differ in a set
 FLAT = 1e-6  # relative change of a loss that has not moved
 TINY = 1e-4  # relative difference of two losses that another order of sums can make in one step
@@ -87,8 +89,7 @@ class Parting:
     losses: tuple[float, float] = (math.nan, math.nan)
     ledger_before: int = 0  # the last step at which the ledgers are known to be equal
     ledger_after: int | None = None  # the first at which they are known to differ
-    cause: Difference | None = None
-    others: Sequence[Difference] = ()  # that could have acted there too
+    suspects: Sequence[Difference] = ()  # that could have acted there, the likeliest first
     reason: str = ""
 
 
@@ -122,7 +123,9 @@ def facts(stage: Stage) -> dict[str, Fact]:
     for field, value in record.get("eval_inputs", {}).items():
         gathered[f"content of {field}"] = Fact("data", value, Effect.NONE)
     for name, index in stage.sets.items():
-        effect = Effect.ORDER if name.startswith("train") else Effect.NONE
+        effect = Effect.NONE
+        if name.startswith("train"):
+            effect = Effect.ORDER
         values: dict[str, Any] = {"": index}
         if isinstance(index, Index):
             values = {": digest": index.digest, ": samples": index.samples}
@@ -172,7 +175,9 @@ def differences(first: Stage, second: Stage) -> list[Difference]:
         # As text: 1 is not true. In kind too: a missing fact is none that says so.
         if left.kind == right.kind and repr(left.value) == repr(right.value):
             continue
-        known = right if left is nothing else left
+        known = left
+        if left is nothing:
+            known = right
         difference = Difference(known.kind, name, str(left.value), str(right.value), known.effect)
         part_of_set = re.match(r"set .*: (tar|class) ", name)
         if part_of_set is None:
@@ -191,44 +196,40 @@ def differences(first: Stage, second: Stage) -> list[Difference]:
 
 def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
     """Find the first step at which the losses of two stages differ, and the likeliest cause of it."""
-    losses: list[dict[int, float]] = []
-    ledgers: list[dict[int, str]] = []
-    for stage in (first, second):
-        steps = stage.steps
-        losses.append(dict(zip(steps.step[steps.kept].tolist(), steps.loss[steps.kept].tolist(), strict=True)))
-        ledgers.append({report["step"]: report["ledger"] for report in stage.kept_reports})
-    common = sorted(losses[0].keys() & losses[1].keys())
-    step = None
-    before = []  # losses that are the same
-    for number in common:
-        # As text: two losses that are not a number are the same.
-        if repr(losses[0][number]) != repr(losses[1][number]):
-            step = number
-            break
-        before.append(losses[0][number])
+    # 1. The first step whose losses are not the same bits; two that are not a number are.
+    common, of_first, of_second = np.intersect1d(first.steps.step, second.steps.step, return_indices=True)
+    losses = first.steps.loss[of_first]
+    others = second.steps.loss[of_second]
+    parted = np.flatnonzero(losses.view(int) != others.view(int))
+
+    # 2. Where the ledgers part, which are known at reports alone.
     ledger_before = 0
     ledger_after = None
-    for number in sorted(ledgers[0].keys() & ledgers[1].keys()):
-        if ledgers[0][number] != ledgers[1][number]:
-            ledger_after = number
+    ledgers = {report["step"]: report["ledger"] for report in second.kept_reports}
+    for report in first.kept_reports:
+        if ledgers.get(report["step"], report["ledger"]) != report["ledger"]:
+            ledger_after = report["step"]
             break
-        ledger_before = number
-    if step is None:
+        if report["step"] in ledgers:
+            ledger_before = report["step"]
+    if not len(parted):
         return Parting(len(common), ledger_before=ledger_before, ledger_after=ledger_after)
 
-    # What could have acted: before the first update only the model and its input, behind it first of all the updates.
-    at = (losses[0][step], losses[1][step])
-    if not before:
+    # 3. What could have acted: before the first update only the model and its input, behind it first the updates.
+    place = parted[0]
+    step = int(common[place])
+    at = (float(losses[place]), float(others[place]))
+    if place == 0:
         effects = [Effect.FIRST, Effect.ROUNDING]
         reason = "the losses differ before the first update"
-    elif max(before) - min(before) <= FLAT * abs(before[0]):
+    elif np.ptp(losses[:place]) <= FLAT * abs(losses[0]):
         # Weights of a head that are zero hide the model and its input: any sample has the same loss.
         effects = [Effect.FIRST, Effect.UPDATE, Effect.ROUNDING]
         reason = "until then the loss had not moved, so that the parting shows where it could show first"
     else:
         effects = [Effect.UPDATE, Effect.FIRST, Effect.ROUNDING]
         reason = "the losses were the same while they moved, so that the model and its input were the same"
-    # Ledgers are known at reports alone: the samples may differ at the step where the last equal one lies before it.
+    # The samples may differ at the step where the last equal ledger lies before it.
     if ledger_after is not None and ledger_before < step:
         effects.insert(0, Effect.ORDER)
         reason = f"the ledgers part too, behind step {ledger_before}: other samples, or another order of them"
@@ -236,21 +237,7 @@ def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
         reason += "; the ledgers are equal: both saw the same samples in the same order"
     if abs(at[0] - at[1]) < TINY * abs(at[0]):
         reason += "; so small a difference can come of another order of sums alone"
-    candidates = []
-    for difference in differing:
-        if difference.effect in effects:
-            candidates.append(difference)
+    suspects = [difference for difference in differing if difference.effect in effects]
     # A new seed, or another set, moves keys and digests along: the seed and the config say more than a digest.
-    candidates.sort(key=lambda difference: (effects.index(difference.effect), KINDS.index(difference.kind)))
-    cause = next(iter(candidates), None)
-    return Parting(len(common), step, at, ledger_before, ledger_after, cause, candidates[1:], reason)
-
-
-# Of differences with the same effect, the one to suspect first.
-KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")
-
-
-def curve(stage: Stage, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples seen and the values of the steps whose weights went on."""
-    kept = stage.steps.kept
-    return stage.steps.samples[kept], values[kept]
+    suspects.sort(key=lambda difference: (effects.index(difference.effect), KINDS.index(difference.kind)))
+    return Parting(len(common), step, at, ledger_before, ledger_after, suspects, reason)

@@ -12,12 +12,10 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup
 
 from data import page
 from data.checks import one_line
@@ -26,9 +24,9 @@ from data.index.index import Index
 from data.storage import Storage
 from jobs.report import charts
 from jobs.report.charts import Line, Mark
-from jobs.report.comparing import curve, differences, part
+from jobs.report.comparing import differences, part
 from jobs.report.pictures import Album
-from jobs.report.reading import DRAW, Run, Stage, read_run
+from jobs.report.reading import DRAW, REPORT, REPORT_VALUES, Run, Stage, read_run
 from jobs.stages.study_chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
@@ -37,6 +35,9 @@ from pipeline.monitoring.telemetry import account, amount, duration
 DETAILED = 6  # trained stages of a run that are shown whole, the newest; a sweep may have hundreds
 MOST_ROWS = 200  # of a table
 MOST_LINES = 12  # of a chart
+# In the order in which people look: the name of a chart, and the value of metrics.jsonl that it shows.
+CURVES = {"loss": "loss", "learning rate": "lr", "gradient norm": "grad_norm", "images/s": "images_per_s"}
+OF_STEPS = ("loss", "grad_norm")  # known of every step, the others of every report
 FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
 
 
@@ -75,16 +76,16 @@ def write_report(
 def run_values(run: Run, album: Album) -> dict[str, Any]:
     """Return what run.html shows."""
     detailed = run.trained[-DETAILED:]
-    documents = []
-    sweeps = []
-    figures = []
+    made: dict[str, list[dict[str, Any]]] = {}
     for stage in run.stages:
-        if (stage.folder / "figure.json").exists():
-            figures.append(figure_values(stage))
-        if (stage.folder / "evaluation.json").exists():
-            documents.append(document_values(stage))
-        if (stage.folder / "sweep.json").exists():
-            sweeps.append(sweep_values(stage, run))
+        for file, read in RESULTS.items():
+            if not (stage.folder / file).exists():
+                continue
+            try:
+                values = read(stage, run)
+            except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
+                values = {"problem": str(error)}
+            made.setdefault(file, []).append({"name": stage.name, **values})
     return {
         "title": run.name,
         "run": run,
@@ -92,9 +93,7 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
         "detailed": detailed,
         "not_shown": run.trained[:-DETAILED],
         "details": [stage_values(stage, album) for stage in detailed],
-        "documents": documents,
-        "sweeps": sweeps,
-        "figures": figures,
+        "made": made,
         "analyses": album.analyses(run.path),
         "amount": amount,
         "duration": duration,
@@ -164,26 +163,36 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         if len(finite):
             places = [0, -1, finite[np.argmin(value[finite])], finite[np.argmax(value[finite])]]
             numbers.append((name, list(zip(value[places].tolist(), lines[0].steps[places].tolist(), strict=True))))
-    evaluated, chart = evaluations(stage)
-    if chart is not None:
-        drawn.append(chart)
-    seconds = asdict(account(stage.records))
-    # 2. What went wrong, and the sets with their largest classes.
+    # 2. The evaluations; a single one is no curve.
+    evaluated = evaluations(stage)
+    by_name: dict[str, list[Evaluated]] = {}
+    for row in evaluated:
+        by_name.setdefault(row.name, []).append(row)
+    lines = []
+    for number, (name, rows) in enumerate(by_name.items()):
+        points = [(stage.samples_at(row.step), row.value, row.low, row.high) for row in reversed(rows)]
+        x, value, low, high = np.array(points).T
+        spread = np.maximum([value - low, high - value], 0)
+        lines.append(Line(name, x, value, number=number, spread=spread))
+    if evaluated and evaluated[0].step != evaluated[-1].step:
+        title = "evaluations, accuracy with 95 % intervals"
+        drawn.append(charts.line_chart(title, lines[:MOST_LINES], is_share=True))
+    # 3. What went wrong, and the sets with their largest classes.
     failures = []
     for record in stage.of_kind(*FAILURES):
         why = one_line(str(record.get("error") or record.get("reason")))
         failures.append((record["step"], record["kind"].replace("_", " "), why))
-    sets = []
+    sets: list[dict[str, Any]] = []
     for name, index in stage.sets.items():
-        if isinstance(index, Index):
-            largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
-            values = {"index": index, "labels": largest, "shards": [*islice(index.shards, MOST_ROWS)]}
-            # Parts of one set share its tars, and differ in their samples.
-            if index.origin is not None:
-                values["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
-            sets.append({"name": name, **values})
-        else:
+        if not isinstance(index, Index):
             sets.append({"name": name, "problem": index})
+            continue
+        largest = np.argsort(-np.array(index.class_counts, int), kind="stable")[:MOST_ROWS].tolist()
+        sets.append({"name": name, "index": index, "labels": largest, "shards": index.shards[:MOST_ROWS]})
+        # Parts of one set share its tars, and differ in their samples.
+        if index.origin is not None:
+            sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
+    seconds = asdict(account(stage.records))
     return {
         "stage": stage,
         "charts": drawn,
@@ -195,38 +204,30 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         "seconds": seconds,
         "failures": failures,
         "sets": sets,
-        "hardware": dict.fromkeys(start.get("hardware", "") for start in stage.starts),
     }
 
 
 def curves(stage: Stage) -> dict[str, list[Line]]:
     """Return the lines of each chart of a trained stage: the steps that went on, and those that were taken again."""
-    steps = stage.steps
     charted: dict[str, list[Line]] = {}
-    # In the order in which people look. The loss and the norm are known of every step, the others of every report.
-    shown: dict[str, np.ndarray | str] = {"loss": steps.loss, "learning rate": "lr"}
-    shown |= {"gradient norm": steps.grad_norm, "images/s": "images_per_s"}
-    for name, values in shown.items():
-        if isinstance(values, str):
-            points = [(report["samples_seen"], report[values], report["step"]) for report in stage.kept_reports]
-            samples, value, step = np.array(points, float).reshape(-1, 3).T
-            charted[name] = [Line(name, samples, value, step.astype(int))]
-            continue
-        charted[name] = [Line(name, *curve(stage, values), steps.step[steps.kept])]
-        for attempt in np.unique(steps.attempt[~steps.kept]):
-            is_lost = ~steps.kept & (steps.attempt == attempt)
-            label = f"lost steps of attempt {attempt}"
-            charted[name].append(Line(label, steps.samples[is_lost], values[is_lost], is_faded=True))
+    reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
+    for name, field in CURVES.items():
+        kept = stage.steps if field in OF_STEPS else reports
+        charted[name] = [Line(name, kept["samples_seen"], kept[field], kept["step"])]
+        for attempt in np.unique(stage.lost.attempt):
+            lost = stage.lost[stage.lost.attempt == attempt]
+            if field in OF_STEPS:
+                label = f"lost steps of attempt {attempt}"
+                charted[name].append(Line(label, lost.samples_seen, lost[field], is_faded=True))
     return charted
 
 
-def evaluations(stage: Stage) -> tuple[list[Evaluated], Markup | None]:
-    """Return the values of a stage's evaluations with their intervals, the newest first, and their chart."""
+def evaluations(stage: Stage) -> list[Evaluated]:
+    """Return the values of a stage's evaluations with their intervals, the newest first."""
     by_step = {}
     for record in stage.of_kind("evaluate"):
         by_step[record["step"]] = record  # a step evaluated twice counts once
     rows = []
-    by_name: dict[str, list[Evaluated]] = {}
     for step, record in sorted(by_step.items(), reverse=True):
         for name, value in record.items():
             # Single draws of a few-shot probe are in metrics.jsonl; people see their mean.
@@ -240,71 +241,60 @@ def evaluations(stage: Stage) -> tuple[list[Evaluated], Markup | None]:
             elif len(draws) > 1:
                 row = row._replace(draws=len(draws), deviation=float(np.std(draws, ddof=1)))
             rows.append(row)
-            by_name.setdefault(name, []).append(row)
-    if len(by_step) < 2:
-        return rows, None
-    lines = []
-    for number, (name, of_name) in enumerate(by_name.items()):
-        points = [(stage.samples_at(row.step), row.value, row.low, row.high) for row in reversed(of_name)]
-        x, value, low, high = np.array(points).T
-        lines.append(Line(name, x, value, number=number, spread=np.maximum([value - low, high - value], 0)))
-    return rows, charts.line_chart("evaluations, accuracy with 95 % intervals", lines[:MOST_LINES], is_share=True)
+    return rows
 
 
-def document_values(stage: Stage) -> dict[str, Any]:
+def document_values(stage: Stage, run: Run) -> dict[str, Any]:
     """Return the values of a stage `evaluate`, from its evaluation.json."""
     rows = []
-    try:
-        for result in json.loads((stage.folder / "evaluation.json").read_text())["results"]:
-            for name, entry in result["values"].items():
-                interval = (float(entry["low"]), float(entry["high"]))
-                rows.append((result["set"]["name"], name, float(entry["value"]), interval, int(entry["samples"])))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return {"name": stage.name, "problem": str(error), "rows": []}
-    return {"name": stage.name, "problem": "", "rows": rows}
+    for result in json.loads((stage.folder / "evaluation.json").read_text())["results"]:
+        for name, entry in result["values"].items():
+            interval = (float(entry["low"]), float(entry["high"]))
+            rows.append((result["set"]["name"], name, float(entry["value"]), interval, int(entry["samples"])))
+    return {"rows": rows}
 
 
-def figure_values(stage: Stage) -> dict[str, Any]:
+def figure_values(stage: Stage, run: Run) -> dict[str, Any]:
     """Return the figure of a study, and its text."""
-    try:
-        record = artifacts.read_record(stage.folder / "figure.json")
-        text = (stage.folder / "figure.md").read_text()
-        return {"name": stage.name, "chart": study_chart(record), "text": text, "problem": ""}
-    except (PatchlineError, OSError, LookupError, TypeError) as error:
-        return {"name": stage.name, "problem": str(error)}
+    record = artifacts.read_record(stage.folder / "figure.json")
+    return {"chart": study_chart(record), "text": (stage.folder / "figure.md").read_text()}
 
 
 def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
     """Return a sweep as a table and a plot, and the losses of its runs over one another."""
-    values: dict[str, Any] = {"name": stage.name, "rows": []}
-    try:
-        record = artifacts.read_record(stage.folder / "sweep.json")
-        values |= {"metric": record["metric"], "chosen": record["chosen"]}
-        drawn = []
-        spread_of = "± between runs"
-        lost = {result["row"] for result in record["runs"] if result["diverged"]}
-        for name, means in {**record["rows"], **record["means"]}.items():
-            mean = means.get(record["metric"])
-            values["rows"].append((name, mean, name in lost))
-            if mean is not None:
-                deviation = mean["sd"] or 0.0
-                low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
-                if mean["interval"]:
-                    spread_of = "95 %"
-                drawn.append((name, mean["mean"], low, high))
-        names = {result["stage"] for result in record["runs"]}
-    except (PatchlineError, OSError, LookupError, TypeError) as error:
-        return {"name": stage.name, "problem": str(error)}
+    record = artifacts.read_record(stage.folder / "sweep.json")
+    values: dict[str, Any] = {"metric": record["metric"], "chosen": record["chosen"], "rows": []}
+    drawn = []
+    spread_of = "± between runs"
+    names = set()
+    lost = set()
+    for result in record["runs"]:
+        names.add(result["stage"])
+        if result["diverged"]:
+            lost.add(result["row"])
+    for name, means in {**record["rows"], **record["means"]}.items():
+        mean = means.get(record["metric"])
+        values["rows"].append((name, mean, name in lost))
+        if mean is not None:
+            deviation = mean["sd"] or 0.0
+            low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)
+            if mean["interval"]:
+                spread_of = "95 %"
+            drawn.append((name, mean["mean"], low, high))
     if drawn:
         title = f"{stage.name}: {record['metric']}, {spread_of}"
         values["chart"] = charts.value_chart(title, drawn[:MOST_ROWS])
     lines: list[Line] = []
     for other in run.stages:
         if other.name in names and other.reports:
-            lines.append(Line(other.name, *curve(other, other.steps.loss), number=len(lines)))
+            lines.append(Line(other.name, other.steps.samples_seen, other.steps.loss, number=len(lines)))
     if lines:
         values["losses"] = charts.line_chart("loss of the runs", lines[:MOST_LINES])
     return values
+
+
+# What a stage has left, by its file; each is shown below the name of the stage.
+RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation.json": document_values}
 
 
 # ------------------------------------------------------------------------------------------------ several runs
@@ -319,21 +309,19 @@ def compare_values(runs: Sequence[Run]) -> dict[str, Any]:
             names[run.path] = f"{run.path.parent.name}/{run.name}"
     # Two stages that were named by their folders are compared whatever they are called.
     have_one_each = all(len(run.trained) == 1 for run in runs)
-    shared: dict[str, list[tuple[str, Stage]]] = {}  # by the stage's name: (name of the run, stage)
+    shared: dict[str, dict[str, Stage]] = {}  # by the stage's name: name of the run → stage
     for run in runs:
-        # Of several folders of one name the newest counts: the others are of earlier configs.
-        newest = {stage.name: stage for stage in run.trained}
-        for name, stage in newest.items():
-            if have_one_each:
-                name = "the one trained stage of each"
-            shared.setdefault(name, []).append((names[run.path], stage))
+        for stage in run.trained:
+            name = "the one trained stage of each" if have_one_each else stage.name
+            # Of several folders of one name the newest, the last, counts: the others are of earlier configs.
+            shared.setdefault(name, {})[names[run.path]] = stage
     compared = []
     alone = []
     for name, of_runs in shared.items():
         if len(of_runs) > 1:
             compared.append(compare_stage(name, of_runs))
         else:
-            alone.append((name, of_runs[0][0]))
+            alone.append((name, *of_runs))
     return {
         "title": f"{len(runs)} runs: {', '.join(names.values())}",
         "runs": runs,
@@ -344,39 +332,33 @@ def compare_values(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def compare_stage(name: str, of_runs: Sequence[tuple[str, Stage]]) -> dict[str, Any]:
+def compare_stage(name: str, of_runs: Mapping[str, Stage]) -> dict[str, Any]:
     """Return what is shown of a stage of several runs: the first of them beside each of the others."""
-    base_name, base = of_runs[0]
+    (base_name, base), *rest = of_runs.items()
     others = []
     marks = []
-    for run_name, stage in of_runs[1:]:
+    for run_name, stage in rest:
         differing = differences(base, stage)
         parting = part(base, stage, differing)
         if parting.step is not None:
             marks.append(Mark(base.samples_at(parting.step), "parted"))
         others.append({"name": run_name, "differences": differing[:MOST_ROWS], "parting": parting})
-    # Each chart has a line of each run.
+    # Of each run a line in every chart, how far it has come, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
-    for number, (run_name, stage) in enumerate(of_runs[:MOST_LINES]):
-        for chart, lines in curves(stage).items():
-            charted.setdefault(chart, []).append(lines[0]._replace(label=run_name, number=number))
-    drawn = []
-    for chart, lines in charted.items():
-        drawn.append(charts.line_chart(chart, lines, marks if chart == "loss" else ()))
-    # How far each run has come, and its newest evaluation.
     rows = []
     results = []
-    for run_name, stage in of_runs:
-        evaluated, _ = evaluations(stage)
+    for number, (run_name, stage) in enumerate(of_runs.items()):
+        if number < MOST_LINES:
+            for chart, lines in curves(stage).items():
+                charted.setdefault(chart, []).append(lines[0]._replace(label=run_name, number=number))
+        evaluated = evaluations(stage)
         newest = [row for row in evaluated if row.step == evaluated[0].step]
         rows.append((run_name, stage, newest))
         for row in newest[:1]:
             results.append((f"{run_name} {row.name}", row.value, row.low, row.high))
-    return {
-        "name": name,
-        "base": base_name,
-        "others": others,
-        "charts": drawn,
-        "rows": rows,
-        "chart": charts.value_chart("the newest evaluation, 95 %", results) if results else None,
-    }
+    drawn = []
+    for chart, lines in charted.items():
+        drawn.append(charts.line_chart(chart, lines, marks if chart == "loss" else ()))
+    if results:
+        drawn.append(charts.value_chart("the newest evaluation, 95 %", results))
+    return {"name": name, "base": base_name, "others": others, "charts": drawn, "rows": rows}

@@ -1,9 +1,9 @@
 """What a run's folder holds, read for its page: the stages, the steps of each, what ended it, what it waits for.
 
     run = read_run(Path("runs/digits"))
-    run.stages[1].steps.loss[-1]            the loss of the last step that was taken, over all attempts
+    run.stages[1].steps.loss[-1]            the loss of the last step that was taken
 
-A step may have been taken by several attempts. `Steps.kept` is true for the one whose weights went on; the others are
+A step may have been taken by several attempts. `Stage.steps` are those whose weights went on; `Stage.lost` are the
 steps that a later attempt did again. Nothing here imports torch: a page of a million steps takes a second or two.
 """
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +36,10 @@ BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^
 LEASE_PERIODS = 1.2  # for which a lease of another machine is watched: 6 s, for `report` is not to wait for longer
 DRAW = "-seed-"  # in the name of a value that is of a single draw of the shots
 LOG_TAIL = 1 << 20  # bytes at the end of a log.txt that are looked through
-
-
-class Steps(NamedTuple):
-    """The steps of all attempts in the order written, (n,) each."""
-
-    step: np.ndarray
-    samples: np.ndarray  # seen when the step was done; those of left-out stretches are not counted
-    loss: np.ndarray
-    grad_norm: np.ndarray
-    attempt: np.ndarray  # its number in the run
-    kept: np.ndarray  # bool
+# A row a step, and a row a report, with the names of metrics.jsonl.
+STEP = np.dtype([("step", int), ("samples_seen", float), ("loss", float), ("grad_norm", float), ("attempt", int)])
+REPORT = np.dtype([("step", int), ("samples_seen", float), ("lr", float), ("images_per_s", float)])
+REPORT_VALUES = itemgetter("step", "samples_seen", "lr", "images_per_s")
 
 
 class Incident(NamedTuple):
@@ -69,63 +63,50 @@ class Stage:
     task: dict[str, Any] = field(default_factory=dict)  # task.json, of a trained stage
     provenance: dict[str, Any] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # metrics.jsonl
+    # Of these: the first of each attempt that has begun to train, all reports of steps, and those that went on.
+    starts: list[Record] = field(default_factory=list)
+    reports: list[Record] = field(default_factory=list)
+    kept_reports: list[Record] = field(default_factory=list)
+    steps: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # that went on, in their order
+    lost: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # that were taken again
+    incidents: list[Incident] = field(default_factory=list)
     problem: str = ""  # why the rest could not be read
     result: str = ""  # what the stage came to, or how far it is
-
-    @property
-    def batch_size(self) -> int:
-        return int(self.record["config"]["batch_size"])
 
     def of_kind(self, *kinds: str) -> list[Record]:
         """Return the records of these kinds."""
         return [record for record in self.records if record["kind"] in kinds]
 
-    @cached_property
-    def starts(self) -> list[Record]:
-        """Return the first record of each attempt that has begun to train."""
-        return self.of_kind("start")
-
-    @cached_property
-    def reports(self) -> list[Record]:
-        """Return every report of steps, over all attempts."""
-        return self.of_kind("train")
-
-    @cached_property
-    def kept_reports(self) -> list[Record]:
-        """Return the reports whose last step went on: no later attempt has begun before it."""
-        kept_up_to: dict[int, float] = {}  # by attempt
-        furthest = math.inf
-        for start in reversed(self.starts):
-            kept_up_to.setdefault(start["attempt"], furthest)
-            furthest = min(furthest, start["step"])
-        kept = []
-        for report in self.reports:
-            if report["step"] <= kept_up_to.get(report["attempt"], math.inf):
-                kept.append(report)
-        return kept
-
-    @cached_property
-    def steps(self) -> Steps:
-        """Return every step that was reported. Raises DataError where a record was altered."""
-        parts = [np.zeros((5, 0))]
-        for report in self.reports:
-            count = len(report["losses"])
-            behind = np.arange(count)[::-1]  # steps between each and the end of the report
-            samples = report["samples_seen"] - behind * self.batch_size
-            attempts = np.full(count, report["attempt"])
-            columns = [report["step"] - behind, samples, report["losses"], report["grad_norms"], attempts]
-            parts.append(np.array(columns, float))
-        step, samples, loss, norm, attempts = np.concatenate(parts, axis=1)
-        # Of several attempts that took a step, the last is the one whose weights went on.
-        later = np.minimum.accumulate(np.append(math.inf, step[::-1]))[:-1][::-1]  # the least step behind each
-        return Steps(step.astype(int), samples, loss, norm, attempts.astype(int), step < later)
+    def read_steps(self) -> None:
+        """Read every step that was reported: of several attempts that took it, the last is the one that went on."""
+        kept = [np.recarray(0, STEP)]
+        lost = [np.recarray(0, STEP)]
+        taken_later = math.inf  # the first of the steps behind a report that a later attempt has taken
+        for report in reversed(self.reports):
+            steps = np.recarray(len(report["losses"]), STEP)
+            behind = np.arange(len(steps))[::-1]  # steps between each and the end of the report
+            step = report["step"] - behind
+            steps.step = step
+            steps.samples_seen = report["samples_seen"] - behind * self.record["config"]["batch_size"]
+            steps.loss = report["losses"]
+            steps.grad_norm = report["grad_norms"]
+            steps.attempt = report["attempt"]
+            went_on = step < taken_later
+            kept.append(steps[went_on])
+            lost.append(steps[~went_on])
+            if report["step"] < taken_later:
+                self.kept_reports.append(report)
+            taken_later = min(taken_later, report["step"] - len(steps) + 1)
+        self.kept_reports.reverse()
+        self.steps = np.concatenate(kept[::-1]).view(np.recarray)
+        self.lost = np.concatenate(lost[::-1]).view(np.recarray)
 
     def samples_at(self, step: int) -> float:
-        """Return how many samples were seen at a step, the nearest that is known."""
-        steps = self.steps
-        if not len(steps.step):
+        """Return how many samples were seen at a step, counted on from the nearest that is known."""
+        if not len(self.steps):
             return 0.0
-        return float(steps.samples[np.argmin(np.abs(steps.step - step))])
+        nearest = self.steps[np.argmin(np.abs(self.steps.step - step))]
+        return float(nearest.samples_seen + (step - nearest.step) * self.record["config"]["batch_size"])
 
     @property
     def left_out(self) -> list[tuple[int, int]]:
@@ -133,7 +114,10 @@ class Stage:
         path = self.folder / artifacts.EXCLUDED_STEPS
         if not path.exists():
             return []
-        return [(first + 1, stop) for first, stop in artifacts.read_record(path)["stretches"]]
+        stretches = []
+        for first, stop in artifacts.read_record(path)["stretches"]:
+            stretches.append((first + 1, stop))
+        return stretches
 
     @cached_property
     def sets(self) -> dict[str, Index | str]:
@@ -155,13 +139,11 @@ class Stage:
                 sets[name] = f"{path} cannot be read now: {str(error).splitlines()[0]}"
         return sets
 
-    @cached_property
-    def incidents(self) -> list[Incident]:
-        """Return what incidents.txt tells, each with what became of it."""
+    def read_incidents(self) -> None:
+        """Read what incidents.txt tells, each with what became of it."""
         path = self.folder / "incidents.txt"
-        incidents: list[Incident] = []
         if not path.exists():
-            return incidents
+            return
         for entry in INCIDENT.split(path.read_text(errors="replace")):
             first_line, _, traceback = entry.partition("\n")
             if not first_line.strip():
@@ -176,8 +158,7 @@ class Stage:
                     consequence = f"attempt {start['attempt']} went on {after} later with {start['world']} workers: "
                     consequence += start["text"]
                     break
-            incidents.append(Incident(clock, first_line[20:], traceback.strip(), consequence))
-        return incidents
+            self.incidents.append(Incident(clock, first_line[20:], traceback.strip(), consequence))
 
     @cached_property
     def log_lines(self) -> list[str]:
@@ -271,13 +252,16 @@ def read_stage(folder: Path, address: str) -> Stage:
         if (folder / artifacts.PROVENANCE).exists():
             stage.provenance = artifacts.read_record(folder / artifacts.PROVENANCE)
         stage.records = read_metrics(folder, None)
-        _ = stage.steps, stage.incidents  # an altered record is met here, and not amid the page
+        stage.starts = stage.of_kind("start")
+        stage.reports = stage.of_kind("train")
+        stage.read_steps()
+        stage.read_incidents()
     except (DataError, OSError, ValueError, KeyError, TypeError) as error:
         stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
         stage.records = []
         # Reports that were read whole stay: they tell how far the stage is.
-        if "steps" not in vars(stage):
+        if not len(stage.steps):
             stage.reports = []
 
     if stage.done is None:
@@ -286,14 +270,16 @@ def read_stage(folder: Path, address: str) -> Stage:
     elif "diverged" in stage.done or "summary" in stage.done:
         stage.result = str(stage.done.get("diverged") or stage.done["summary"])
     elif "sets" in stage.done:
-        sets = [f"{name} {packed['samples']:,} samples" for name, packed in stage.done["sets"].items()]
-        stage.result = ", ".join(sets)
+        results = []
+        for name, packed in stage.done["sets"].items():
+            results.append(f"{name} {packed['samples']:,} samples")
+        stage.result = ", ".join(results)
     else:
-        metrics = []
+        results = []
         for name, value in stage.done.get("metrics", {}).items():
             if DRAW not in name:
-                metrics.append(f"{name} {value:.2%}")
-        stage.result = ", ".join(metrics)
+                results.append(f"{name} {value:.2%}")
+        stage.result = ", ".join(results)
     return stage
 
 

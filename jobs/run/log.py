@@ -250,15 +250,13 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
         return
     is_vit = stage.model is not None and stage.model.family == "vit"
     evaluated = campaign.path_of(stage.config.data.evaluate) if stage.kind.trains else None
-    # As short as it can be typed here. Weights in a store are brought to a disk first.
+    # As short as it can be typed here.
     run = os.path.relpath(address) if Path(address).is_relative_to(Path.cwd()) else address
     weights = f"{run}/{stage.name}"
     commands = [["report", run, "--open"]]
-    if campaign.remote is not None:
-        weights = f"weights/{stage.name}"
-        commands.append(["checkpoints", "export", f"{address}/{campaign.directory(stage).name}", "--to", weights])
     if evaluated is not None:
-        commands.append(["evaluate", weights, os.path.relpath(evaluated) if run != address else evaluated])
+        is_below = Path(evaluated).is_relative_to(Path.cwd())
+        commands.append(["evaluate", weights, os.path.relpath(evaluated) if is_below else evaluated])
     commands.append(["export", weights, "exported", "--format", "timm" if is_vit else "safetensors"])
     log("next, for example:")
     for command in commands:

@@ -62,7 +62,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     warnings = changed_warnings(directory, stage)
     if warnings:
         context.log(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
-    record = {**stage_record(stage), "started": began}
+    record = {**stage_record(stage), "started": began, "resumed": began}
     # Of a stage that goes on, when it was first started.
     if (directory / "stage.json").exists():
         record["started"] = artifacts.read_record(directory / "stage.json").get("started", began)
@@ -106,7 +106,9 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # Weights were read back by the worker that wrote them, before anybody else could have changed them.
     other_files = [name for name in artifacts.HANDED_ON if name not in files]
     files = {**files, **artifacts.digests(directory, other_files)}
-    done = {"key": stage.key, "seconds": round(earlier_s + time.time() - began, 1), **outcome, "files": files}
+    finished = time.time()
+    seconds = round(earlier_s + finished - began, 1)
+    done = {"key": stage.key, "seconds": seconds, "finished": finished, **outcome, "files": files}
     artifacts.write_record(directory / artifacts.DONE, done)
     return done
 

@@ -1,13 +1,15 @@
 """Runs and stages by their names: which folder a command takes, and what it says where none or several fit."""
 
 import json
-import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from data.errors import DataError, UsageError
 from jobs.named_stages import find_set, find_stage
+from jobs.recipe.campaign import load
+from pipeline.artifacts import write_record
 
 pytestmark = pytest.mark.quick
 
@@ -23,12 +25,19 @@ def run(tmp_path: Path) -> Path:
         "finetune-00000005": (["task.json", "checkpoints/x"], 50),
     }
     for name, (files, time) in stages.items():
-        for file in ["stage.json", *files]:
-            path = tmp_path / "x" / name / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({}))
-            os.utime(path, (time, time))
+        made(tmp_path / "x" / name, files, time)
     return tmp_path / "x"
+
+
+def made(stage: Path, files: list[str], time: float) -> None:
+    """Write the files of a stage; only its records tell the time."""
+    for file in ["stage.json", *files]:
+        path = stage / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file in ("stage.json", "done.json"):
+            write_record(path, {"started": 5.0, "resumed": time, "finished": time})
+        else:
+            path.write_text("{}")
 
 
 @pytest.mark.parametrize(
@@ -89,11 +98,8 @@ def test_an_unfinished_stage_is_taken_where_checkpoints_are_read_and_nothing_els
 
 def test_a_set_goes_by_the_names_of_its_run_stage_and_itself(run, capsys):
     for stage, done in (("parts-0000000a", True), ("parts-0000000b", True), ("parts-0000000c", False)):
-        folder = run / stage / "held-out"
-        folder.mkdir(parents=True)
-        for file in ["stage.json", "held-out/held-out.index.json", *(["done.json"] if done else [])]:
-            (run / stage / file).write_text("{}")
-            os.utime(run / stage / file, (int(stage[-1], 16),) * 2)
+        files = ["held-out/held-out.index.json", *(["done.json"] if done else [])]
+        made(run / stage, files, int(stage[-1], 16))
     for typed in ("parts/held-out", "held-out"):
         assert find_set(f"{run}/{typed}") == f"{run}/parts-0000000b/held-out"
         assert f"{run}/{typed}: parts-0000000b, finished" in capsys.readouterr().err
@@ -101,3 +107,49 @@ def test_a_set_goes_by_the_names_of_its_run_stage_and_itself(run, capsys):
         assert find_set(path) == path
     with pytest.raises(DataError, match=r"parts has no set 'heldout'\n(.*\n)*.*finished 1970.*: sets held-out"):
         find_set(f"{run}/parts/heldout")
+
+
+def test_a_copy_of_a_run_has_the_same_newest_stages(run, tmp_path):
+    """`cp -r` gives all files the time of the copy, in any order."""
+    for name in ("finetune-00000003", "pretrain-00000002", "finetune-00000005", "finetune-00000004"):
+        shutil.copytree(run / name, tmp_path / "copy" / name, copy_function=shutil.copyfile)
+    assert find_stage(f"{tmp_path}/copy/finetune") == f"{tmp_path}/copy/finetune-00000003"
+    # Of an older record, or one that was altered, the file's time is all that is known.
+    (run / "finetune-00000004" / "done.json").write_text("{}")
+    assert find_stage(f"{run}/finetune") == f"{run}/finetune-00000004"
+
+
+RECIPE = """
+run: {folder}/run
+pretrain:
+  data:
+    mixture:
+      a.b: {{train: {folder}/x/parts/train, weight: 0.5}}
+      other: {{train: {shards}/test, weight: 0.5}}
+    evaluate: {folder}/x/parts/test
+  model: {{name: mu/8, image_size: 16, classes: 10}}
+  optim: {{schedule: {{warmup_steps: 0}}}}
+  sweep: {{seeds: [0, 1]}}
+  steps: 4
+  batch_size: 16
+  micro_batch: 4
+"""
+
+
+def test_a_recipe_names_the_sets_of_another_run_without_their_keys(tmp_path, shards, capsys):
+    for key, time in (("0000000a", 20), ("0000000b", 10)):
+        made(tmp_path / "x" / f"parts-{key}", ["done.json"], time)
+        for name in ("train", "test"):
+            (tmp_path / "x" / f"parts-{key}" / name).symlink_to(shards / name)
+    recipe = tmp_path / "named.yaml"
+    recipe.write_text(RECIPE.format(folder=tmp_path, shards=shards))
+    campaign = load(recipe, [])
+    taken = tmp_path / "x" / "parts-0000000a"
+    for name in ("pretrain.seed-0", "pretrain.seed-1"):
+        data = campaign.stage(name).config.data
+        assert data.mixture["a.b"].train == f"{taken}/train" and data.evaluate == f"{taken}/test"
+        assert data.mixture["other"].train == f"{shards}/test" and not campaign.stage(name).missing
+    # Each path is said once, whatever the number of runs.
+    assert capsys.readouterr().err.count("parts-0000000a, finished 1970") == 2
+    with pytest.raises(DataError, match=r"x/parts has no set 'tarin'"):
+        load(recipe, [f"pretrain.data.evaluate={tmp_path}/x/parts/tarin"])

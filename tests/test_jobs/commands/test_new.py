@@ -369,6 +369,33 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
     assert "objective: masked" in Path("u.yaml").read_text()
 
 
+def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to_get_some(tmp_path, capsys):
+    photos = class_folders(tmp_path / "photos", three_digits())
+    cases = [
+        (photos / "eins", f"if it is one class, and 'null', 'zwei' beside it others, type python -m jobs new {photos}"),
+        (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
+        (paths_alone(tmp_path / "table", three_digits()), "for classes give the table a column label"),
+        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
+    ]
+    for place, how in cases:
+        new(place)
+        said = capsys.readouterr().out
+        assert "no labels: masked patch prediction is trained" in said and how in said, place
+        Path("recipe.yaml").unlink()
+    new(cases[0][0], "--unlabelled")
+    assert "no labels" not in capsys.readouterr().out, "it was asked for"
+
+
+def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):
+    folder = class_folders(tmp_path / "input", three_digits())
+    for program, typed in (("/venv/bin/patchline", "patchline"), ("/checkout/jobs/__main__.py", "python -m jobs")):
+        monkeypatch.setattr("sys.argv", [program])
+        new(folder)
+        comments = Path("recipe.yaml").read_text().splitlines()[:2]
+        assert f"written by `{typed} new` for" in comments[0] and comments[1].startswith(f"#   {typed} run recipe.yaml")
+        Path("recipe.yaml").unlink()
+
+
 def test_sizes_are_the_middle_ones_and_greys_count_as_images(tmp_path, capsys):
     import cv2
     import numpy as np

@@ -1,6 +1,7 @@
 """`jobs import` and `jobs export`: whose weights, what became of them, and what cannot be."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
     torn.write_bytes(b"PK\x03\x04 not whole")
     empty = tmp_path / "empty.npz"
     empty.touch()
+    (tmp_path / "run" / "pretrain-1a2b3c4d").mkdir(parents=True)
+    (tmp_path / "run" / "pretrain-1a2b3c4d" / "stage.json").touch()
     cases = [
         (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
         (
@@ -91,6 +94,7 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
             "'onnx' is not one of 'safetensors'",
         ),
         (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
+        (["export", str(tmp_path / "gap"), f"{tmp_path}/run/pretrain", "--format", "npz"], 64, "lies in the run "),
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
         (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
         (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "there is no file or folder"),
@@ -137,7 +141,7 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         artifacts.write_record(stage / "task.json", {})
         if number < 2:
             weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
-            artifacts.write_record(stage / "done.json", {"seconds": 5.0, "files": weights})
+            artifacts.write_record(stage / "done.json", {"finished": 1e9 + number, "files": weights})
         else:
             (stage / "model.json").unlink()
     files = {}
@@ -160,4 +164,26 @@ def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_pa
         ):
             assert main(["export", f"s3://images/runs/{name}", str(tmp_path / "no"), "--format", "hf"]) != 0
             assert words in capsys.readouterr().err
+    urls.forget_credentials()
+
+
+def test_what_a_run_in_a_store_prints_as_next_works_as_it_is_typed(recipe, shards, tmp_path, capsys, monkeypatch):
+    """And `analyze` of its weights; from a folder where nothing of the run is."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    recipe.write_text(recipe.read_text().partition("resize:")[0])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    words = [str(recipe), "run=s3://images/runs/tiny", f"cluster.scratch={tmp_path / 'scratch'}"]
+    with store("s3", {}):
+        urls.forget_credentials()  # of the store of an earlier test
+        assert main(["run", *words, "pretrain.steps=6"]) == 0
+        printed = capsys.readouterr().out.partition("next, for example:\n")[2]
+        commands = [line.strip() for line in printed.splitlines() if line.startswith("  python -m jobs ")]
+        tar = next((shards / "test").glob("*.tar"))
+        commands.append(f"python -m jobs analyze s3://images/runs/tiny/pretrain {tar} --output looked --limit 4")
+        monkeypatch.setattr("webbrowser.open", lambda url: True)
+        for command in commands:
+            assert main(shlex.split(command)[3:]) == 0, command
+    verbs = [command.split()[3] for command in commands]
+    assert verbs == ["report", "evaluate", "export", "analyze"]
     urls.forget_credentials()

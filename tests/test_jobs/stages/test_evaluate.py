@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from jobs.__main__ import main
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
+from jobs.command_line import weights
 from jobs.recipe import campaign
+from jobs.resolved_recipe import Campaign
 from jobs.run.session import stages_of
 from jobs.run.stale_evaluations import with_new_evaluations
 from jobs.stages import any_weights, evaluation_worker
@@ -459,6 +461,26 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     # What has no head, or other classes, may be judged by its features.
     words = [str(tmp_path / "headless"), test, f"train={train}", "--protocol", "knn", "--output", str(tmp_path / "out")]
     assert main(["evaluate", *words]) == 0
+
+
+def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path: Path, monkeypatch) -> None:
+    """On a machine of two workers: what they are to be is known only when the weights have been read."""
+    read: list[str] = []
+    digest_of = any_weights.digest_of
+
+    def counted(path: str, say: Callable[[str], None]) -> str:
+        read.append(path)
+        return digest_of(path, say)
+
+    monkeypatch.setattr(any_weights, "digest_of", counted)
+    monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
+    started: list[Campaign] = []
+    monkeypatch.setattr("jobs.run.session.run_campaign", started.append)
+    with pytest.raises(FileNotFoundError):  # nothing has run
+        weights.evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
+    assert read == [str(world / "weights")]
+    cluster = started[0].cluster
+    assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")
 
 
 def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp_path: Path) -> None:
