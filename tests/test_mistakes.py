@@ -1,9 +1,9 @@
 """Mistakes that a newcomer makes, and what each is answered: what was found, what was expected, what to type next.
 
-Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders),
-`loose` (images alone), `tars` and `labelless` (tars without an index), `empty`, the sets `shards/train` and
-`shards/test`, and `weights` (a model of ours) with `weights.npz` (the same as an official file). An answer has the
-exit code of its kind, at most six lines, and nothing of our insides.
+Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders;
+`two words` is a link to it), `loose` (images alone), `tars` and `labelless` (tars without an index), `empty`, the sets
+`shards/train` and `shards/test`, and `weights` (a model of ours) with `weights.npz` (the same as an official file). An
+answer has the exit code of its kind, at most six lines, and nothing of our insides.
 """
 
 import io
@@ -61,6 +61,8 @@ COMMANDS = """
 78 run tiny.yaml pretrain.steps: 100          => for example pretrain.steps=100
 78 run tiny.yaml other.yaml                   => other.yaml is not an override|expected key=value
 78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
+78 run TINY.yaml                              => did you mean tiny.yaml?
+78 run nosuch.yaml                            => recipes that ship: cifar10, digits
 78 run digist                                 => did you mean digits?
 78 run photos                                 => a folder, no recipe, at photos
 78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
@@ -77,14 +79,18 @@ COMMANDS = """
 64 new photos --minutes 0                     => --minutes 0: expected more than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model's name; did you mean S/16?
 65 new photos --init photos                   => there are no weights|expected RUN/STAGE
+64 new photos --output empty                  => --output empty is a folder|as empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => there is no folder nowhere
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
-64 analyze weights nowhere --output out       => no images in nowhere; give image files
+64 analyze weights nowhere --output out       => there is nothing at nowhere|give image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
 64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
+65 evaluate shards/test weights               => shards/test is a set, and no weights|type the weights first
+65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
+65 index 'two words'                          => pack folder 'two words' 'two words-shards'
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
 65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
 78 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
@@ -267,6 +273,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     for place in ("photos/cat", "photos/dog", "loose"):
         for number in range(3):
             Image.new("RGB", (20, 20), (number * 50, 0, 99)).save(folder / place / f"{number}.jpg")
+    (folder / "two words").symlink_to("photos")
     image = (folder / "loose" / "0.jpg").read_bytes()
     for name, members in (("tars", {"0.jpg": image, "0.cls": b"1"}), ("labelless", {"0.jpg": image})):
         with tarfile.open(folder / name / "a.tar", "w") as tar:

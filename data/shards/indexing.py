@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -323,7 +324,8 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
             reason = "there is no such folder"
         way_out = "; name the folder that holds the shards"
         if not isinstance(source, list) and image_folders(Path(source)):
-            way_out = f"\n  images are packed into some: python -m jobs pack folder {source} {source}-shards"
+            words = shlex.join([str(source), f"{source}-shards"])
+            way_out = f"\n  images are packed into some: python -m jobs pack folder {words}"
         raise DataError(f"{source}: {reason}{way_out}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:

@@ -19,6 +19,7 @@ what has been lost of it. Other samples are refused.
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -168,9 +169,10 @@ def restore(
     Raises DataError, before anything is changed, where the set has other samples, classes or names.
     """
     set_path = directory / f"{finished.name}{SUFFIX}"
+    move = shlex.join(["mv", str(directory), f"{directory}-old"])
     way_out = (
         "\n  a finished set stays as it is, for the runs that have read it"
-        f"\n  give another folder or --name; or delete the set, if nothing needs it: rm -r {directory}"
+        f"\n  give another folder or --name; or move this one away: {move}"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
         raise DataError(
@@ -263,11 +265,12 @@ def write_shard(
         with open(temporary, "rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         if expected is not None and digest != expected.sha256:
+            move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
                 f"{path}: a shard of a finished set, with the sha256 {expected.sha256}\n"
                 f"  these samples would make it {digest}: they are others, or were cut otherwise\n"
                 "  a finished set stays as it is, for the runs that have read it\n"
-                f"  give another folder or --name; or delete the set, if nothing needs it: rm -r {path.parent}"
+                f"  give another folder or --name; or move this one away: {move}"
             )
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:

@@ -185,7 +185,16 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     train_place, test_place = parts_of(place)
     train = look(train_place, unlabelled, report)
     if train.images == 0:
-        raise DataError(f"{train_place}: no images here or below\n  expected {', '.join(IMAGES)}, in folders or tars")
+        others = "".join(f"\n  {note}" for note in train.notes)
+        raise DataError(
+            f"{train_place}: no images here or below{others}\n  expected {', '.join(IMAGES)}, in folders or tars"
+        )
+    if train.opened and train.bad.total() == train.opened:
+        reason, _ = train.bad.most_common(1)[0]
+        raise DataError(
+            f"{train_place}: none of the {train.opened} images that were opened can be read: {reason}\n"
+            f"  expected images that are whole, of {', '.join(IMAGES)}; bring them back from where they came"
+        )
     if len(train.class_counts) == 1:
         raise DataError(
             f"{train_place}: {train.images:,} images of one class, {some(list(train.class_counts))}: there is nothing "

@@ -18,6 +18,7 @@ from jobs.terminal import echo
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
 
+MOST_RECIPES = 99  # of a folder, that a typo is compared with
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
@@ -278,14 +279,17 @@ def recipe_path(recipe: str) -> Path:
     recipes = shipped()
     if recipe not in recipes:
         what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
-        there = sorted(file.name for file in Path.cwd().glob("*.yaml"))[:9]
         own = [name for name in recipes if "/" not in name]
         way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
-        close = difflib.get_close_matches(recipe, [*recipes, *there, *(Path(name).stem for name in there)], n=1)
+        # By what stands before .yaml, and whatever the case.
+        known = {name.lower(): name for name in recipes}
+        for file in sorted(Path.cwd().glob("*.yaml"))[:MOST_RECIPES]:
+            known[file.stem.lower()] = file.name
+        close = difflib.get_close_matches(recipe.lower().removesuffix(".yaml"), known, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
             way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
         elif close:
-            way_out = f"did you mean {close[0] if close[0] in [*recipes, *there] else f'{close[0]}.yaml'}?"
+            way_out = f"did you mean {known[close[0]]}?"
         raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
     return recipes[recipe]
 

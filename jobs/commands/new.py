@@ -65,6 +65,8 @@ def new(
     place = one_place(places)
     name = name_of(place)
     recipe = Path(output or f"{name}.yaml")
+    if recipe.is_dir():
+        raise UsageError(f"--output {recipe} is a folder\n  expected a file's name, as {recipe / name}.yaml")
     if recipe.exists():
         raise UsageError(
             f"{recipe} is there already, and stays as it is\n  type --output OTHER.yaml, or delete it first"
@@ -226,6 +228,11 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
         f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} passes, about {seconds} at "
         f"{amount(choice.rate)} images/s on {machine.name}"
     )
+    if choice.is_over_time:
+        echo(
+            f"  more than was to be taken: fewer than {choice.steps} steps train nothing\n"
+            "  a smaller --model, or more --minutes, goes together with these images"
+        )
 
 
 def quoted(path: str) -> str:
