@@ -79,6 +79,7 @@ COMMANDS = """
 64 new photos --minutes 0                     => --minutes 0: expected more than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model's name; did you mean S/16?
 65 new photos --init photos                   => there are no weights|expected RUN/STAGE
+64 new loose --init weights                   => --init fine-tunes on labels|leave out --init
 64 new photos --output empty                  => --output empty is a folder|as empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => there is no folder nowhere
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes

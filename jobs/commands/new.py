@@ -98,6 +98,10 @@ def new(
     # 2. The images.
     sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
     describe(sets.train)
+    if init is not None and not sets.train.classes:
+        raise UsageError(
+            "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
+        )
     if sets.test is not None:
         describe(sets.test)
     elif not sets.train.classes and not unlabelled:

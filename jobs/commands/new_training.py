@@ -15,7 +15,6 @@ import torch
 
 import models
 from data.draws import Draws
-from data.errors import UsageError
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from data.sources.survey import FoundSet, Sets
@@ -124,7 +123,7 @@ def this_machine() -> Machine:
 def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> Choice:
     """Choose how the images are trained on: from random weights, a model of this `name`, or weights to fine-tune.
 
-    Weights are fine-tuned with SGD, as in the paper's table 4. Raises UsageError for images that cannot be.
+    Weights are fine-tuned with SGD, as in the paper's table 4.
     """
     train = sets.train
     # 1. The models to choose from, the smallest first; all have one image size.
@@ -133,10 +132,6 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     else:
         source = model_at(init)
         assert source is not None, "`new` refuses a folder without weights"
-        if train.classes == 0:
-            raise UsageError(
-                "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
-            )
         if isinstance(source, MaskedConfig):
             source = source.vit
         model = replace(source.with_new_head(), classes=train.classes)
