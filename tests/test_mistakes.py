@@ -24,7 +24,6 @@ import models
 from jobs.__main__ import main
 from jobs.recipe.campaign import load
 from jobs.recipe.records import stage_record
-from jobs.terminal import COMMAND
 from pipeline.artifacts import write_record
 
 pytestmark = pytest.mark.quick
@@ -404,7 +403,8 @@ def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_dis
         command, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
-        assert process.stderr.read().decode().replace(f"{COMMAND} plan tiny.yaml --resolved …\n", "") == ""
+        # On a busy machine the command says that it lives.
+        assert process.stderr.read().decode().replace("plan: starting …\n", "") == ""
         assert process.wait() == 128 + signal.SIGPIPE
 
 
