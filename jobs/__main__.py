@@ -19,7 +19,12 @@ from pathlib import Path
 # Before the imports below, which might find another package called `data` or `models` (step 1).
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    print(f"error: {error}: this Python lacks what Patchline needs", file=sys.stderr)
+    print("  type make env && source .venv/bin/activate, and the same command again", file=sys.stderr)
+    sys.exit(69)
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -117,10 +122,15 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
     # pydantic, which typer reads values with, says whose error it was; choices come on a line each.
-    print(f"error: {' '.join(error.format_message().replace('Value error, ', '').split())}", file=sys.stderr)
+    message = " ".join(error.format_message().replace("Value error, ", "").split())
+    meanings = []
     for meant, others in OTHER_COMMANDS.items():
         if words and words[0] in others.split():
-            print(f"  {words[0]} is called {meant} here: {program()} {meant} --help", file=sys.stderr)
+            meanings.append(meant)
+            message = message.partition(" Did you mean")[0]  # train, for one, is not trial
+    print(f"error: {message}", file=sys.stderr)
+    for meant in meanings:
+        print(f"  {words[0]} is called {meant} here: {program()} {meant} --help", file=sys.stderr)
     if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
         print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)

@@ -391,6 +391,20 @@ def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to
     assert "no labels" not in capsys.readouterr().out, "it was asked for"
 
 
+def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_path, monkeypatch, capsys):
+    folder = class_folders(tmp_path / "input", three_digits())
+    (folder / "eins").rename(folder / "NULL")
+    monkeypatch.chdir(folder)
+    new(".")
+    assert "1 classes differ from another one by upper and lower case alone" in capsys.readouterr().out
+    assert "runs/input" in Path("recipe.yaml").read_text()
+    Path("recipe.yaml").unlink()
+    rows = table(tmp_path / "rows", three_digits())
+    rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
+    new(rows)
+    assert "1 rows name an image of another row" in capsys.readouterr().out
+
+
 def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):
     folder = class_folders(tmp_path / "input", three_digits())
     for program, typed in (("/venv/bin/patchline", "patchline"), ("/checkout/jobs/__main__.py", "python -m jobs")):
