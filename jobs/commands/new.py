@@ -97,6 +97,12 @@ def new(
 
     # 2. The images.
     sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
+    whole = Path(place).resolve()
+    if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
+        raise UsageError(
+            f"{place} holds the folder that this command was typed in: its run would lie among the images\n"
+            f"  type cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
+        )
     describe(sets.train)
     if init is not None and not sets.train.classes:
         raise UsageError(
@@ -113,8 +119,8 @@ def new(
             if other != folder and any(path.suffix[1:].lower() in IMAGES for path in other.glob("*")):
                 beside.append(other.name)
         if sets.train.source == "folder" and beside:
-            whole = shlex.quote(str(folder.parent))
-            echo(f"if it is one class, and {some(beside)} beside it others, type python -m jobs new {whole}")
+            above = shlex.quote(str(folder.parent))
+            echo(f"if it is one class, and {some(beside)} beside it others, type python -m jobs new {above}")
         else:
             echo(f"for classes {TO_HAVE_CLASSES[sets.train.source]}")
     elif sets.held_out:

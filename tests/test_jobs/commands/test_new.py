@@ -394,11 +394,13 @@ def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to
 def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_path, monkeypatch, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     (folder / "eins").rename(folder / "NULL")
-    monkeypatch.chdir(folder)
-    new(".")
+    new(folder)
     assert "1 classes differ from another one by upper and lower case alone" in capsys.readouterr().out
-    assert "runs/input" in Path("recipe.yaml").read_text()
     Path("recipe.yaml").unlink()
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["new", "."]) == 64
+    assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
     rows = table(tmp_path / "rows", three_digits())
     rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
     new(rows)
