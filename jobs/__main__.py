@@ -22,9 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 try:
     import typer
 except ModuleNotFoundError as error:
-    print(f"error: {error}: this Python lacks what Patchline needs", file=sys.stderr)
-    print("  type make env && source .venv/bin/activate, and the same command again", file=sys.stderr)
-    sys.exit(69)
+    sys.exit(f"error: this Python, {sys.executable}, has no {error.name}\n  type make env && source .venv/bin/activate")
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -123,14 +121,12 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
         print(context.get_usage(), file=sys.stderr)
     # pydantic, which typer reads values with, says whose error it was; choices come on a line each.
     message = " ".join(error.format_message().replace("Value error, ", "").split())
-    meanings = []
     for meant, others in OTHER_COMMANDS.items():
         if words and words[0] in others.split():
-            meanings.append(meant)
-            message = message.partition(" Did you mean")[0]  # train, for one, is not trial
+            # In the place of what is spelt alike.
+            message = message.partition(" Did you mean")[0]
+            message += f"\n  {words[0]} is called {meant} here: {program()} {meant} --help"
     print(f"error: {message}", file=sys.stderr)
-    for meant in meanings:
-        print(f"  {words[0]} is called {meant} here: {program()} {meant} --help", file=sys.stderr)
     if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
         print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)

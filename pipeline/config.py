@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +40,6 @@ class ConfigDataclass(Protocol):
 
 IN_ENVIRONMENT = "env:"  # before the name of a variable that holds a recipe's text
 MODEL = "model"  # the section that may be written as the model's name alone
-NAMED_MODEL = re.compile(r"[{,]\s*['\"]?name\b")
 SIZES = ("width", "depth", "mlp", "heads")  # of a model, that its name stands for
 MOST_NAMES = 12  # of keys that a message lists
 # What PyYAML finds wrong, and what would be right.
@@ -172,8 +170,6 @@ def not_yaml(path: Path, text: str, error: YAMLError) -> ConfigError:
 def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Return nested plain values with `key=value` overrides on top, and interpolations resolved.
 
-    `STAGE.model=S/16`, or `{name: S/16, …}`, is another model for the same data: of the recipe's model it keeps
-    image_size and classes. `STAGE.model.name=` is refused where the recipe's widths would win over the name's.
     Environment values are in clear from here on. Raises ConfigError for an override that cannot be read, and for an
     interpolation of nothing.
     """
@@ -202,39 +198,23 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
             raise ConfigError(
                 f"{override} is not an override\n  expected key=value without spaces, for example {likely}"
             )
-        stage, *rest = key.split(".")
-        section = base.get(stage)
-        model = section.get(MODEL) if isinstance(section, dict) else None
-        if rest == [MODEL] and not value.startswith(("{", "null")):
-            key = f"{key}.name"
-        if (
-            rest == [MODEL]
-            and isinstance(section, dict)
-            and isinstance(model, dict)
-            and (key.endswith(".name") or NAMED_MODEL.search(value))
-        ):
-            section[MODEL] = {name: model[name] for name in ("image_size", "classes") if name in model}
-        if rest == [MODEL, "name"] and isinstance(model, dict):
-            typed = [other.partition("=")[0] for other in overrides]
-            wins = [
-                f"{name}: {model[name]}" for name in SIZES if name in model and f"{stage}.{MODEL}.{name}" not in typed
-            ]
-            if wins and str(model.get("name")).partition("/")[0] != value.partition("/")[0]:
-                raise ConfigError(
-                    f"{key} is {value}, and the recipe's model has {', '.join(wins)}, which would win over the name\n"
-                    f"  type {stage}.{MODEL}={value}: of the recipe's model it keeps image_size and classes alone"
-                )
         # key='@stage/part': bare, a value that begins with @ is not YAML.
         if value.startswith("@"):
             value = f"'{value}'"
         try:
-            changes.append(OmegaConf.from_dotlist([f"{key}={value}"]))
+            change: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={value}"]))
         except YAMLError:
             raise ConfigError(
                 f"cannot read the override {override}\n"
                 "  expected a value, a [list,of,them] or a {key: value}\n"
                 f"  one with spaces, brackets or commas needs quotes of the shell around all of it: '{key}=…'"
             ) from None
+        stage, _, field = key.partition(".")
+        if field == MODEL:
+            change[stage][MODEL] = other_model(base.get(stage), change[stage][MODEL])
+        elif field == f"{MODEL}.name":
+            check_model_name(base.get(stage), stage, value, overrides)
+        changes.append(change)
     try:
         merged = OmegaConf.merge(base, *changes)
     except Exception as error:  # whatever the merge raises: the user's text is wrong
@@ -249,6 +229,38 @@ def with_overrides(values: DictConfig | Mapping[str, object], overrides: Sequenc
         if "Environment variable" in reason:
             way_out += "\n  set it, or give the recipe a value for where it is not set: ${oc.env:NAME,VALUE}"
         raise ConfigError(f"{reason}{way_out}") from None
+
+
+def other_model(section: object, value: object) -> object:
+    """Return the section that `STAGE.model=` asks for, and take out of the recipe's what does not stay beside it.
+
+    A name, or a section with one, is another model for the same data: of the recipe's it keeps image_size and classes.
+    A section without a name changes the recipe's model.
+    """
+    if value is not None and not isinstance(value, dict):
+        value = {"name": value}
+    if isinstance(value, dict) and "name" in value and isinstance(section, dict):
+        for name in list(section.get(MODEL) or {}):
+            if name not in ("image_size", "classes"):
+                del section[MODEL][name]
+    return value
+
+
+def check_model_name(section: object, stage: str, name: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError where the recipe's widths would win over the model that `STAGE.model.name=` asks for."""
+    if not isinstance(section, dict) or not isinstance(section.get(MODEL), dict):
+        return
+    model = section[MODEL]
+    wins = []
+    for size in SIZES:
+        if size in model and not any(override.startswith(f"{stage}.{MODEL}.{size}=") for override in overrides):
+            wins.append(f"{size}: {model[size]}")
+    # The same size with another patch keeps them.
+    if wins and str(model.get("name")).partition("/")[0] != name.partition("/")[0]:
+        raise ConfigError(
+            f"{stage}.{MODEL}.name is {name}, and the recipe's model has {', '.join(wins)}, which would win over the "
+            f"name\n  type {stage}.{MODEL}={name}: of the recipe's model it keeps image_size and classes alone"
+        )
 
 
 def with_home(values: Values) -> Values:

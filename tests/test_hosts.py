@@ -22,9 +22,10 @@ from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
 from tests import hosts
 from tests.drives import assert_same, assert_same_stage, said, stage, start
-from tests.hosts import ROOT, Network
+from tests.hosts import ROOT, Host, Network
 from tests.ray_hosts import (
     PATIENCE,
+    POLL_S,
     START_TIMEOUT_S,
     Driver,
     RayHosts,
@@ -394,6 +395,31 @@ def test_a_lost_head_costs_the_cluster_and_the_same_command_resumes_on_a_new_one
 
 HEAD = "ray start --head --port=6379 --dashboard-host=0.0.0.0"
 LOG_IN = "export RAY_AUTH_MODE=token; mkdir -p ~/.ray; cp {token} ~/.ray/auth_token; chmod 600 ~/.ray/auth_token; "
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", [Host.cut, Host.black_hole])
+def test_a_node_that_the_head_has_given_up_joins_again_as_soon_as_its_link_is_whole(fault, shared) -> None:
+    token = shared / "token-of-nodes"
+    token.write_text(os.urandom(32).hex())
+    login = LOG_IN.format(token=token)
+    with Network(shared) as network:
+        network.boot("h0").run(login + HEAD, timeout_s=START_TIMEOUT_S, **PATIENCE)
+        log = shared / f"node-{fault.__name__}.log"
+        with log.open("w") as output:
+            node = network.boot("h1").start(f"{login} exec python deploy/node.py h0:6379", output, **PATIENCE)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in log.read_text():
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(POLL_S)
+
+        fault(network["h1"])
+        time.sleep(40)
+        assert node.poll() is None, "silence alone ends nothing"
+        network["h1"].mend()
+        node.wait(15)  # Ray itself ended 26 s after the link was whole
+        assert "has given this node up: it joins again" in log.read_text()
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ INTERNALS = re.compile(
 # A line: exit code, what is typed after `python -m jobs`, and words of the answer behind =>, with | between.
 COMMANDS = """
 64 <none>                                     => Missing command
-64 train tiny.yaml                            => No such command 'train'|train is called run here
+64 train tiny.yaml                            => No such command 'train'.|train is called run here
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits
 64 run tiny.yaml --gpus 1                     => No such option: --gpus|typed without dashes: pretrain.optim.lr=1e-3
@@ -60,9 +60,9 @@ COMMANDS = """
 78 run tiny.yaml pretrain.steps: 100          => for example pretrain.steps=100
 78 run tiny.yaml other.yaml                   => other.yaml is not an override|expected key=value
 78 run tiny                                   => no recipe at tiny|did you mean tiny.yaml?
-78 run TINY.yaml                              => did you mean tiny.yaml?
-78 run nosuch.yaml                            => recipes that ship: cifar10, digits
 78 run digist                                 => did you mean digits?
+78 run Tiny.yaml                              => no recipe at Tiny.yaml|did you mean tiny.yaml?
+78 run quite.yaml                             => no recipe at quite.yaml|recipes that ship: cifar10
 78 run photos                                 => a folder, no recipe, at photos
 78 run photos/cat/0.jpg                       => photos/cat/0.jpg is not UTF-8 text|expected a recipe, a YAML file
 64 status tiny.yaml                           => no run at|expected the folder that `run` says
@@ -83,15 +83,15 @@ COMMANDS = """
 64 new photos --output nowhere/x.yaml         => there is no folder nowhere
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
-64 analyze weights nowhere --output out       => there is nothing at nowhere|give image files
+64 analyze weights nowhere --output out       => there is no file or folder nowhere|expected image files
 64 evaluate                                   => Missing argument 'WEIGHTS'|pretrain runs/photos/parts/held-out
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
 64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
-65 evaluate shards/test weights               => shards/test is a set, and no weights|type the weights first
 65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
 65 index 'two words'                          => pack folder 'two words' 'two words-shards'
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
+65 evaluate shards/test weights               => shards/test is a set, expected weights first
 65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
 78 evaluate weights shards/test --protocol top1 => did you mean 'top-1'?
 65 import nowhere.npz out                     => there is no file or folder nowhere.npz

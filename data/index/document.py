@@ -19,13 +19,13 @@ import itertools
 import json
 import logging
 import os
-import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import file_digest, sha256
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from data.errors import DataError, StorageError
@@ -97,15 +97,15 @@ def way_to_an_index(folder: Path, names: Sequence[str]) -> str:
     if names:
         return f"expected one *{SUFFIX}, found {', '.join(names)}\n  name one of the files"
     if any(folder.glob("*.tar")):
-        return f"tars without an index\n  type python -m jobs index {shlex.quote(str(folder))}"
+        return f"tars without an index\n  type python -m jobs index {quote(str(folder))}"
     below = sorted(path.parent for path in folder.glob(f"*/*{SUFFIX}"))
     if below:
         return f"expected one *{SUFFIX}, found none\n  name one of {', '.join(map(str, below[:9]))}"
     if image_folders(folder):
-        words = shlex.join([str(folder), f"{folder}-shards"])
+        shards = quote(f"{folder}-shards")
         return (
             f"images in {image_folders(folder)} folders, which are to be packed first\n"
-            f"  type python -m jobs pack folder {words}, then name {folder}-shards"
+            f"  type python -m jobs pack folder {quote(str(folder))} {shards}, then name {shards}"
         )
     if any(file.suffix[1:].lower() in IMAGES for file in itertools.islice(folder.iterdir(), 100)):
         return (

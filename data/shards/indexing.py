@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
+from shlex import quote
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -324,8 +324,8 @@ def local_tars(source: str | os.PathLike[str] | list[str]) -> TarList:
             reason = "there is no such folder"
         way_out = "; name the folder that holds the shards"
         if not isinstance(source, list) and image_folders(Path(source)):
-            words = shlex.join([str(source), f"{source}-shards"])
-            way_out = f"\n  images are packed into some: python -m jobs pack folder {words}"
+            shards = quote(f"{source}-shards")
+            way_out = f"\n  images are packed into some: python -m jobs pack folder {quote(str(source))} {shards}"
         raise DataError(f"{source}: {reason}{way_out}")
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:

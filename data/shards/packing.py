@@ -169,10 +169,9 @@ def restore(
     Raises DataError, before anything is changed, where the set has other samples, classes or names.
     """
     set_path = directory / f"{finished.name}{SUFFIX}"
-    move = shlex.join(["mv", str(directory), f"{directory}-old"])
     way_out = (
         "\n  a finished set stays as it is, for the runs that have read it"
-        f"\n  give another folder or --name; or move this one away: {move}"
+        f"\n  give another folder or --name; or delete {finished.name}'s tars and index there, if nothing needs them"
     )
     if finished.origin is not None or Path(finished.directory) != directory.resolve():
         raise DataError(

@@ -18,7 +18,6 @@ from jobs.terminal import echo
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign
 
-MOST_RECIPES = 99  # of a folder, that a typo is compared with
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
@@ -279,17 +278,17 @@ def recipe_path(recipe: str) -> Path:
     recipes = shipped()
     if recipe not in recipes:
         what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
+        # Compared without case and ending, which would make two short names alike.
+        names = {}
+        for name in [*recipes, *(file.name for file in Path.cwd().glob("*.yaml"))]:
+            names[name.removesuffix(".yaml").lower()] = name
         own = [name for name in recipes if "/" not in name]
         way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
-        # By what stands before .yaml, and whatever the case.
-        known = {name.lower(): name for name in recipes}
-        for file in sorted(Path.cwd().glob("*.yaml"))[:MOST_RECIPES]:
-            known[file.stem.lower()] = file.name
-        close = difflib.get_close_matches(recipe.lower().removesuffix(".yaml"), known, n=1)
+        close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
             way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
         elif close:
-            way_out = f"did you mean {known[close[0]]}?"
+            way_out = f"did you mean {names[close[0]]}?"
         raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
     return recipes[recipe]
 

@@ -19,7 +19,7 @@ import typer
 
 from data.errors import DataError, UsageError
 from jobs.command_line.words import Debug, make_group
-from jobs.named_stages import CHECKPOINTS, find_set, find_stage, stages_in
+from jobs.named_stages import CHECKPOINTS, find_set, find_stage
 from jobs.terminal import echo
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.monitoring.telemetry import counted
@@ -85,7 +85,6 @@ def import_foreign(
 ) -> None:
     """Write official, timm or transformers weights as ours."""
     refuse_missing(path)
-    refuse_in_run(directory)
     from jobs.commands.weights import import_weights
 
     import_weights(path, directory, overrides=overrides or [], class_list=names)
@@ -97,7 +96,6 @@ def export(
 ) -> None:
     """Write our weights as official, timm or transformers ones."""
     directory = find_weights(directory)
-    refuse_in_run(path)
     from jobs.commands.weights import export_weights
 
     export_weights(directory, path, format, preprocess)
@@ -109,7 +107,9 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     weights = find_weights(weights)
     missing = [path for path in images if not Path(path).exists()]
     if missing:
-        raise UsageError(f"there is nothing at {', '.join(missing)}\n  give image files, folders of them or tar shards")
+        raise UsageError(
+            f"there is no file or folder {', '.join(missing)}\n  expected image files, folders of them or tar shards"
+        )
     from jobs.commands import analyze
 
     analyze.analyze(weights, images, output, limit)
@@ -203,25 +203,13 @@ def find_weights(path: str) -> str:
         from jobs.commands.stored_runs import fetch_weights
 
         return fetch_weights(path)
-    path = find_stage(path)
+    path = find_set(find_stage(path))  # a set by its name is refused as one
     refuse_missing(path)
     return path
 
 
-def refuse_in_run(target: str) -> None:
-    """Raise UsageError where weights would be written into a run: its stages go by their names."""
-    for folder in Path(target).absolute().parents:
-        if stages_in(folder):
-            raise UsageError(
-                f"{target} is inside the run {folder}, whose folders are its stages'\n"
-                f"  expected a folder apart from it, as exported; weights are named first, what is written behind them"
-            )
-
-
 def refuse_missing(path: str) -> None:
     """Raise DataError where no weights are at the path; `file.npz:img` names a part of a file (big_vision)."""
-    if any(Path(find_set(path)).glob("*.index.json")):
-        raise DataError(f"{path} is a set, and no weights\n  type the weights first, and the set behind them")
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(
             f"there is no file or folder {path}\n"
@@ -234,6 +222,10 @@ def refuse_missing(path: str) -> None:
                 f"{path} has checkpoints, and no weights yet\n"
                 f"  type python -m jobs checkpoints export {path} --to FOLDER, then name FOLDER"
             )
+        from data.index.document import SUFFIX
+
+        if any(folder.glob(f"*{SUFFIX}")):
+            raise DataError(f"{path} is a set, expected weights first and sets behind them\n  type them in that order")
         raise DataError(
             f"cannot load {path}: it is no folder with {CONFIG} or {THEIR_WEIGHTS}\n"
             "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"

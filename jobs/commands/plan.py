@@ -34,6 +34,15 @@ from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
 from pipeline.plan.cost import HOUR_S, Assumptions
 
+MOST_NAMED = 4  # stages in a line
+
+
+def few(names: list[str]) -> str:
+    """Return the names of stages, of many the first."""
+    if len(names) > MOST_NAMED:
+        return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
+    return ", ".join(names)
+
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
     """Print the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
@@ -174,7 +183,7 @@ class Plan:
         # 2. Whether they fit: the largest decides.
         fits = f"{largest.name} needs the most, {memory_text(largest.device_bytes)} a worker"
         if too_large:
-            fits = f"NO: of {', '.join(too_large)} a worker needs more than there is"
+            fits = f"NO: of {few(too_large)} a worker needs more than there is"
         elif not largest.device_bytes:
             fits = "not known"
         elif largest.limit:
@@ -184,7 +193,7 @@ class Plan:
         else:
             fits = f"not known: {fits} of its node's"
         if not_traced:
-            fits += f"; of {', '.join(not_traced)} it is not known"
+            fits += f"; of {few(not_traced)} it is not known"
 
         # 3. How long and how much: a range where one of them is estimated.
         if not timed:
@@ -195,5 +204,5 @@ class Plan:
         elif self.assumed.mtbf_hours is not None:
             time += f" with {failures:.1f} failures"
         if untimed:
-            time += f"; NOT known of {', '.join(untimed)}"
+            time += f"; NOT known of {few(untimed)}"
         return fits, time, bill(least_hours, most_hours, self.assumed.price)

@@ -148,8 +148,14 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
 
 
 def refuse_existing(target: str) -> None:
-    """Raise UsageError where the target is a file, or a folder that holds something."""
+    """Raise UsageError where the target is a file, a folder that holds something, or a part of a run."""
     path = Path(target)
+    for folder in path.absolute().parents:
+        if (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
+            raise UsageError(
+                f"{target} lies in the run {folder}, where names are those of stages; nothing was written\n"
+                "  expected what is read first, and then what is written, outside of a run"
+            )
     holds_something = path.is_file() or (path.is_dir() and any(path.iterdir()))
     if holds_something:
         raise UsageError(f"{target} is there already, nothing was written\n  give another name, or remove it first")

@@ -125,7 +125,10 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
     tables_above: dict[str, dict[str, Run]] = {}  # by section: the runs of its table, by name
     for name, section in recipe.items():
         stars = set(starred(section))
-        if not isinstance(section, Mapping) or (section.get("sweep") is None and not stars):
+        # `finetune.sweep=null` takes a sweep off.
+        if isinstance(section, Mapping) and section.get("sweep") is None:
+            section = {key: value for key, value in section.items() if key != "sweep"}
+        if not isinstance(section, Mapping) or ("sweep" not in section and not stars):
             sections[name] = Written(section, name)
             continue
         where = f"{name}.sweep"

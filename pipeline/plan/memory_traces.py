@@ -36,6 +36,11 @@ SOURCES = ("models", "pipeline")  # whose code says what a step allocates
 LIBRARIES = ("torch", "deepspeed")
 TRACER = "pipeline.plan.tracer"
 MOST_MICRO_BATCHES = 2  # that are traced: a third adds its gradients to the same sums as the second
+# Fields of which it matters whether they are 0, and nothing else: runs of a sweep over their values share a trace.
+SWITCHES = ("label_smoothing", "mixup", "polyak")
+SWITCHES_OF_MODEL = ("dropout", "drop_path")
+FIRST_VALUES = ("head_bias", "position_std")  # fields of a model that say what its weights begin with
+ON = 0.5  # stands for every value of a switch that is not 0
 MOST_KEPT = 1000  # traces, of about 1 kB; every change of the sources makes the older ones useless
 LONGEST_REASON = 300  # characters of what a tracer that failed has said
 
@@ -114,9 +119,12 @@ def step_to_trace(
     file = ""
     if cfg.deepspeed is not None:
         file = hashlib.sha256(Path(cfg.deepspeed).read_bytes()).hexdigest()
-    optim = {"name": cfg.optim.name, "clip": min(cfg.optim.clip, 1.0), "weight_decay": cfg.optim.weight_decay}
-    if cfg.optim.head_weight_decay is not None:
-        optim["head_weight_decay"] = cfg.optim.head_weight_decay
+    decay = cfg.optim.weight_decay
+    optim = {"name": cfg.optim.name, "clip": ON * (cfg.optim.clip > 0), "weight_decay": ON * (decay > 0)}
+    of_head = cfg.optim.head_weight_decay
+    # Parameters are grouped by their decay: a head with another one is a group of its own.
+    if of_head is not None and of_head != decay:
+        optim["head_weight_decay"] = ON / 2 * (of_head > 0)
     values: dict[str, Any] = {
         "data": {"train": "unread", "max_labels": cfg.data.max_labels},
         "optim": optim,
@@ -125,11 +133,19 @@ def step_to_trace(
         "micro_batch": 1,
         "batch_size": world * micro_batches,
     }
-    for name in ("objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"):
+    for name in ("objective", "loss", "exact_parts", "precision", "zero"):
         values[name] = getattr(cfg, name)
+    for name in SWITCHES:
+        values[name] = ON * (getattr(cfg, name) > 0)
+    model_values = models.to_dict(model)
+    for name in SWITCHES_OF_MODEL:
+        if model_values.get(name):
+            model_values[name] = ON
+    for name in FIRST_VALUES:
+        model_values.pop(name, None)
     if cfg.deepspeed is not None:
         values["deepspeed"] = str(Path(cfg.deepspeed).absolute())
-    return StepToTrace(models.to_dict(model), values, world, micro_batches, recomputed, is_gpu, file)
+    return StepToTrace(model_values, values, world, micro_batches, recomputed, is_gpu, file)
 
 
 def trace_of(step: StepToTrace) -> Trace:

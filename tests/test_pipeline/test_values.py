@@ -88,5 +88,10 @@ def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
     assert both == {"pretrain": {"model": {"name": "mu/8", "classes": 3}}}
     replaced = with_overrides(recipe, ["pretrain.model={name: B/16}"])
     assert replaced == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 3}}}
+    quoted = with_overrides(recipe, ['pretrain.model={"name": B/16, classes: 5}'])
+    assert quoted == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 5}}}
+    # What only looks like a name: a text with one in it, and a section of its own.
+    for value in ('{stem: "{name"}', "{stem: [a, name]}", "{inner: {name: x}}"):
+        assert with_overrides(recipe, [f"pretrain.model={value}"])["pretrain"]["model"]["width"] == 192, value
     merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
     assert merged["pretrain"]["model"]["width"] == 192  # without a name a section is merged, as any other

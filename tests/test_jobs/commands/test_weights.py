@@ -84,6 +84,8 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
     torn.write_bytes(b"PK\x03\x04 not whole")
     empty = tmp_path / "empty.npz"
     empty.touch()
+    (tmp_path / "run" / "pretrain-1a2b3c4d").mkdir(parents=True)
+    (tmp_path / "run" / "pretrain-1a2b3c4d" / "stage.json").touch()
     cases = [
         (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
         (
@@ -92,6 +94,7 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
             "'onnx' is not one of 'safetensors'",
         ),
         (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
+        (["export", str(tmp_path / "gap"), f"{tmp_path}/run/pretrain", "--format", "npz"], 64, "lies in the run "),
         (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
         (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
         (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "there is no file or folder"),
@@ -105,8 +108,10 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
     # The folders of a run are its stages, which go by their names.
     artifacts.write_record(Path(shutil.copytree(ours, tmp_path / "run" / "pretrain-1a2b3c4d")) / "stage.json", {})
     for target in ("run/x", "run/pretrain", "run/pretrain-1a2b3c4d/x"):
-        cases.append((["export", str(ours), str(tmp_path / target), "--format", "timm"], 64, "is inside the run"))
-        cases.append((["import", str(ours), str(tmp_path / target)], 64, "is inside the run"))
+        cases.append(
+            (["export", str(ours), str(tmp_path / target), "--format", "timm"], 64, "where names are those of stages")
+        )
+        cases.append((["import", str(ours), str(tmp_path / target)], 64, "where names are those of stages"))
     for arguments, code, message in cases:
         assert main(arguments) == code, arguments
         assert message in capsys.readouterr().err

@@ -310,6 +310,12 @@ def test_a_sweep_that_means_nothing_is_refused(varies, message):
     assert message in str(error.value)
 
 
+def test_null_takes_a_sweep_off():
+    assert expanded({"p": {"kind": "pretrain", "sweep": None}}) == {"p": Written({"kind": "pretrain"}, "p")}
+    chain = {"p": {"kind": "pretrain", "sweep": {"seeds": [0, 1]}}, "r": {"init": "@p.*", "sweep": None}}
+    assert list(expanded(chain)) == ["p.seed-0", "p.seed-1", "p", "r.seed-0", "r.seed-1", "r"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -22,6 +22,7 @@ from jobs.__main__ import main
 from jobs.commands.preflight import stage_requirements
 from jobs.recipe.campaign import load
 from pipeline.batches import patches_to_keep
+from pipeline.optimization import OptimConfig
 from pipeline.plan import memory, memory_traces
 from pipeline.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
 from pipeline.plan.memory_traces import Kind, Moment, Trace, step_to_trace
@@ -267,6 +268,12 @@ def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: P
     assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
     for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
         assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
+    # Of what is not 0 another value changes nothing; a head that decays otherwise is a group of its own.
+    for change in ({"polyak": 0.99}, {"mixup": 0.2}, {"optim": OptimConfig(lr=1.0, weight_decay=3.0, clip=7.0)}):
+        assert traced(step_of(dataclasses.replace(SMALL, **change))) == 0, change
+    for decay, count in ((None, 0), (0.1, 0), (3.0, 1), (2.0, 0), (0.0, 1)):
+        optim = OptimConfig(weight_decay=0.1, head_weight_decay=decay)
+        assert traced(step_of(dataclasses.replace(SMALL, optim=optim))) == count, decay
     for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
         assert traced(dataclasses.replace(step_of(), **options)) == 1, options
     # Other code, other libraries; and a file that was cut short, or in which a digit changed, is made anew.
@@ -322,6 +329,23 @@ def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.Mon
 
 
 # ---------------------------------------------------------------------------------------------------- what plan says
+
+
+def test_a_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """16 runs of four models: what a step keeps does not depend on seeds, rates, or how much decays and is dropped."""
+    runs = {}
+    for width, dropout, decay in itertools.product((48, 96), (0.0, 0.1), (0.03, 0.3)):
+        fields = {"model.width": width, "model.dropout": dropout, "optim.lr": decay, "optim.weight_decay": decay}
+        runs[f"{width}-{dropout}-{decay}"] = fields
+    section = {"data": {"train": "not/there"}, "steps": 4, "batch_size": 8, "micro_batch": 4, "precision": "fp32"}
+    model = {"name": "mu/8", "image_size": 16, "classes": 10, "depth": 1, "mlp": 96, "heads": 3}
+    section["optim"] = {"schedule": {"warmup_steps": 1}}
+    section |= {"model": model, "sweep": {"each": runs, "seeds": [0, 1]}}
+    recipe = tmp_path / "sweep.yaml"
+    cluster = {"workers": 1, "backend": "processes"}
+    recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "cluster": cluster, "pretrain": section}))
+    assert main(["plan", str(recipe), "--without-data"]) == 0
+    assert capsys.readouterr().out.count("  memory  ") == 16 and len(tracer) == 4
 
 
 @pytest.fixture
