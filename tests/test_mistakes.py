@@ -51,7 +51,7 @@ INTERNALS = re.compile(
 # A line: exit code, what is typed after `python -m jobs`, and words of the answer behind =>, with | between.
 COMMANDS = """
 64 <none>                                     => Missing command
-64 train tiny.yaml                            => No such command 'train'|train is called run here
+64 train tiny.yaml                            => No such command 'train'.|train is called run here
 64 runn tiny.yaml                             => Did you mean 'run'?
 64 run                                        => expected a YAML file, or a recipe that ships: cifar10, digits
 64 run tiny.yaml --gpus 1                     => No such option: --gpus|typed without dashes: pretrain.optim.lr=1e-3
