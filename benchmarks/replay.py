@@ -2,6 +2,8 @@
 
     python -m benchmarks.replay flips --cases 100        gradients, moments, weights, pixels; and clean stretches
     python -m benchmarks.replay samples --cases 100 --kind relabelled|saturated|nan|duplicated
+    python -m benchmarks.replay shards --cases 20 --first 0 --kind relabelled|clean
+    python -m benchmarks.replay examples --images FOLDER      the sets of docs/replay.md, in examples/ of this folder
 
 `flips`: a run of two workers in exact mode takes 500 steps with a commit every 5. For each case two workers take five
 of them again with one bit flipped, at a random step, worker, place and bit; the audit's comparison and verdict are then
@@ -9,6 +11,9 @@ asked what that run is, with the undisturbed steps beside it. Clean stretches ar
 
 `samples`: a network is trained until its loss on 2,048 patterns is small. For each case a step of 1,024 is poisoned,
 and the search of `bisect` is run on it as a worker runs it. Which sample, and how, is drawn from the seed and the case.
+
+`shards`: for each case 16 shards of 64 noisy patterns are packed, of which one has labels that are one too high, or
+none has; a network is trained on them, and `bisect RUN shards` is typed. The case is the seed of everything.
 """
 
 import argparse
@@ -37,6 +42,7 @@ import models
 from data.images.augment import AugmentConfig
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
+from data.sources.tars import tars
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.replays.audit import Finding, compare, judge
@@ -251,15 +257,20 @@ COPIES = 3
 FAMILIES = 100
 
 
+def pattern(seed: int, rng: np.random.Generator, noise: float) -> tuple[bytes, int]:
+    """Return a noisy picture of a class that is drawn, and the class; the seed draws what classes look like."""
+    of_class = np.random.default_rng(seed).normal(size=(10, 4, 4, 3)).repeat(4, axis=1).repeat(4, axis=2)
+    label = int(rng.integers(10))
+    image = (128 + 45 * of_class[label] + noise * rng.normal(size=(16, 16, 3))).clip(0, 255).astype(np.uint8)
+    return cv2.imencode(".png", image)[1].tobytes(), label
+
+
 def patterns(seed: int) -> list[Sample]:
     """Return noisy patterns, one pattern a class; of the first FAMILIES there are COPIES each, byte by byte."""
-    rng = np.random.default_rng(seed)
-    of_class = rng.normal(size=(10, 4, 4, 3)).repeat(4, axis=1).repeat(4, axis=2)
+    rng = np.random.default_rng([seed, 1])
     samples: list[Sample] = []
     while len(samples) < SAMPLES:
-        label = int(rng.integers(10))
-        image = (128 + 45 * of_class[label] + 10 * rng.normal(size=(16, 16, 3))).clip(0, 255).astype(np.uint8)
-        encoded = cv2.imencode(".png", image)[1].tobytes()
+        encoded, label = pattern(seed, rng, 10)
         copies = COPIES if len(samples) < FAMILIES * COPIES else 1
         for _ in range(copies):
             samples.append(Sample(f"{len(samples):05d}", encoded, (label,), "png"))
@@ -369,18 +380,115 @@ def samples(folder: Path, cases: int, seed: int, kind: str, metric: str, steps: 
             print("   ", json.dumps(one)[:300], file=sys.stderr)
 
 
+# ------------------------------------------------------------------------ a poisoned shard
+
+SHARDS = 16
+SHARD_SAMPLES = 64
+NOISE = 110
+RECIPE = """
+cluster: {{workers: 1, backend: processes}}
+pretrain:
+  data: {{train: {train}, evaluate: {test}, augment: {{crop: none, flip: false}}}}
+  model: {model}
+  optim: {{lr: 3.0e-3, schedule: {{warmup_steps: 10}}}}
+  loss: softmax
+  steps: {steps}
+  batch_size: 32
+  micro_batch: 32
+  precision: fp32
+  seed: {seed}
+  zero: 0
+  log_every: 50
+  save_every: {steps}
+"""
+
+
+def shards(folder: Path, first: int, cases: int, kind: str, steps: int) -> None:
+    """Plant a poisoned shard in each of several runs, and print what `bisect RUN shards` names."""
+    from jobs.__main__ import main
+
+    print("| case | accuracy | planted | named | stands out | replays | gap | seconds |", flush=True)
+    right = 0
+    for case in range(first, first + cases):
+        began = time.monotonic()
+        place = folder / str(case)
+        rng = np.random.default_rng([case, 2])
+        planted = int(rng.integers(SHARDS)) if kind == "relabelled" else None
+        for name, count in {"train": SHARDS * SHARD_SAMPLES, "test": 2000}.items():
+            packed = []
+            for number in range(count):
+                encoded, label = pattern(case, rng, NOISE)
+                if name == "train" and number // SHARD_SAMPLES == planted:
+                    label = (label + 1) % 10
+                packed.append(Sample(f"{number:05d}", encoded, (label,), "png"))
+            pack(packed, place / name, name=name, classes=10, shard_samples=SHARD_SAMPLES)
+        recipe = place / "recipe.yaml"
+        words = {"train": place / "train", "test": place / "test", "model": json.dumps(MODEL), "steps": steps}
+        recipe.write_text(RECIPE.format(**words, seed=case))
+        codes = [main(["run", str(recipe), f"run={place / 'run'}"])]
+        codes.append(main(["bisect", str(place / "run"), "shards", "--from", "0", "--to", str(steps)]))
+        assert codes == [0, 0], codes
+        (done,) = (place / "run").glob("pretrain-*/done.json")
+        accuracy = json.loads(done.read_text())["metrics"]["accuracy"]
+        report = json.loads((place / "run-bisect" / "bisect.json").read_text())
+        named = int(report["shard"].removesuffix(".tar")[-6:])
+        right += named == planted
+        values_out, values_in = [], []
+        for taken in report["replays"]:
+            values = values_out if report["shard"] in taken["without"] else values_in
+            values.append(taken["accuracy"])
+        gap = statistics.mean(values_out) - statistics.mean(values_in)
+        print(
+            f"| {case} | {accuracy:.4f} | {planted} | {named} | {report['is_found']} | {len(report['replays'])} | "
+            f"{gap:.4f} | {time.monotonic() - began:.0f} |",
+            flush=True,
+        )
+    print(f"right: {right} of {cases}")
+
+
+# ------------------------------------------------------------------------ the worked examples
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def examples(images: Path, folder: Path) -> None:
+    """Pack the sets of docs/replay.md, of CIFAR-10's tars.
+
+    sources: 8 shards of 500 images, those of shard 5 with the next class's label; test: 2,000 images; known: 256
+    images; delivery: the same, of which number 100 has the label of a frog.
+    """
+    train = list(tars(sorted(images.glob("cifar10-train-*.tar"))))
+    test = list(tars(sorted(images.glob("cifar10-test-*.tar"))))
+    sources = []
+    for number, sample in enumerate(train[:4000]):
+        is_poisoned = number // 500 == 5
+        sources.append(replace(sample, labels=((sample.labels[0] + is_poisoned) % 10,)))
+    known = train[4000:4256]
+    delivery = [*known[:100], replace(known[100], labels=(6,)), *known[101:]]
+    for name, chosen in {"sources": sources, "test": test, "known": known, "delivery": delivery}.items():
+        pack(chosen, folder / name, name=name, names=CIFAR10, shard_samples=500)
+        print(f"{folder / name}: {len(chosen)} images", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["flips", "samples"])
+    parser.add_argument("what", choices=["flips", "samples", "shards", "examples"])
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="of the cases of shards")
     parser.add_argument("--kind", default="relabelled")
     parser.add_argument("--metric", default="grad_norm")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--images", type=Path, help="folder of cifar10-train-*.tar and cifar10-test-*.tar")
     options = parser.parse_args()
+    if options.what == "examples":
+        examples(options.images, Path("examples"))
+        return
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         if options.what == "flips":
             flips(Path(folder), options.cases, options.seed)
+        elif options.what == "shards":
+            shards(Path(folder), options.first, options.cases, options.kind, options.steps)
         else:
             samples(Path(folder), options.cases, options.seed, options.kind, options.metric, options.steps)
 

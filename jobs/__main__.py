@@ -19,7 +19,10 @@ from pathlib import Path
 # Before the imports below, which might find another package called `data` or `models` (step 1).
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"error: this Python, {sys.executable}, has no {error.name}\n  type make env && source .venv/bin/activate")
 from typer.exceptions import TyperException
 from typer.main import get_command
 
@@ -117,10 +120,13 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
     # pydantic, which typer reads values with, says whose error it was; choices come on a line each.
-    print(f"error: {' '.join(error.format_message().replace('Value error, ', '').split())}", file=sys.stderr)
+    message = " ".join(error.format_message().replace("Value error, ", "").split())
     for meant, others in OTHER_COMMANDS.items():
         if words and words[0] in others.split():
-            print(f"  {words[0]} is called {meant} here: {program()} {meant} --help", file=sys.stderr)
+            # In the place of what is spelt alike.
+            message = message.partition(" Did you mean")[0]
+            message += f"\n  {words[0]} is called {meant} here: {program()} {meant} --help"
+    print(f"error: {message}", file=sys.stderr)
     if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
         print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
     parameter = getattr(error, "param", None)

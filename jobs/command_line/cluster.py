@@ -78,7 +78,15 @@ def submit(
 @commands.command()
 def logs(run: Run, _debug: Debug = False) -> int:
     """Follow what a submitted run prints, and end as it ends."""
-    return follow(job_name(run))
+    from data.storage import Folder
+    from jobs.ownership import RAY_JOB, newest_lease
+
+    name = job_name(run)
+    if "://" not in name:
+        seen = newest_lease(Folder(Path(name)))
+        if seen is not None and seen.record is not None and not seen.record["job"].startswith(RAY_JOB):
+            raise UsageError(f"{name} is no job of a cluster\n  what it prints is in its log: tail -f {name}/log.txt")
+    return follow(name)
 
 
 def follow(run: str) -> int:

@@ -40,7 +40,7 @@ def bisect(
     run: Stage,
     words: Annotated[
         list[str],
-        typer.Argument(metavar="step=N|shards", help="And metric=grad_norm|loss|accuracy, limit=X."),
+        typer.Argument(metavar="step=N|shards", help="And metric=grad_norm|loss|accuracy."),
     ],
     first: First = None,
     last: Last = None,

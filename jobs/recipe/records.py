@@ -77,17 +77,18 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
 
 
 def half_done_folder(campaign: Campaign, stage: Stage) -> Path | None:
-    """Return the folder of an unfinished stage of this name whose forbidden fields were others; None without any."""
+    """Return the folder of this name on which was worked last, with other forbidden fields, if it is unfinished."""
     # A folder is named by the key: where this key's is there, nothing has changed that may not.
     if campaign.directory(stage).exists():
         return None
     folders = campaign.run.glob(f"{stage.name}-{'[0-9a-f]' * 8}")
     # Attempts are numbered over the whole run; the clock may have jumped, so times would not tell which is the newest.
     for folder in sorted(folders, key=newest_attempt, reverse=True):
-        # A finished stage stays under its own key, and one without a checkpoint loses nothing: neither is a conflict.
-        is_finished = (folder / "done.json").exists()
-        has_record = (folder / "stage.json").exists()
-        if has_record and not is_finished and StageCheckpoints(campaign.storage, folder.name).committed():
+        # A finished stage stays under its own key, and what was begun before it had been given up with --fresh.
+        if (folder / "done.json").exists():
+            return None
+        # One without a checkpoint loses nothing.
+        if (folder / "stage.json").exists() and StageCheckpoints(campaign.storage, folder.name).committed():
             return folder
     return None
 

@@ -2,15 +2,15 @@
 
 `bisect RUN step=N` takes one step again and again in one attempt (pipeline/search.py), and shows the samples without
 which its metric is usual: key, labels, shard, and the pictures as the set and as the model have them.
-`bisect RUN shards --from A --to B` takes a whole stretch again for each half of the shards that it uses: it keeps the
-half without which the metric comes back to more than the middle between its values at A and B.
+`bisect RUN shards --from A --to B` takes a whole stretch again and again, each time without another half of the shards
+that it uses: one shard is left that was out where the metric at B was high, and in where it was low.
 """
 
 import math
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from data.checks import printable
 from data.errors import UsageError
 from data.files import write_whole
+from data.index.document import load_index
 from data.page import jpeg_bytes
 from data.shards.reader import ShardReader
 from jobs.cluster.supervisor import supervise
@@ -27,13 +28,13 @@ from jobs.resolved_recipe import Context
 from jobs.stages import training
 from jobs.terminal import echo
 from jobs.worlds import allowed_worlds
-from pipeline.evaluation.best import evaluations_of
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan
 from pipeline.replay import TrainedStage
 from pipeline.training_config import TrainConfig, training_order
 
 METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.replay.TakenStep` has them
+CLEAR = 0.6  # of the mean difference between replays with and without a shard: how far apart the nearest two are
 MOST_SHOWN = 16  # samples of a set that are printed, and written as pictures
 
 
@@ -45,30 +46,22 @@ def bisect(run: str, words: Sequence[str], *, first: int | None, last: int | Non
         key, separator, value = word.partition("=")
         if word.startswith("cluster."):
             overrides.append(word)
-        elif word == "shards" or (separator and key in ("step", "metric", "limit")):
+        elif word == "shards" or (separator and key in ("step", "metric")):
             values[key] = value
         else:
-            raise UsageError(f"{word!r} is not understood\n  expected step=N or shards, metric=…, limit=…, cluster.…=…")
-    if "step" in values and "shards" in values:
+            raise UsageError(f"{word!r} is not understood\n  expected step=N or shards, metric=…, cluster.…=…")
+    if ("step" in values) == ("shards" in values):
         raise UsageError("step=N asks for samples, shards for a shard\n  expected one of them")
-    if "limit" in values and "shards" not in values:
-        raise UsageError("limit=X is of shards; that of a step lies between its metric and the usual\n  leave it out")
-    limit = None
-    if "limit" in values:
-        try:
-            limit = float(values["limit"])
-        except ValueError:
-            raise UsageError(f"limit={values['limit']}: expected a number, as limit=0.7") from None
 
     replays = Replays("bisect", run, output, overrides)
     if "shards" in values:
         start, stop = replays.between(first, last)
-        bisect_shards(replays, start, stop, values.get("metric", "accuracy"), limit)
+        bisect_shards(replays, start, stop, values.get("metric", "accuracy"))
         return
     steps = replays.stage.steps
-    text = values.get("step", "")
+    text = values["step"]
     if not text.isdigit() or not 0 < int(text) <= steps:
-        raise UsageError(f"step={text}: expected step=N, from 1 to {steps}, as the log counts them, or shards")
+        raise UsageError(f"step={text}: expected step=N, from 1 to {steps}, as the log counts them")
     metric = values.get("metric", METRICS[0])
     if metric not in METRICS:
         raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)} for a step")
@@ -121,13 +114,10 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     # 3. What it was, and whether the step came out as it is on record.
     if step in stage.taken:
         recorded = without_nan([stage.taken[step].loss, stage.taken[step].grad_norm])
-        came_out = "otherwise than on record"
-        if [outcome["loss"], outcome["grad_norm"]] == recorded:
-            came_out = "as it is on record, to the bit"
-        echo(f"step {step} came out {came_out}")
-    shown = f"{metric} is not finite"
-    if outcome["value"] is not None:
-        shown = f"{metric} is {outcome['value']:.4g}"
+        is_same = [outcome["loss"], outcome["grad_norm"]] == recorded
+        echo(f"step {step} came out {'as it is on record, to the bit' if is_same else 'otherwise than on record'}")
+    value = "not finite" if outcome["value"] is None else f"{outcome['value']:.4g}"
+    shown = f"{metric} is {value}"
     samples = found_samples(stage, step, outcome, folder)
     if not outcome["is_spike"]:
         echo(f"no spike: {shown}, usual is {usual:.4g}")
@@ -182,39 +172,28 @@ def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], fo
 # ------------------------------------------------------------------------ a stretch
 
 
-def bisect_shards(replays: Replays, first: int, last: int, metric: str, limit: float | None) -> None:
+def bisect_shards(replays: Replays, first: int, last: int, metric: str) -> None:
     """Find the shard behind what a metric has lost between two commits, by taking the steps between them again."""
-    # 1. What the metric is to be above without the shard.
+    # 1. The shards that these steps use, in their order; and how many images the metric is over.
     stage = replays.stage
-    on_record: dict[int, float] = {}
-    for step, scores in evaluations_of(stage.records).items():
-        if metric in scores:
-            on_record[step] = scores[metric]
-    if limit is None:
-        if first not in on_record or last not in on_record:
-            raise UsageError(
-                f"{metric} is not on record at both steps {first} and {last}; it is at {sorted(on_record)[-12:]}\n"
-                "  type limit=X: what it is to be above once the shard is out"
-            )
-        limit = (on_record[first] + on_record[last]) / 2
-    if last in on_record and on_record[last] >= limit:
-        raise UsageError(
-            f"{metric} is {on_record[last]:.4f} at step {last}, above {limit:.4f} already: nothing is lost there"
-        )
-
-    # 2. The shards that these steps use, in their order.
     index, order = training_order(stage.config_at(first + 1, last), stage.sets)
     used: set[int] = set()
     for step in range(first, last):
         used.update(np.unique(order.batch(step).shard).tolist())
-    candidates = sorted(used)
-    most = math.ceil(math.log2(max(len(candidates), 2))) + 1
+    if len(used) == 1:
+        raise UsageError(f"the steps {first + 1} to {last} use one shard, {index.shards[used.pop()].name}")
+    judged_on = stage.job["evaluate" if metric == "accuracy" else "probe_test"]
+    if judged_on is None:
+        raise UsageError(
+            f"metric={metric}: {replays.name} was not evaluated on it\n  expected one that a run ends with"
+        )
+    images = load_index(judged_on).samples
     echo(
-        f"{replays.name}: {len(candidates)} shards in the steps {first + 1} to {last}, {metric} above {limit:.4f} "
-        f"wanted; at most {most} times {last - first} steps"
+        f"{replays.name}: {len(used)} shards in the steps {first + 1} to {last}; at most "
+        f"{math.ceil(math.log2(len(used))) + 1} times {last - first} steps, each without half of the shards"
     )
 
-    # 3. The half of them without which the metric is above the limit, until one is left.
+    # 2. The search.
     taken: list[dict[str, Any]] = []
 
     def value_without(shards: Sequence[int]) -> float:
@@ -222,22 +201,59 @@ def bisect_shards(replays: Replays, first: int, last: int, metric: str, limit: f
         masked = [[shard, 0, index.shards[shard].samples] for shard in shards]
         metrics = replays.take_again(first, last, folder, masked=masked, evaluates=True).outcome["metrics"]
         if metric not in metrics:
-            raise UsageError(f"metric={metric}: expected one of {', '.join(metrics) or 'those evaluated'}")
+            raise UsageError(f"metric={metric}: expected one of {', '.join(metrics)}")
         shutil.rmtree(folder)
-        value = float(metrics[metric])
-        taken.append({"without": [index.shards[shard].name for shard in shards], metric: value})
-        echo(f"  without {len(shards)} shards, {index.shards[shards[0]].name} …: {metric} {value:.4f}")
-        return value
+        names = [index.shards[shard].name for shard in shards]
+        taken.append({"without": names, metric: metrics[metric]})
+        echo(f"  without {len(names)} shards, {names[0]} …: {metric} {metrics[metric]:.4f}")
+        return float(metrics[metric])
 
-    while len(candidates) > 1:
-        half = candidates[: len(candidates) // 2]
-        candidates = half if value_without(half) > limit else candidates[len(half) :]
-    name = index.shards[candidates[0]].name
-    value = value_without(candidates)
-    is_found = value > limit
-    report = {"from": first, "to": last, "metric": metric, "limit": limit, "replays": taken}
+    shard, values_without, values_with = shard_behind(value_without, sorted(used))
+
+    # 3. A shard is named where the two kinds of replays lie apart, by more than the noise of the evaluation.
+    gap = statistics.mean(values_without) - statistics.mean(values_with)
+    share = statistics.mean(values_with)
+    noise = 2 * math.sqrt(max(2 * share * (1 - share), 0.0) / images)
+    is_found = gap > noise and min(values_without) - max(values_with) > CLEAR * gap
+    name = index.shards[shard].name
+    report = {"from": first, "to": last, "metric": metric, "noise": noise, "replays": taken}
     replays.report(replays.folder / "bisect.json", {**report, "shard": name, "is_found": is_found})
-    if is_found:
-        echo(f"shard {name}: without it {metric} is {value:.4f} at step {last}, with it {on_record.get(last)}")
-    else:
-        echo(f"no single shard: {metric} is not above {limit:.4f} without {name}, the last one left")
+    verdict = f"shard {name}"
+    if not is_found:
+        verdict = f"no single shard stands out, the likeliest is {name}"
+    echo(
+        f"{verdict}: {metric} is {min(values_without):.4f} or more in {len(values_without)} replays without it, "
+        f"{max(values_with):.4f} or less in {len(values_with)} with it; {noise:.4f} is noise of {images:,} images\n"
+        f"  to do without it alone type python -m jobs without {stage.folder} --shards {name} --to {last}"
+    )
+
+
+def shard_behind(
+    value_without: Callable[[Sequence[int]], float], shards: Sequence[int]
+) -> tuple[int, list[float], list[float]]:
+    """Return the shard without which values are the highest, the values without it, and those with it.
+
+    ⌈log₂ n⌉ + 1 values are taken, each without half of all shards: with other amounts of data left they could not be
+    compared, because a stretch that lacks half of its data is worse for that alone.
+    """
+    middle = len(shards) // 2
+    suspects = list(shards[:middle])
+    cleared = list(shards[middle:])
+    high = [value_without(suspects)]
+    low = [value_without(cleared)]
+    if low > high:
+        suspects, cleared = cleared, suspects
+        high, low = low, high
+    while len(suspects) > 1:
+        half = suspects[: len(suspects) // 2]
+        others = suspects[len(half) :]
+        value = value_without([*half, *cleared[: middle - len(half)]])
+        if value > (statistics.mean(low) + statistics.mean(high)) / 2:
+            high.append(value)
+            suspects = half
+            cleared = cleared + others
+        else:
+            low.append(value)
+            suspects = others
+            cleared = cleared + half
+    return suspects[0], high, low

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypedDict
@@ -18,7 +18,7 @@ from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
-from data.sources.folders import files_of, folder_classes
+from data.sources.folders import files_of, folder_classes, images_below
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.stages.sets import (
@@ -231,10 +231,11 @@ def missing_sources(cfg: Config) -> Iterator[str]:
                 yield f"sets.{name}.path: {error}"
 
 
-def check_outputs(stage: Stage, there: Available) -> Iterable[CheckResult]:
+def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
 
-    Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read.
+    Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read. Warn where a
+    folder has got or lost images since it was packed.
     """
     campaign = there.campaign
     folder = campaign.directory(stage)
@@ -265,7 +266,21 @@ def check_outputs(stage: Stage, there: Available) -> Iterable[CheckResult]:
         lines.append(f"  bring them back from a copy, or {removal}")
         lines.append("  and run its recipe again: the stage packs the same set anew")
         raise DataError("\n".join(lines))
-    return ()
+    for name, set_config in stage.config.sets.items():
+        if set_config.source != "folder" or set_config.keep:
+            continue
+        root = Path(set_config.path)
+        # A folder's time changes with what it holds; to list a million images takes long.
+        folders = [root, *(path for path in root.glob("[!.]*") if path.is_dir())]
+        if not any(path.exists() and path.stat().st_mtime > done["finished"] for path in folders):
+            continue
+        images = 0
+        for path in [root] if set_config.unlabelled else folders[1:]:
+            images += len(images_below(path, Counter()))
+        before = packed[name]["samples"]  # those counted that cannot be decoded
+        if images != before:
+            text = f"{stage.name}: {root} holds {counted(images, 'image')}, and held {before} when it was packed"
+            yield CheckResult("WARN", "files", f"{text}: {name} stays as it is; for another set type run=FOLDER")
 
 
 KIND = StageKind(

@@ -105,6 +105,13 @@ def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
         (["import", str(ours), str(tmp_path / "x"), "heads"], 78, "expected key=value"),
         (["import", str(ours), str(tmp_path / "x"), "heds=2"], 65, "heds"),
     ]
+    # The folders of a run are its stages, which go by their names.
+    artifacts.write_record(Path(shutil.copytree(ours, tmp_path / "run" / "pretrain-1a2b3c4d")) / "stage.json", {})
+    for target in ("run/x", "run/pretrain", "run/pretrain-1a2b3c4d/x"):
+        cases.append(
+            (["export", str(ours), str(tmp_path / target), "--format", "timm"], 64, "where names are those of stages")
+        )
+        cases.append((["import", str(ours), str(tmp_path / target)], 64, "where names are those of stages"))
     for arguments, code, message in cases:
         assert main(arguments) == code, arguments
         assert message in capsys.readouterr().err

@@ -506,6 +506,14 @@ def test_a_forbidden_change_of_a_half_done_stage_stops_with_the_diff(recipe, cap
     assert main(["plan", str(recipe), "pretrain.optim.lr=0.003", "--fresh"]) == 0
     assert "half done with another config, would start over" in capsys.readouterr().out
 
+    # It is no conflict any more when another one of its name was begun later, with `--fresh`, and has finished.
+    later = folder.with_name("pretrain-0123abcd")
+    (later / "attempts" / "attempt-0009").mkdir(parents=True)
+    assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 78
+    (later / "done.json").write_text("{}")
+    assert main(["plan", str(recipe), "pretrain.optim.lr=0.003"]) == 0
+    shutil.rmtree(later)
+
     assert main(["run", str(recipe), "pretrain.log_every=2", "pretrain.keep=5"]) == 0
     assert "resumed from step 24" in capsys.readouterr().out, "free fields may change"
 

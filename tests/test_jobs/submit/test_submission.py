@@ -520,3 +520,9 @@ def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
 def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
     lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
     assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
+
+
+def test_logs_of_a_run_that_is_no_job_name_the_file_that_has_them(tmp_path, capsys):
+    with Lease(Folder(tmp_path), print):
+        assert main(["logs", str(tmp_path)]) == 64
+    assert f"{tmp_path} is no job of a cluster\n  what it prints is in its log: tail -f " in capsys.readouterr().err

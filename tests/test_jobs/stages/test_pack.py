@@ -1,0 +1,40 @@
+"""The pack stage, after it has finished: what it says of a source that holds something else now."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from data.sources.samples import digits
+from jobs.__main__ import main
+
+RECIPE = """
+run: {folder}/run
+cluster: {{workers: 1, backend: processes}}
+shards: {{kind: pack, sets: {{train: {{path: {folder}/images}}}}}}
+"""
+
+
+@pytest.mark.quick
+def test_images_that_came_or_went_after_packing_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = list(digits(train=False, image_size=16))[:5]
+    for number, sample in enumerate(samples[:4]):
+        path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample.image)
+    (tmp_path / "images" / "class0" / "torn.jpg").write_bytes(b"\xff\xd8 no jpeg")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=tmp_path))
+    assert main(["run", str(recipe)]) == 0
+    assert main(["run", str(recipe)]) == 0
+    later = time.time() + 10
+    os.utime(tmp_path / "images" / "class0", (later, later))  # a change that leaves the same number of images
+    assert main(["run", str(recipe)]) == 0
+    assert "when it was packed" not in capsys.readouterr().out
+
+    (tmp_path / "images" / "class0" / "new.png").write_bytes(samples[4].image)
+    for command in ("plan", "run"):
+        assert main([command, str(recipe)]) == 0
+        said = capsys.readouterr().out
+        assert f"{tmp_path}/images holds 6 images, and held 5 when it was packed: train stays as it is" in said
