@@ -31,6 +31,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import shlex
 import subprocess
 import sys
 from collections import deque
@@ -201,7 +202,8 @@ class Decoder:
             else:
                 raise DataError(
                     f"{MAX_REPLACEMENTS} bad samples in a row, the last {printable(bad[-1].key)} of "
-                    f"{bad[-1].shard}: {bad[-1].reason}; `python -m jobs data check` lists them"
+                    f"{bad[-1].shard}: {bad[-1].reason}\n"
+                    f"  python -m jobs data check {shlex.quote(str(self.index.tables))} lists them"
                 )
         decode_s = perf_counter() - start - self.storage_s
         return Done(tuple(bad), self.storage_s, decode_s, tuple(self.encoded), self.reader.given_up)

@@ -80,9 +80,12 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     name = ""
     stage = stage_at(folder)
     stages = stages_in(folder) if stage is None else [stage]
-    if not stages and not folder.exists():
+    if not stages:
         name = folder.name
         stages = stages_in(folder.parent)
+    # A folder of another kind, as one with pictures, is no misspelt name of a stage.
+    if folder.exists() and name and name not in map(attrgetter("name"), stages):
+        return path
     if not stages:
         return path  # no run: whoever reads it says what is wrong
 

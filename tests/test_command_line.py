@@ -61,8 +61,14 @@ def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_
         f"that is a run: type its recipe; {program} status {tmp_path}",
     ):
         assert line in said
-    assert other not in said
+    assert other not in said and "trial" not in said
     assert typed_command().startswith("patchline train x" if program == "patchline" else "python ")
+
+
+def test_a_python_without_our_packages_says_how_to_get_them():
+    command = [sys.executable, "-S", "-m", "jobs", "new", "photos"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "type make env && source .venv/bin/activate" in done.stderr
 
 
 def test_help_imports_nothing_heavy():

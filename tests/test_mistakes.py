@@ -1,9 +1,9 @@
 """Mistakes that a newcomer makes, and what each is answered: what was found, what was expected, what to type next.
 
-Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders),
-`loose` (images alone), `tars` and `labelless` (tars without an index), `empty`, the sets `shards/train` and
-`shards/test`, and `weights` (a model of ours) with `weights.npz` (the same as an official file). An answer has the
-exit code of its kind, at most six lines, and nothing of our insides.
+Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders;
+`two words` is a link to it), `loose` (images alone), `tars` and `labelless` (tars without an index), `empty`, the sets
+`shards/train` and `shards/test`, and `weights` (a model of ours) with `weights.npz` (the same as an official file). An
+answer has the exit code of its kind, at most six lines, and nothing of our insides.
 """
 
 import io
@@ -24,7 +24,6 @@ import models
 from jobs.__main__ import main
 from jobs.recipe.campaign import load
 from jobs.recipe.records import stage_record
-from jobs.terminal import COMMAND
 from pipeline.artifacts import write_record
 
 pytestmark = pytest.mark.quick
@@ -79,6 +78,8 @@ COMMANDS = """
 64 new photos --minutes 0                     => --minutes 0: expected more than 0|type --minutes 10
 78 new photos --model S16                     => S16 is not a model's name; did you mean S/16?
 65 new photos --init photos                   => there are no weights|expected RUN/STAGE
+64 new loose --init weights                   => --init fine-tunes on labels|leave out --init
+64 new photos --output empty                  => --output empty is a folder|as empty/photos.yaml
 64 new photos --output nowhere/x.yaml         => there is no folder nowhere
 64 new photos/cat photos/dog loose            => no folder and no pattern holds these alone|a pattern in quotes
 64 analyze weights photos                     => Missing option '--output'|photos/cat --output pictures
@@ -87,6 +88,8 @@ COMMANDS = """
 64 evaluate weights                           => Missing argument 'SET|evaluate runs/photos/pretrain runs/photos/parts
 64 evaluate weights train=shards/train        => no set to evaluate on|evaluate weights runs/photos/parts/held-out
 64 new                                        => Missing argument 'images|for example: python -m jobs new photos
+65 evaluate weights 'two words'               => pack folder 'two words' 'two words-shards'
+65 index 'two words'                          => pack folder 'two words' 'two words-shards'
 65 evaluate weights photos                    => images in 2 folders|python -m jobs pack folder photos photos-shards
 65 evaluate shards/test weights               => shards/test is a set, expected weights first
 65 evaluate nowhere shards/test               => there is no file or folder nowhere|expected an official .npz
@@ -270,6 +273,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     for place in ("photos/cat", "photos/dog", "loose"):
         for number in range(3):
             Image.new("RGB", (20, 20), (number * 50, 0, 99)).save(folder / place / f"{number}.jpg")
+    (folder / "two words").symlink_to("photos")
     image = (folder / "loose" / "0.jpg").read_bytes()
     for name, members in (("tars", {"0.jpg": image, "0.cls": b"1"}), ("labelless", {"0.jpg": image})):
         with tarfile.open(folder / name / "a.tar", "w") as tar:
@@ -399,7 +403,8 @@ def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_dis
         command, cwd=desk, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
-        assert process.stderr.read().decode().replace(f"{COMMAND} plan tiny.yaml --resolved …\n", "") == ""
+        # On a busy machine the command says that it lives.
+        assert process.stderr.read().decode().replace("plan: starting …\n", "") == ""
         assert process.wait() == 128 + signal.SIGPIPE
 
 

@@ -19,6 +19,7 @@ what has been lost of it. Other samples are refused.
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -263,11 +264,12 @@ def write_shard(
         with open(temporary, "rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         if expected is not None and digest != expected.sha256:
+            move = shlex.join(["mv", str(path.parent), f"{path.parent}-old"])
             raise DataError(
                 f"{path}: a shard of a finished set, with the sha256 {expected.sha256}\n"
                 f"  these samples would make it {digest}: they are others, or were cut otherwise\n"
                 "  a finished set stays as it is, for the runs that have read it\n"
-                f"  give another folder or --name; or delete the set, if nothing needs it: rm -r {path.parent}"
+                f"  give another folder or --name; or move this one away: {move}"
             )
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:

@@ -185,7 +185,16 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
     train_place, test_place = parts_of(place)
     train = look(train_place, unlabelled, report)
     if train.images == 0:
-        raise DataError(f"{train_place}: no images here or below\n  expected {', '.join(IMAGES)}, in folders or tars")
+        others = "".join(f"\n  {note}" for note in train.notes)
+        raise DataError(
+            f"{train_place}: no images here or below{others}\n  expected {', '.join(IMAGES)}, in folders or tars"
+        )
+    if train.opened and train.bad.total() == train.opened:
+        reason, _ = train.bad.most_common(1)[0]
+        raise DataError(
+            f"{train_place}: none of the {train.opened} images that were opened can be read: {reason}\n"
+            f"  expected images that are whole, of {', '.join(IMAGES)}; bring them back from where they came"
+        )
     if len(train.class_counts) == 1:
         raise DataError(
             f"{train_place}: {train.images:,} images of one class, {some(list(train.class_counts))}: there is nothing "
@@ -268,9 +277,11 @@ def parts_of(place: str) -> tuple[str, str | None]:
     # typed only what it matches is taken.
     if path.exists():
         for word in TRAIN:
+            if word not in WORD.findall(path.name.lower()):
+                continue
             for other_word in TEST:
                 other = path.with_name(path.name.replace(word, other_word))
-                if word in WORD.findall(path.name.lower()) and other.exists():
+                if other.exists():
                     return str(path), str(other)
     return str(path), None
 
@@ -408,6 +419,9 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
                 f"{len(here):,} images lie in no class's folder, and are left out, first {here[0].name}"
             )
     image_set.images = len(paths)
+    alike = len(image_set.class_counts) - len(set(map(str.lower, image_set.class_counts)))
+    if alike:
+        image_set.notes.append(f"{alike} classes differ from another one by upper and lower case alone")
     hidden = passed_over.pop(HIDDEN, 0)
     if hidden:
         image_set.notes.append(
@@ -448,6 +462,11 @@ def look_at_table(place: str, unlabelled: bool, report: Report) -> FoundSet:
         raise DataError(
             f"{path}: {some(missing)}: no such files\n"
             f"  expected paths relative to {path.parent}, or whole ones; move the table, or write them so"
+        )
+    repeated = len(names) - len(set(names))
+    if repeated:
+        image_set.notes.append(
+            f"{repeated:,} rows name an image of another row: it counts twice, and may be held out once"
         )
     image_set.open_some(images)
     return image_set

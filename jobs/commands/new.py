@@ -65,6 +65,8 @@ def new(
     place = one_place(places)
     name = name_of(place)
     recipe = Path(output or f"{name}.yaml")
+    if recipe.is_dir():
+        raise UsageError(f"--output {recipe} is a folder\n  expected a file's name, as {recipe / name}.yaml")
     if recipe.exists():
         raise UsageError(
             f"{recipe} is there already, and stays as it is\n  type --output OTHER.yaml, or delete it first"
@@ -95,7 +97,17 @@ def new(
 
     # 2. The images.
     sets = survey(place, unlabelled=unlabelled, report=ProgressMeter("images"))
+    whole = Path(place).resolve()
+    if sets.train.source == "folder" and Path.cwd().is_relative_to(whole):
+        raise UsageError(
+            f"{place} holds the folder that this command was typed in: its run would lie among the images\n"
+            f"  type cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
+        )
     describe(sets.train)
+    if init is not None and not sets.train.classes:
+        raise UsageError(
+            "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
+        )
     if sets.test is not None:
         describe(sets.test)
     elif not sets.train.classes and not unlabelled:
@@ -107,8 +119,8 @@ def new(
             if other != folder and any(path.suffix[1:].lower() in IMAGES for path in other.glob("*")):
                 beside.append(other.name)
         if sets.train.source == "folder" and beside:
-            whole = shlex.quote(str(folder.parent))
-            echo(f"if it is one class, and {some(beside)} beside it others, type python -m jobs new {whole}")
+            above = shlex.quote(str(folder.parent))
+            echo(f"if it is one class, and {some(beside)} beside it others, type python -m jobs new {above}")
         else:
             echo(f"for classes {TO_HAVE_CLASSES[sets.train.source]}")
     elif sets.held_out:
@@ -226,6 +238,11 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
         f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} passes, about {seconds} at "
         f"{amount(choice.rate)} images/s on {machine.name}"
     )
+    if choice.is_over_time:
+        echo(
+            f"  more than was to be taken: fewer than {choice.steps} steps train nothing\n"
+            "  a smaller --model, or more --minutes, goes together with these images"
+        )
 
 
 def quoted(path: str) -> str:

@@ -15,7 +15,6 @@ import torch
 
 import models
 from data.draws import Draws
-from data.errors import UsageError
 from data.images.augment import AugmentConfig, augment
 from data.images.decode import BadImage
 from data.sources.survey import FoundSet, Sets
@@ -34,6 +33,7 @@ from pipeline.training_config import TrainConfig, model_config
 MOST_WORKERS = 8  # on CPUs; each computes with its share of the cores
 MINUTES_ON_CPU = 10.0
 MINUTES_ON_GPU = 60.0
+LEAST_STEPS = 10
 MOST_PASSES = 300  # over the images, as AugReg's longest training on ImageNet-1k
 FEW_PASSES = 30  # a larger model is chosen where the time is enough for as many (AugReg's shortest)
 FEW_IMAGES = 200_000  # or for as many images, where a set is small
@@ -103,6 +103,7 @@ class Choice:
     micro_batch: int
     steps: int
     rate: float  # images a second
+    is_over_time: bool  # the least number of steps takes longer than was asked for
     init: str | None  # weights that are fine-tuned
 
 
@@ -122,7 +123,7 @@ def this_machine() -> Machine:
 def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> Choice:
     """Choose how the images are trained on: from random weights, a model of this `name`, or weights to fine-tune.
 
-    Weights are fine-tuned with SGD, as in the paper's table 4. Raises UsageError for images that cannot be.
+    Weights are fine-tuned with SGD, as in the paper's table 4.
     """
     train = sets.train
     # 1. The models to choose from, the smallest first; all have one image size.
@@ -131,10 +132,6 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     else:
         source = model_at(init)
         assert source is not None, "`new` refuses a folder without weights"
-        if train.classes == 0:
-            raise UsageError(
-                "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
-            )
         if isinstance(source, MaskedConfig):
             source = source.vit
         model = replace(source.with_new_head(), classes=train.classes)
@@ -170,9 +167,9 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         most = min(most, by_images(sets.images, LONGEST_FINETUNING))
         optimizer = "sgd"
     batch_size, micro_batch = batches(sets.images, chosen.model, machine, optimizer)
-    steps = max(10, round(min(rate * budget_s, most) / batch_size))
+    steps = max(LEAST_STEPS, round(min(rate * budget_s, most) / batch_size))
     unit = 10 ** max(0, len(str(steps)) - 2)  # two digits are read at once
-    steps = max(10, steps // unit * unit)
+    steps = max(LEAST_STEPS, steps // unit * unit)
 
     # 5. With which augmentation: AugReg's, which is of training from random weights, on labels.
     level = "none"
@@ -186,7 +183,19 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")
     elif init is None:
         reasons.insert(0, "RandAugment needs more passes (Steiner et al. 2022)")
-    return Choice(chosen.model, chosen.section, crop, reasons, mixup, batch_size, micro_batch, steps, rate, init)
+    return Choice(
+        model=chosen.model,
+        section=chosen.section,
+        augment=crop,
+        reasons=reasons,
+        mixup=mixup,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        steps=steps,
+        rate=rate,
+        is_over_time=steps == LEAST_STEPS and steps * batch_size > 1.5 * rate * budget_s,
+        init=init,
+    )
 
 
 def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Candidate]:

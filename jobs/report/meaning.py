@@ -362,7 +362,9 @@ def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
             del values["stem_width"]
     facts = {}
     if model is not None:
-        facts["model.family"] = Fact(model.family, model.family, keys={})
+        # A family has no key: a model is of one by its name.
+        keys = {"model": stage.config.model["name"]} if "name" in stage.config.model else {}
+        facts["model.family"] = Fact(model.family, model.family, keys=keys)
     for name, value in values.items():
         name = f"model.{name}"
         if isinstance(value, tuple):

@@ -65,6 +65,14 @@ def test_the_newest_finished_stage_of_a_name_is_taken_and_said(run, capsys, type
     assert ("for another type" in said) == (typed == "")
 
 
+def test_a_folder_that_is_called_as_a_stage_is_not_taken_for_it(run):
+    for name in ("finetune", "pictures"):
+        (run / name).mkdir()
+        (run / name / "config.json").write_text("{}")
+    assert find_stage(f"{run}/finetune") == f"{run}/finetune-00000003"
+    assert find_stage(f"{run}/pictures") == f"{run}/pictures"
+
+
 def test_where_none_or_several_fit_those_that_are_there_are_listed(run):
     with pytest.raises(DataError, match="no stage 'finetnue'; did you mean 'finetune'") as error:
         find_stage(f"{run}/finetnue")

@@ -172,6 +172,11 @@ def test_a_written_out_recipe_is_the_recipe_and_a_run_is_compared_with_one(tmp_p
     assert subjects(lines_of(capsys, str(tmp_path / "run"), str(tmp_path / "run" / "pretrain"))) == []
 
 
+def test_of_another_family_the_name_is_to_be_typed(capsys):
+    text = "\n".join(lines_of(capsys, "table3/bit_jft300m", JFT))
+    assert "family bit; there vit\n    type   pretrain.model=B/16\n" in text and "model.family=" not in text
+
+
 def test_what_cannot_be_compared_is_said(tmp_path, capsys):
     mine = written(tmp_path, I1K)
     assert main(["diff", mine, "table3/vit_i2k"]) == 78

@@ -223,8 +223,11 @@ def test_a_recipe_that_is_there_stays(tmp_path, capsys):
     assert "input.yaml is there already" in capsys.readouterr().err
 
 
-def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path):
+def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
+    new(folder, "--model", "mu/8", "--minutes", "0.0001")
+    assert "more than was to be taken: fewer than 10 steps train nothing" in capsys.readouterr().out
+    Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
     # Every line of the recipe that holds a choice gives its reason.
@@ -311,7 +314,9 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
         pass
     cases: list[tuple[str, dict[str, bytes], int, str]] = [
         ("empty", {}, 65, "no images here or below"),
-        ("no-images", {"a/readme.txt": b"x", "b/x.gif": b"GIF"}, 65, "no images here or below"),
+        ("no-images", {"a/readme.txt": b"x", "b/x.heic": b"x"}, 65, "no images here or below\n  1 × .txt are no jpg"),
+        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic are no jpg"),
+        ("all-cut", {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)}, 65, "none of the 10 images that were"),
         ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "--unlabelled trains without labels"),
         ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in 'c'"),
         (
@@ -384,6 +389,22 @@ def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to
         Path("recipe.yaml").unlink()
     new(cases[0][0], "--unlabelled")
     assert "no labels" not in capsys.readouterr().out, "it was asked for"
+
+
+def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_path, monkeypatch, capsys):
+    folder = class_folders(tmp_path / "input", three_digits())
+    (folder / "eins").rename(folder / "NULL")
+    new(folder)
+    assert "1 classes differ from another one by upper and lower case alone" in capsys.readouterr().out
+    Path("recipe.yaml").unlink()
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["new", "."]) == 64
+    assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
+    rows = table(tmp_path / "rows", three_digits())
+    rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
+    new(rows)
+    assert "1 rows name an image of another row" in capsys.readouterr().out
 
 
 def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):
