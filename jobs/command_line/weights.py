@@ -57,7 +57,7 @@ AnyWeights = Annotated[
 ]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
-Limit = Annotated[int, typer.Option(help="At most so many images; the paper takes 128.")]
+Limit = Annotated[int, typer.Option(help="At most so many, of files evenly over their names; the paper takes 128.")]
 SetsAndOverrides = Annotated[
     list[str],
     typer.Argument(

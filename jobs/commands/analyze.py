@@ -66,7 +66,7 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
     model = load(weights, {}).to(device())
     try:
         config: ViTConfig = analysis.vit_of(model).config
-        images = dict(islice(read_images(paths, config.image_size), limit))
+        images = dict(islice(read_images(paths, config.image_size, limit), limit))
         if not images:
             raise UsageError(f"no images in {', '.join(paths)}; give image files, folders of them or tar shards")
         attention = look_at(model, config, images)
@@ -106,26 +106,36 @@ def device() -> torch.device:
 # -------------------------------------------------------------------------------------------------- looking
 
 
-def read_images(paths: list[str], size: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
+def read_images(paths: list[str], size: tuple[int, int], limit: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield name and pixels, (height, width, 3) uint8, of each image at `size`. Raises DataError for a bad image."""
-    for name, encoded in encoded_images(paths):
+    for name, encoded in encoded_images(paths, limit):
         try:
             yield name, preprocess(decode(encoded), f"resize({size})")
         except BadImage as error:
             raise DataError(f"{name}: {error}") from None
 
 
-def encoded_images(paths: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield name and bytes of image files, of those in folders, and of the samples of tar shards."""
+def encoded_images(paths: list[str], limit: int) -> Iterator[tuple[str, bytes]]:
+    """Yield name and bytes of at most `limit` image files, also of those in folders, and of the samples of tar shards.
+
+    Of more files some are taken evenly over their names: the first ones may all be of one class.
+    """
+    files: list[Path] = []
+    shards: list[Path] = []
     for path in map(Path, paths):
         if path.suffix == ".tar":
-            for sample in tars([str(path)]):
-                yield f"{path.name}:{sample.key}", sample.read()
-            continue
-        files = sorted(path.rglob("*.*")) if path.is_dir() else [path]
-        for file in files:
-            if file.suffix[1:].lower() in IMAGES:
-                yield str(file), file.read_bytes()
+            shards.append(path)
+        elif path.is_dir():
+            files += sorted(file for file in path.rglob("*.*") if file.suffix[1:].lower() in IMAGES)
+        elif path.suffix[1:].lower() in IMAGES:
+            files.append(path)
+    count = min(limit, len(files))
+    for number in range(count):
+        file = files[number * len(files) // count]
+        yield str(file), file.read_bytes()
+    for shard in shards:
+        for sample in tars([str(shard)]):
+            yield f"{shard.name}:{sample.key}", sample.read()
 
 
 def look_at(model: nn.Module, config: ViTConfig, images: dict[str, np.ndarray]) -> AttentionMaps:

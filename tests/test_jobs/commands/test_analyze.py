@@ -12,6 +12,7 @@ import models
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main
+from jobs.commands.analyze import encoded_images
 from models import analysis
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -66,6 +67,15 @@ def test_a_hybrid_without_tables_shows_what_it_has(tmp_path, photos):
     assert main(["analyze", weights, str(photos), "--output", str(tmp_path / "out")]) == 0
     numbers = json.loads((tmp_path / "out/analysis.json").read_text())
     assert numbers["position_similarity"] is None and numbers["explained_variance"] is None
+
+
+def test_of_more_images_some_of_every_class_are_taken(photos):
+    (photos / "z").mkdir()
+    for number in range(3):
+        (photos / "z" / f"{number}.png").write_bytes(b"")
+    names = [Path(name).relative_to(photos).as_posix() for name, _ in encoded_images([str(photos)], 2)]
+    assert names == ["0.png", "z/0.png"]
+    assert len(list(encoded_images([str(photos)], 6))) == len(list(encoded_images([str(photos)], 9))) == 6
 
 
 def test_images_come_out_of_shards_too(tmp_path):
