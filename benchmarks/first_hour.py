@@ -132,7 +132,7 @@ def main() -> None:
         if name == "photographs":
             make_photographs(images, folder / name)
         elif name == "cifar10":
-            place = f"{images}/cifar10-train-*.tar"
+            place = f"{images}/cifar10-*.tar"  # of which `new` takes the test part for evaluation
         for part, train in (("train", True), ("validation", False)):
             if name == "cifar10":
                 source = tars(f"{images}/cifar10-{'train' if train else 'test'}-*.tar")
