@@ -36,6 +36,9 @@ MINUTES_ON_GPU = 60.0
 LEAST_STEPS = 10
 MOST_PASSES = 300  # over the images, as AugReg's longest training on ImageNet-1k
 FEW_PASSES = 30  # a larger model is chosen where the time is enough for as many (AugReg's shortest)
+# From which on RandAugment is taken: AugReg's rows on ImageNet-1k are of 300 passes. At 37 passes over 9,000 images of
+# CIFAR-10 it cost ten points (benchmarks/README.md, "The first hour").
+AUGMENTED_PASSES = 100
 FEW_IMAGES = 200_000  # or for as many images, where a set is small
 SHARE_OF_PEAK = 0.7  # of the images/s of one forward and backward pass, that a step with all else reaches
 SHARE_OF_MEMORY = 0.8
@@ -175,7 +178,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     level = "none"
     if init is None and sets.images >= LARGE:
         level = LEVELS_I21K[chosen.row]
-    elif init is None and train.classes and steps * batch_size >= FEW_PASSES * sets.images:
+    elif init is None and train.classes and steps * batch_size >= AUGMENTED_PASSES * sets.images:
         level = LEVELS_I1K[chosen.row]
     layers, magnitude, mixup = AUGREG[level]
     if layers:

@@ -260,11 +260,11 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
             finding.differing.append(State(name, kind, piece.start + element, difference, difference / scale, worker))
     finding.differing = sorted(finding.differing, key=lambda state: -state.relative)[:NAMED]
 
-    # 3. A trace tells where a difference begins, and accuses nobody by itself: other code may make another one. And a
-    # commit may differ where no record of its steps does.
+    # 3. A trace tells where a difference begins. Alone it accuses nobody where code or hardware were others, which may
+    # make another one. And a commit may differ where no record of its steps does.
     if saved.ledger != taken.ledger:
         finding.what = "ledger"
-    elif not finding.differing and not has_other_result:
+    elif finding.conditions and not finding.differing and not has_other_result:
         finding.step = None
         finding.what = ""
         finding.worker = None
