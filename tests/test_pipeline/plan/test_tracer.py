@@ -275,10 +275,10 @@ def test_a_trace_is_of_everything_that_has_a_say_in_memory_and_of_nothing_else(t
     }
     for name, value in with_a_say.items():
         assert step_of(**{name: value}) != plain, name
-    # Whether gradients are clipped has a say, at what norm has none; nor has the rate.
-    for change in ({"name": "sgd"}, {"clip": 0.0}, {"weight_decay": 0.5}, {"head_weight_decay": 0.5}):
+    # Whether gradients are clipped and weights decay has a say, at what norm and rate has none.
+    for change in ({"name": "sgd"}, {"clip": 0.0}, {"weight_decay": 0.0}, {"head_weight_decay": 0.0}):
         assert step_of(optim=OptimConfig(**change)) != step_of(optim=OptimConfig()), change
-    assert step_of(optim=OptimConfig(clip=7.0, lr=0.5)) == step_of(optim=OptimConfig(clip=1.0))
+    assert step_of(optim=OptimConfig(clip=7.0, lr=0.5, weight_decay=0.5)) == step_of(optim=OptimConfig(clip=1.0))
     without_a_say = {"steps": 7, "seed": 3, "save_every": 9, "data": DataConfig(train="another")}
     for name, value in without_a_say.items():
         assert step_of(**{name: value}) == plain, name
