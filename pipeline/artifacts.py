@@ -34,7 +34,8 @@ PREPROCESSING = "preprocessing.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
-EXAMPLES = "examples.json"  # samples with their predictions, of the newest evaluation of a trained stage
+# Samples with their predictions, and counts by class, of the newest evaluation of a trained stage.
+EXAMPLES = "examples.json"
 # Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
 EXCLUDED_STEPS = "excluded-steps.json"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
