@@ -22,7 +22,7 @@ from data.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
 from pipeline.monitoring.telemetry import amount
 
 BUCKETS = 360  # of a curve; two points each
-MEANS = 100  # points of a smoothed curve at the most
+MEANS = 75  # points of a smoothed curve at the most
 LEAST_SMOOTHED = 3  # steps, below which a mean is not worth a curve
 STEEP = 20.0  # times the median, from which on values are drawn on a logarithmic axis
 # Inches at 72 pixels each. A page draws them larger, by up to a half, and no text of them below 9 pixels.
@@ -98,15 +98,17 @@ def line_chart(
     """Draw curves over the samples seen, of which the axis has `reach`; a share is written in percent."""
     with charted():
         figure, axes = figure_of(title)
-        values = np.concatenate([np.zeros(0), *(line.y for line in lines)])
-        values = values[np.isfinite(values)]
+        values = np.zeros(0)
+        curves = 0
+        for line in lines:
+            values = np.append(values, line.y[np.isfinite(line.y)])
+            curves += not line.is_faded
         if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
             axes.set_yscale("log")
-        # A single curve is called by the title.
-        is_alone = sum(not line.is_faded for line in lines) == 1
+        is_alone = curves == 1  # and called by the title
         for line in lines:
             colour = LINES[line.number % len(LINES)]
-            label = label_of(line.label)
+            label = line.label[:LONGEST_LABEL]
             x, y = thin(line.x, line.y)
             if line.is_faded:
                 axes.plot(x, y, color=INK, linewidth=0.8, linestyle=DASHES[2], alpha=0.6, label=label)
@@ -117,15 +119,13 @@ def line_chart(
                 of_steps = "each step" if is_alone else ""
                 axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.45, label=of_steps)
                 x, y, size = smooth(line.x, line.y)
-                label = f"{label} mean of {size:,}".strip()
-                if is_alone:
-                    label += " steps"
+                label = f"{label}, mean of {size:,} steps".removeprefix(", ")
             marker = ""
             if not is_alone or len(x) == 1:
                 marker = MARKERS[line.number % len(MARKERS)]
             dashes = DASHES[line.number % len(DASHES)]
-            style = {"color": colour, "linestyle": dashes, "marker": marker, "markersize": 3.5}
-            axes.plot(x, y, linewidth=1.4, markevery=[len(x) - 1], label=label, **style)
+            (curve,) = axes.plot(x, y, color=colour, linewidth=1.4, linestyle=dashes, label=label)
+            curve.set(marker=marker, markersize=3.5, markevery=[len(x) - 1])
             if line.spread is not None:
                 axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=colour, capsize=3)
         kinds: set[str] = set()
@@ -154,6 +154,8 @@ def line_chart(
             legend = figure.legend(loc="lower left", ncols=columns, fontsize=8.5, frameon=False, borderaxespad=0.1)
             for handle in legend.get_lines():
                 handle.set_linewidth(1.4)
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # a name may hold dollars
         return drawn(figure, axes, title, HEIGHT + rows * LINE, below=0.45 + rows * LINE)
 
 
@@ -166,15 +168,10 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         value, low, high = np.array(columns, float)
         spread = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
-        axes.set_yticks(rows, list(map(label_of, names)), fontsize=8)
+        axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
         axes.xaxis.set_major_formatter(PERCENT)
         return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.4)
-
-
-def label_of(name: str) -> str:
-    """Return a name as a chart shows it: short, and its dollars no formula."""
-    return name[:LONGEST_LABEL].replace("$", r"\$")
 
 
 def figure_of(title: str) -> tuple[Figure, Axes]:

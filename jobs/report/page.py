@@ -196,7 +196,9 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         by_name.setdefault(row.name, []).append(row)
     lines = []
     for number, (name, rows) in enumerate(by_name.items()):
-        points = [(stage.samples_at(row.step), row.value, row.low, row.high) for row in reversed(rows)]
+        points = []
+        for row in reversed(rows):
+            points.append((stage.samples_at(row.step), row.value, row.low, row.high))
         x, value, low, high = np.array(points).T
         spread = np.maximum([value - low, high - value], 0)
         lines.append(Line(name, x, value, number=number, spread=spread))
@@ -212,13 +214,14 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     if path.exists():
         try:
             examples = artifacts.read_record(path)
-            index = load_index(examples["set"])
-            judged = album.judged(stage, examples, index)
+            judged_set = load_index(examples["set"])
+            judged = album.judged(stage, examples, judged_set)
             # Records of before 2026-11-23 have no counts.
             for label, samples, right, other, times in examples.get("classes", []):
-                name = index.class_name(label)
+                taken_for = judged_set.class_name(other) if times else ""
                 interval = wilson(right / samples, samples)
-                classes.append(OfClass(name, right, samples, *interval, index.class_name(other), times))
+                name = judged_set.class_name(label)
+                classes.append(OfClass(name, right, samples, *interval, taken_for, times))
         except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
             judged = Gallery(SAMPLES, [], f"they cannot be shown: {str(error) or repr(error)}")
     classes.sort(key=lambda of_class: (of_class.right / of_class.samples, -of_class.samples))

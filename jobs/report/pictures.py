@@ -22,7 +22,6 @@ from data.remote.cache import CacheConfig
 from data.shards.reader import ShardReader
 from jobs.report.reading import Stage
 from jobs.terminal import COMMAND, as_typed
-from pipeline import artifacts
 
 SAMPLES = "Samples with predictions"
 MOST = 240  # pictures of a page; a thumbnail has about 4 kB

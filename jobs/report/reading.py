@@ -310,16 +310,15 @@ def setup_of(stage: Stage) -> dict[str, str]:
     with suppress(OSError, SafetensorError), safe_open(stage.folder / artifacts.WEIGHTS, "numpy") as weights:
         for name in weights.keys():  # noqa: SIM118 (no mapping)
             parameters += math.prod(weights.get_slice(name).get_shape())
+    if parameters:
+        architecture.append(f"{parameters:,} parameters")
 
     # 2. How long, and at which rate.
-    steps = f"{config['steps'] or 0:,}"
-    seen = "none yet"
+    batch = counted(config["batch_size"], "image")
+    steps = f"batches of {batch}, none yet"
     if stage.reports:
         last = stage.reports[-1]
-        seen = f"{last['samples_seen']:,}"
-        steps = f"{last['steps']:,}"
-        if last["step"] < last["steps"]:
-            steps = f"{last['step']:,} of {steps}"
+        steps = f"{last['step']:,} of {last['steps']:,}, in batches of {batch}: {last['samples_seen']:,} images seen"
     schedule = optim["schedule"]
     rate = f"{optim['lr']:g} at the peak, {schedule['decay']}"
     if schedule["warmup_steps"]:
@@ -352,21 +351,17 @@ def setup_of(stage: Stage) -> dict[str, str]:
         place = f"{counted(start['world'], 'worker')} on {start.get('hardware') or 'unknown hardware'}"
         if place not in places[-1:]:
             places.append(place)
-    setup = {
+    return {
         "date and time": when,
         "model": ", ".join(architecture),
-        "parameters": f"{parameters:,}" if parameters else "",
-        "starts from": str(stage.task["job"].get("init") or "random weights"),
+        "first weights": str(stage.task["job"].get("init") or "random"),
         "image size": " × ".join(map(str, model["image_size"])) + " pixels",
         "steps": steps,
-        "batch": counted(config["batch_size"], "image"),
-        "images seen": seen,
         "learning rate": rate,
         "optimizer": optimizer,
         "augmentation": ", ".join(changes) or "none",
-        "device": ", then ".join(places),
+        "device": ", then ".join(places) or "none yet",
     }
-    return {name: words for name, words in setup.items() if words}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
