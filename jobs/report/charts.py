@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from data.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
 from pipeline.monitoring.telemetry import amount
@@ -29,10 +29,11 @@ STEEP = 20.0  # times the median, from which on values are drawn on a logarithmi
 WIDTH = 4.2
 HEIGHT = 2.2
 LINE = 0.19  # of the legend
-LABEL = 14  # characters, of three labels in a row
+LABELS = 48  # characters of a legend's row
 LONGEST_LABEL = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
+PLAIN = FuncFormatter(lambda value, _place: f"{value:g}")
 AMOUNT = FuncFormatter(lambda value, _place: amount(value))
 
 
@@ -105,6 +106,8 @@ def line_chart(
             curves += not line.is_faded
         if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(PLAIN)  # matplotlib's powers take half a second to set
+            axes.yaxis.set_minor_formatter(NullFormatter())
         is_alone = curves == 1  # and called by the title
         for line in lines:
             colour = LINES[line.number % len(LINES)]
@@ -146,9 +149,7 @@ def line_chart(
             axes.yaxis.set_major_formatter(PERCENT)
         # The legend stands below, where it hides no curve.
         _, labels = axes.get_legend_handles_labels()
-        columns = 3
-        if len("".join(labels)) > LABEL * max(columns, len(labels)):
-            columns = 2
+        columns = max(1, min(3, LABELS // max(map(len, labels), default=1)))
         rows = math.ceil(len(labels) / columns)
         if rows:
             legend = figure.legend(loc="lower left", ncols=columns, fontsize=8.5, frameon=False, borderaxespad=0.1)
@@ -171,7 +172,7 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
         axes.xaxis.set_major_formatter(PERCENT)
-        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.4)
+        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.45)
 
 
 def figure_of(title: str) -> tuple[Figure, Axes]:

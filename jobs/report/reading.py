@@ -313,6 +313,8 @@ def setup_of(stage: Stage) -> dict[str, str]:
     if parameters:
         architecture.append(f"{parameters:,} parameters")
 
+    first_weights = stage.task["job"].get("init") or "random"
+
     # 2. How long, and at which rate.
     batch = counted(config["batch_size"], "image")
     steps = f"batches of {batch}, none yet"
@@ -354,7 +356,7 @@ def setup_of(stage: Stage) -> dict[str, str]:
     return {
         "date and time": when,
         "model": ", ".join(architecture),
-        "first weights": str(stage.task["job"].get("init") or "random"),
+        "first weights": first_weights.removeprefix(f"{stage.folder.parent}/"),
         "image size": " × ".join(map(str, model["image_size"])) + " pixels",
         "steps": steps,
         "learning rate": rate,

@@ -226,7 +226,7 @@ def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(
         assert shown.row(words) == [words], name
     assert str(restarted.parent) in shown.text
     low, high = binomtest(30, 40).proportion_ci(method="wilson")
-    of_class = [f"{low:.2%} to {high:.2%}, of 40 samples", "class 8, 6 times"]
+    of_class = [f"{low:.2%} to {high:.2%}, of 40 samples", "class 8, 6 of 10 mistakes"]
     assert shown.row("class 3", "75.0 %")[2:] == of_class
     by_class = [row[0].strip() for row in shown.rows if len(row) == 4 and "samples" in row[2]]
     assert by_class[-3:] == ["class 3", "class 8", "class 0"]
