@@ -108,8 +108,8 @@ def find_leaks(
     """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
 
     Sets stand under the path that they are called by; `embeddings` are what features have found (see there). Safe to
-    kill and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards are
-    done, of how many that were left to do; `report_test` the same of test shards, which come first. Raises DataError
+    kill and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards
+    are done, of how many that were left; `report_test` the same of test shards, which come first. Raises DataError
     where a shard is missing or not what was indexed, and where the test images are too much alike for pictures to tell
     copies from others.
     """

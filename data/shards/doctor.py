@@ -35,6 +35,7 @@ from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
 from data.index.names import Names
+from data.index.shard import sample_digest
 from data.index.tar import Refusals, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
@@ -206,18 +207,17 @@ def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) 
     report.samples = len(result.rows)
     report.refused = result.refused
     report.problem = report.problem or result.broken
-    walked = result.table(tar)
     digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
     if table is not None:
         for entry in table:
             digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
 
-    for row, digest in zip(result.rows, walked["digest"].tolist(), strict=True):
-        is_intact = digests.get((row.image, row.label), digest) == digest
-        key = row.key.decode("utf-8", "replace")
-        image = bytes(tar[row.image : row.image + row.image_size])
-        label = bytes(tar[row.label : row.label + row.label_size])
-        yield RawSample(key, image, label, is_intact)
+    for row in result.rows:
+        image = bytes(row.image_in(tar))
+        label = bytes(row.label_in(tar))
+        indexed = digests.get((row.image, row.label))
+        is_intact = indexed is None or indexed == sample_digest(image, label)
+        yield RawSample(row.key.decode("utf-8", "replace"), image, label, is_intact)
 
 
 # ------------------------------------------------------------------------------------------------ repair
