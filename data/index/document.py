@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,7 +34,7 @@ from data.files import locked, refusal, state_folder, write_whole
 from data.index.index import Index, Origin, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, open_columns, write_columns
-from data.index.tar import is_image
+from data.index.tar import Refusals, is_image
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -75,8 +76,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         digest=content["digest"],
         directory=directory,
         tables=path.parent.resolve(),
-        refused=content["refused"],
-        first_refused=content["first_refused"],
+        refused=Refusals(Counter(content["refused"]), content["first_refused"]),
         names=tuple(content["names"]),
         name=path.name.removesuffix(SUFFIX),
         origin=None if content["origin"] is None else Origin(**content["origin"]),
@@ -179,12 +179,12 @@ def write_index(
     shards: Sequence[Shard],
     class_counts: Sequence[int],
     names: Names = (),
-    refused: Mapping[str, int] | None = None,
-    first_refused: Mapping[str, str] | None = None,
+    refused: Refusals | None = None,
     origin: Origin | None = None,
 ) -> Index:
     """Write an index's JSON, of shards that lie in `directory`, whose tables lie beside it already; read it back."""
     # A path is kept relative to the index, so that both can be moved or mounted elsewhere together.
+    refused = refused or Refusals()
     place = str(directory)
     if "://" not in place:
         place = os.path.relpath(place, path.parent)
@@ -193,8 +193,8 @@ def write_index(
         "directory": place,
         "samples": sum(shard.samples for shard in shards),
         "digest": digest_of(shards, class_counts, names, origin),
-        "refused": dict(refused or {}),
-        "first_refused": dict(first_refused or {}),
+        "refused": dict(refused.counts),
+        "first_refused": refused.first,
         "class_counts": list(class_counts),
         "names": list(names),
         "origin": None if origin is None else asdict(origin),

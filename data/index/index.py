@@ -39,6 +39,7 @@ import numpy as np
 from data.errors import DataError
 from data.index.names import Names, agreed, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
+from data.index.tar import Refusals
 
 DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
 
@@ -73,8 +74,7 @@ class Index:
     digest: str
     directory: str  # where the tars are: a path, or a URL
     tables: Path = field(compare=False)  # where their tables are
-    refused: dict[str, int] = field(default_factory=dict, compare=False)  # what was passed over: reason → how often
-    first_refused: dict[str, str] = field(default_factory=dict, compare=False)  # reason → the first, and its shard
+    refused: Refusals = field(default_factory=Refusals, compare=False)  # what was passed over, the first with its shard
     names: Names = ()  # of the classes, in the order of their ids; may be more than `classes`; () where nobody knows
     name: str = field(default="", compare=False)  # of the JSON, without its suffix
     origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars

@@ -128,7 +128,7 @@ def check_shard(job: CheckJob) -> ShardReport:
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
             for sample in samples_of(tar, job.index, 0, report):
                 if not sample.is_intact:
-                    report.add_bad(sample.key, "not the bytes that were indexed")
+                    report.bad.add("not the bytes that were indexed", sample.key)
                     continue
                 try:
                     header = read_header(sample.image)
@@ -143,7 +143,7 @@ def check_shard(job: CheckJob) -> ShardReport:
                         if header.kind == "jpeg" and is_damaged(sample.image):
                             report.damaged += 1
                 except BadImage as error:
-                    report.add_bad(sample.key, str(error))
+                    report.bad.add(str(error), sample.key)
                     continue
                 report.add_good(header, sample.image, labels)
                 if len(report.grid) < job.grid:

@@ -259,7 +259,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
     for shard in index.shards:
         tried += min(shard.samples, DECODED)
     failed = 0
-    for reason, count in index.refused.items():
+    for reason, count in index.refused.counts.items():
         if reason.startswith(NOT_DECODED):
             failed += count
     return tried, failed
