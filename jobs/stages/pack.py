@@ -14,7 +14,6 @@ from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names, Numbering
 from data.index.shard import table_path
-from data.index.tar import Refusals
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
@@ -182,7 +181,7 @@ def report_set(name: str, index: Index, context: Context) -> None:
     """Log how large a set is, and what packing or indexing has passed over."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
-    for line in Refusals(Counter(index.refused), index.first_refused).lines():
+    for line in index.refused.lines():
         context.log(f"{name}: {line}")
 
 
@@ -276,12 +275,9 @@ def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
             images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
             before = packed[name]["samples"]  # those counted that cannot be decoded
             if images is not None and images != before:
-                text = (
-                    f"{stage.name}: {set_config.path} holds {counted(images, 'image')}, and held {before} when it was"
-                )
-                yield CheckResult(
-                    "WARN", "files", f"{text} packed: {name} stays as it is; for another set type run=FOLDER"
-                )
+                found = f"{set_config.path} holds {counted(images, 'image')}, and held {before} when it was packed"
+                text = f"{stage.name}: {found}: {name} stays as it is; for another set type run=FOLDER"
+                yield CheckResult("WARN", "files", text)
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
