@@ -29,7 +29,7 @@ STEEP = 20.0  # times the median, from which on values are drawn on a logarithmi
 WIDTH = 4.2
 HEIGHT = 2.2
 LINE = 0.19  # of the legend
-LABELS = 48  # characters of a legend's row
+LABELS = 52  # characters of a legend's row
 LONGEST_LABEL = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
@@ -98,7 +98,7 @@ def line_chart(
 ) -> Markup:
     """Draw curves over the samples seen, of which the axis has `reach`; a share is written in percent."""
     with charted():
-        figure, axes = figure_of(title)
+        figure, axes = figure_of()
         values = np.zeros(0)
         curves = 0
         for line in lines:
@@ -163,7 +163,7 @@ def line_chart(
 def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) -> Markup:
     """Draw values (name, value, low, high) with their intervals, a row each, the first at the top."""
     with charted():
-        figure, axes = figure_of(title)
+        figure, axes = figure_of()
         rows = np.arange(len(named))
         names, *columns = zip(*named, strict=True)
         value, low, high = np.array(columns, float)
@@ -172,21 +172,25 @@ def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) ->
         axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
         axes.xaxis.set_major_formatter(PERCENT)
-        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.45)
+        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48)
 
 
-def figure_of(title: str) -> tuple[Figure, Axes]:
-    """Return an empty chart; its title is the same text that is read out."""
+def figure_of() -> tuple[Figure, Axes]:
+    """Return an empty chart."""
     figure = Figure(dpi=72)
     axes = figure.add_subplot()
-    axes.set_title(title, fontsize=10, loc="left", x=0)
     axes.tick_params(labelsize=8)
     axes.grid(color=GRID, linewidth=0.6)
     return figure, axes
 
 
 def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
-    """Return the chart in so many inches, the axes a share of the width from the left, and inches from below."""
+    """Return the chart in so many inches, the axes a share of the width from the left, and inches from below.
+
+    Its title is the same text that is read out.
+    """
+    width = 0.97 - left
     figure.set_size_inches(WIDTH, height)
-    axes.set_position((left, below / height, 0.97 - left, 1 - (below + 0.28) / height))
+    axes.set_position((left, below / height, width, 1 - (below + 0.28) / height))
+    axes.set_title(title, fontsize=10, loc="left", x=-(left - 0.015) / width, parse_math=False)
     return svg(figure, title)

@@ -397,6 +397,7 @@ def compare_stage(name: str, of_runs: Mapping[str, Stage]) -> dict[str, Any]:
     # Of each run a line in every chart, how far it has come, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
     rows = []
+    metric = ""
     results = []
     for number, (run_name, stage) in enumerate(of_runs.items()):
         if number < MOST_LINES:
@@ -405,11 +406,13 @@ def compare_stage(name: str, of_runs: Mapping[str, Stage]) -> dict[str, Any]:
         evaluated = evaluations(stage)
         newest = [row for row in evaluated if row.step == evaluated[0].step]
         rows.append((run_name, stage, newest))
-        for row in newest[:1]:
-            results.append((f"{run_name} {row.name}", row.value, row.low, row.high))
+        for row in newest:
+            metric = metric or row.name  # one that all of them may have
+            if row.name == metric:
+                results.append((run_name, row.value, row.low, row.high))
     drawn = []
     for chart, lines in charted.items():
         drawn.append(charts.line_chart(chart, lines, marks if CURVES[chart] == "loss" else ()))
     if results:
-        drawn.append(charts.value_chart("the newest evaluation, 95 %", results))
+        drawn.append(charts.value_chart(f"held-out {metric}, the newest, 95 %", results))
     return {"name": name, "base": base_name, "others": others, "charts": drawn, "rows": rows}
