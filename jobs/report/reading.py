@@ -313,7 +313,8 @@ def setup_of(stage: Stage) -> dict[str, str]:
     if parameters:
         architecture.append(f"{parameters:,} parameters")
 
-    first_weights = stage.task["job"].get("init") or "random"
+    job = stage.task["job"]
+    first_weights = job.get("init") or "random"
 
     # 2. How long, and at which rate.
     batch = counted(config["batch_size"], "image")
@@ -356,7 +357,7 @@ def setup_of(stage: Stage) -> dict[str, str]:
     return {
         "date and time": when,
         "model": ", ".join(architecture),
-        "first weights": first_weights.removeprefix(f"{stage.folder.parent}/"),
+        "first weights": first_weights.removeprefix(f"{job.get('run')}/"),
         "image size": " × ".join(map(str, model["image_size"])) + " pixels",
         "steps": steps,
         "learning rate": rate,
