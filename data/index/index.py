@@ -124,6 +124,11 @@ class Index:
             return self.shards.samples
         return np.array([shard.samples for shard in self.shards], np.int64)
 
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(shards + 1,) int64, the number of each shard's first sample in the set; the last is that of all samples."""
+        return np.append(0, np.cumsum(self.shard_samples))
+
     @property
     def bytes(self) -> int:
         """Bytes of all shards."""

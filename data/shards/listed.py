@@ -108,20 +108,18 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     rows = [np.empty(0, np.int64)]
     shards_of_key: dict[str, set[str]] = {key: set() for key in anywhere}
     missing: list[str] = []
-    start = 0
     for number, indexed in enumerate(index.shards):
         named = keys_of_shard.get(number, set())
         # As in most shards, where shards are named: there is nothing to look up.
         if named or anywhere:
             keys = index.keys(number)
             present = np.flatnonzero(np.isin(keys, sorted(named | anywhere)))
-            rows.append(present + start)
+            rows.append(present + index.starts[number])
             there = set(keys[present].tolist())
             for key in sorted(named - there):
                 missing.append(f"{indexed.name} {printable(key)}")
             for key in there & anywhere:
                 shards_of_key[key].add(indexed.name)
-        start += indexed.samples
     ambiguous = []
     for key, shards in shards_of_key.items():
         if not shards:

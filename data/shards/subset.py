@@ -8,9 +8,9 @@ How subsets of one set are made, in one pass for all of them (`make_subsets`):
 3. each shard of which a sample is left gets a table of these rows; the others are not in the subset;
 4. the JSON names the same tars, and says which index it was made of and by which rule (`index.Origin`).
 
-    make_subset(load_index("shards/train"), "shards/train-10shot", Rule(shots=10, seed=0))
-    →   shards/train-10shot/train-10shot.index.json     directory: ../train
-        shards/train-10shot/train-000000.npy  …         the table's rows of the samples that were chosen
+    make_subsets(load_index("shards/train"), [Part(folder, Rule(shots=10, seed=0), "train-10shot")])
+    →   folder/train-10shot.index.json     directory: ../train
+        folder/train-000000.npy  …         the table's rows of the samples that were chosen
 
 Class ids and names stay what they are. Samples keep the order of the set. Sets that are made by one seed of one index
 fit one another: `:98%` and `98%:` share no sample and are together the whole; 5 shots are among the 10.
@@ -135,21 +135,6 @@ class Part:
         return self.folder / f"{self.name}{SUFFIX}"
 
 
-def make_subset(
-    parent: Index,
-    output: str | os.PathLike[str],
-    rule: Rule,
-    *,
-    name: str | None = None,
-    workers: int = 1,
-    cache: CacheConfig | None = None,
-    report: Callable[[int, int], None] | None = None,
-) -> Index:
-    """Make one subset, as `make_subsets` makes many."""
-    part = Part(Path(output), rule, name or Path(output).name)
-    return make_subsets(parent, [part], workers=workers, cache=cache, report=report)[0]
-
-
 def make_subsets(
     parent: Index,
     parts: Sequence[Part],
@@ -228,10 +213,8 @@ def read_all_labels(
     jobs = []
     counts = [np.zeros(shard_samples, np.int32) for shard_samples in index.shard_samples]
     numbers = []  # of the shards that are looked at
-    stop = 0
-    for number, samples in enumerate(map(len, counts)):
-        stop += samples
-        of_shard = None if wanted is None else wanted[stop - samples : stop]
+    for number in range(len(counts)):
+        of_shard = None if wanted is None else wanted[index.starts[number] : index.starts[number + 1]]
         if of_shard is None or of_shard.any():
             jobs.append(LabelJob(index.alone(number), index.classes, cache, of_shard))
             numbers.append(number)
@@ -374,12 +357,10 @@ def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[
         # Without its JSON nobody reads a subset whose tables are half those of another rule.
         part.path.unlink(missing_ok=True)
 
-    stop = 0
     for number, shard in enumerate(parent.shards):
-        stop += shard.samples
         table = None
         for part in parts:
-            rows = np.flatnonzero(part.chosen[stop - shard.samples : stop])
+            rows = np.flatnonzero(part.chosen[parent.starts[number] : parent.starts[number + 1]])
             if len(rows) == 0:
                 continue
             if table is None:

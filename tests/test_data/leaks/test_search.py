@@ -32,10 +32,11 @@ from data.shards.leaks import (
 )
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from pipeline.evaluation import embedding
+from tests.archives import make_subset
 from tests.tars import write_tar
 from tests.test_pipeline.checkpoints.test_disk_space import IN_A_NAME_SPACE, can_mount
 
