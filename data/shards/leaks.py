@@ -102,7 +102,7 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
         keys = keys_of_shard.get(indexed.name)
         # As in most shards, nothing leaks: its table need not be opened.
         if keys:
-            leaked[index.starts[number] : index.starts[number + 1]] = np.isin(index.keys(number), sorted(keys))
+            leaked[index.rows(number)] = np.isin(index.keys(number), sorted(keys))
     return leaked
 
 

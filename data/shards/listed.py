@@ -141,12 +141,11 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
 
 def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:
     """Return the number of the shard that each name means; raises DataError unless it is exactly one."""
-    by_name: dict[str, int] = {shard.name: number for number, shard in enumerate(index.shards)}
     numbers = {}
     for name in names:
         matching = []
-        if name in by_name:
-            matching.append(by_name[name])
+        if name in index.numbers:
+            matching.append(index.numbers[name])
         else:
             for places in called(name, [index]).values():
                 for _, number in places:

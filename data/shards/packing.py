@@ -178,8 +178,7 @@ def restore(
             f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{way_out}"
         )
     # As many classes as a packing of these samples would count.
-    used = [label for label, count in enumerate(finished.class_counts) if count]
-    given = classes or max(used, default=-1) + 1
+    given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1
     counts = [*finished.class_counts, *[0] * given][:given]
     given_digest = digest_of(finished.shards, counts, names)
     if given_digest != finished.digest:

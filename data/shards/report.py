@@ -141,7 +141,7 @@ class Report:
         bad = self.bad
         for reason, count in bad.counts.most_common():
             lines.append(f"bad: {count} × {reason}, first {printable(bad.first[reason])}")
-        lines += self.refused.lines()
+        lines += self.refused.lines("refused: ")
 
         # What a run must be told.
         if most_labels > 1:

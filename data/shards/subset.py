@@ -211,20 +211,21 @@ def read_all_labels(
 ) -> Labels:
     """Return the labels of all samples; of samples that are not `wanted` (N,) none."""
     jobs = []
-    counts = [np.zeros(shard_samples, np.int32) for shard_samples in index.shard_samples]
-    numbers = []  # of the shards that are looked at
-    for number in range(len(counts)):
-        of_shard = None if wanted is None else wanted[index.starts[number] : index.starts[number + 1]]
+    counts = np.zeros(index.samples, np.int32)  # labels of each sample
+    rows_of_jobs = []
+    for number in range(len(index.shards)):
+        rows = index.rows(number)
+        of_shard = None if wanted is None else wanted[rows]
         if of_shard is None or of_shard.any():
             jobs.append(LabelJob(index.alone(number), index.classes, cache, of_shard))
-            numbers.append(number)
+            rows_of_jobs.append(rows)
     values = [np.empty(0, np.int32)]
     # A shard that is fetched mostly waits, for which threads will do.
     with in_parallel(read_shard_labels, jobs, workers, report, in_threads=index.remote) as results:
-        for number, (shard_values, shard_counts) in zip(numbers, results, strict=True):
+        for rows, (shard_values, shard_counts) in zip(rows_of_jobs, results, strict=True):
             values.append(shard_values)
-            counts[number] = shard_counts
-    return Labels(np.concatenate(values), np.concatenate([np.empty(0, np.int32), *counts]).cumsum(dtype=np.int64))
+            counts[rows] = shard_counts
+    return Labels(np.concatenate(values), counts.cumsum(dtype=np.int64))
 
 
 def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
@@ -360,7 +361,7 @@ def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[
     for number, shard in enumerate(parent.shards):
         table = None
         for part in parts:
-            rows = np.flatnonzero(part.chosen[parent.starts[number] : parent.starts[number + 1]])
+            rows = np.flatnonzero(part.chosen[parent.rows(number)])
             if len(rows) == 0:
                 continue
             if table is None:

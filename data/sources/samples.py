@@ -117,7 +117,7 @@ def warn_of(source: Path, notes: Refusals) -> None:
     """Log a warning of what was passed over in a source, or changed, a line a reason."""
     log = logging.getLogger(__name__)
     for line in notes.lines():
-        log.warning("%s: %s", source, line.removeprefix("refused: "))
+        log.warning("%s: %s", source, line)
 
 
 # ------------------------------------------------------------------------------------------------ digits

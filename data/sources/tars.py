@@ -95,7 +95,7 @@ def tars(
             # Keys may begin anew in every tar: the tar's name tells them apart.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
         excluded.add_all(refused, path.name)
-    lines = [line.removeprefix("refused: ") for line in excluded.lines()]
+    lines = excluded.lines()
     if not is_usable:
         raise DataError(
             f"{source}: no sample has a label and an image: {'; '.join(lines) or 'there are no samples'}\n"

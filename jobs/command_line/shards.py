@@ -453,7 +453,7 @@ def summary(index: "Index") -> list[str]:
     ]
     if index.names:
         lines.append(f"class names: {some(index.names)}")
-    lines += index.refused.lines()
+    lines += index.refused.lines("refused: ")
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")
