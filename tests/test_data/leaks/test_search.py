@@ -203,9 +203,9 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     looked_at = []
     search_shard = search.search_shard
 
-    def counted(job):
-        looked_at.append(job.shard.shards[0].name)
-        return search_shard(job)
+    def counted(shard, *settings):
+        looked_at.append(shard.shards[0].name)
+        return search_shard(shard, *settings)
 
     def stop_at_two(done, total):
         if done == 2:
@@ -226,7 +226,7 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     rotten.write_bytes(content)
     signed = []
     sign_shard = search.sign_shard
-    monkeypatch.setattr(search, "sign_shard", lambda job: (signed.append(job.path), sign_shard(job)))
+    monkeypatch.setattr(search, "sign_shard", lambda *job: (signed.append(job[1]), sign_shard(*job)))
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
     names = [shard.name for shard in train.shards]
     assert looked_at == [*names[:2], *names[1:]]
