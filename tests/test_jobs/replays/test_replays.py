@@ -70,7 +70,7 @@ def flip_in_the_run() -> None:
     def masked_from_the_start(*args: Any, **more: Any) -> Any:
         if args[1].campaign.run.name == "start":
             record = artifacts.read_record(Path("listed/without.json"))
-            more |= {"until": 15, "masked": record["ranges"]}
+            more |= {"until": 15, "masked": [[0, *each] for each in record["ranges"]]}
         return make_task(*args, **more)
 
     make_task = training.make_training_task
