@@ -127,9 +127,9 @@ class MappedShards(Sequence[Shard]):
         return len(self.samples)
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return tuple(self[at] for at in range(*number.indices(len(self))))
         at = range(len(self))[number]  # raises IndexError, as a tuple does
+        if isinstance(at, range):
+            return tuple(map(self.__getitem__, at))
         name = self.columns["name"][at].decode()
         digest = self.columns["sha256"][at].decode()
         table = self.columns["table"][at].decode()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from hashlib import sha256
@@ -94,8 +94,8 @@ class Embeddings(NamedTuple):
 
 
 def find_leaks(
-    train: Sequence[tuple[str, Index]],
-    test: Sequence[tuple[str, Index]],
+    train: Mapping[str, Index],
+    test: Mapping[str, Index],
     output: Path,
     *,
     fits: float = FITS,
@@ -107,26 +107,25 @@ def find_leaks(
 ) -> Leaks:
     """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
 
-    Sets come with the path that they are called by; `embeddings` are what features have found (see there). Safe to kill
-    and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards are
-    done, of how many that were left to do; `report_test` the same of test shards, which come first. Raises DataError
+    Sets stand under the path that they are called by; `embeddings` are what features have found (see there). Safe to
+    kill and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards
+    are done, of how many that were left; `report_test` the same of test shards, which come first. Raises DataError
     where a shard is missing or not what was indexed, and where the test images are too much alike for pictures to tell
     copies from others.
     """
-    for path, index in (*train, *test):
+    for path, index in (*train.items(), *test.items()):
         if index.samples == 0:
             raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
-    test_sets = [index for _, index in test]
-    check_sizes([index for _, index in (*train, *test)])
+    check_sizes([*train.values(), *test.values()])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
-    digests = [index.digest for index in test_sets]
+    digests = [index.digest for index in test.values()]
     setting = [VERSION, fits, digests]
     settings: dict[str, Any] = {"version": VERSION, "alike": ALIKE, "fits": fits}
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
     signatures = output / f"signatures-{sha256(json.dumps([VERSION, digests]).encode()).hexdigest()[:12]}"
-    write_signatures(test_sets, signatures, workers, cache, report_test)
+    write_signatures(test.values(), signatures, workers, cache, report_test)
 
     # Whether the search can tell copies from other images is measured on these very sets.
     if fits < 1:
@@ -135,20 +134,20 @@ def find_leaks(
         share = alike / max(compared, 1)
         if alike >= FEWEST_ALIKE and share > MOST_ALIKE:
             raise DataError(
-                f"{', '.join(path for path, _ in test)}: {alike:,} of {compared:,} pairs of different test images are "
+                f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images are "
                 f"alike at first sight ({share:.1%}): of such images pictures do not tell copies from others\n"
                 f"  expected {MOST_ALIKE:.0%} at most, photographs have 0.02 %\n"
                 f"  compare bytes and pixels alone: the same command with --fits 1"
             )
 
     jobs = {}  # by the training shard that is searched
-    for _, index in train:
+    for index in train.values():
         for number, shard in enumerate(index.shards):
             jobs[key_of(shard)] = SearchJob(index.alone(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
         # The training shards that an earlier, killed search has not finished; a line of the journal for each.
-        missing = {key: job for key, job in jobs.items() if key not in journal.records}
-        with in_parallel(search_shard, list(missing.values()), workers, report) as results:
+        missing = [key for key in jobs if key not in journal.records]
+        with in_parallel(search_shard, list(map(jobs.__getitem__, missing)), workers, report) as results:
             for key, shard_matches in zip(missing, results, strict=True):
                 journal.add(key, shard_matches)
         # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
@@ -157,12 +156,10 @@ def find_leaks(
     # The pairs that only features have found are added.
     if embeddings is not None:
         for key, pixels in records.items():
-            known = {(match.row, match.test) for match in pixels.matches}
-            matches = list(pixels.matches)
-            for match in embeddings.records[key].matches:
-                if (match.row, match.test) not in known:
-                    matches.append(match)
-            records[key] = pixels._replace(matches=sorted(matches))
+            matches = {}
+            for match in (*embeddings.records[key].matches, *pixels.matches):
+                matches[match.row, match.test] = match  # that of the pixels takes the other's place
+            records[key] = pixels._replace(matches=sorted(matches.values()))
     bad = int(np.load(signatures / "bad.npy").sum())  # test images that cannot be decoded
     leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
@@ -183,7 +180,7 @@ class SignJob(NamedTuple):
 
 
 def write_signatures(
-    sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
+    sets: Iterable[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
 ) -> None:
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept.
 
@@ -324,7 +321,7 @@ def search_shard(job: SearchJob) -> ShardMatches:
     """Find the test images that a training shard holds."""
     test_images = open_signatures(job.signatures)
     reader = ShardReader(job.shard, cache=job.cache)
-    matches: list[Match] = []
+    matches: dict[tuple[int, int], Match] = {}  # by row and test image
     bad = 0
     flat = 0
     batch: list[PendingImage] = []
@@ -332,59 +329,56 @@ def search_shard(job: SearchJob) -> ShardMatches:
     with threadpool_limits(1):
         for row in range(job.shard.samples):
             _, image, _ = reader.read(0, row)
-            same = test_images.by_bytes.get(sha256(image).digest(), [])
-            for number in same:
-                matches.append(Match(row, number, "exact", 0.0))
+            for number in test_images.by_bytes.get(sha256(image).digest(), []):
+                matches[row, number] = Match(row, number, "exact", 0.0)
             try:
                 sign = signature(image)
                 flat += sign.is_flat
                 if sign.is_flat or job.fits >= 1:
                     for number in test_images.by_pixels.get(pixel_digest(image), []):
-                        if number not in same:
-                            matches.append(Match(row, number, "exact", 0.0))
+                        matches[row, number] = Match(row, number, "exact", 0.0)
                 else:
                     batch.append(PendingImage(row, image, sign))
             except BadImage:
                 bad += 1
             if len(batch) == BATCH:
-                matches.extend(fitting(batch, test_images, job.fits, matches))
+                add_fitting(batch, test_images, job.fits, matches)
                 batch = []
         if batch:
-            matches.extend(fitting(batch, test_images, job.fits, matches))
-    return ShardMatches(sorted(matches), job.shard.samples, bad, flat)
+            add_fitting(batch, test_images, job.fits, matches)
+    return ShardMatches(sorted(matches.values()), job.shard.samples, bad, flat)
 
 
-def fitting(batch: Sequence[PendingImage], test_images: TestImages, fits: float, known: Sequence[Match]) -> list[Match]:
-    """Return the matches of a batch of training images, without those that are known already."""
-    is_known = {(match.row, match.test) for match in known}
+def add_fitting(
+    batch: Sequence[PendingImage], test_images: TestImages, fits: float, matches: dict[tuple[int, int], Match]
+) -> None:
+    """Add the pairs of a batch of training images that fit; those that are known already stay as they are."""
     best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
     crops = np.stack([pending.signature.crops for pending in batch])
     for candidate in candidates(crops, test_images.signatures):
         pair = (candidate.train, candidate.test)
         pending = batch[candidate.train]
         # A pair may be a candidate in several ways; one that fits is enough.
-        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in is_known
+        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in matches
         if not is_settled:
             value = likeness(candidate, pending.signature, test_images.signatures)
             best[pair] = max(value, best.get(pair, -1.0))
-    matches = []
     for (number, test), value in best.items():
         if value >= fits:
             pending = batch[number]
             is_same = value >= NEARLY_THE_SAME and test in test_images.by_pixels.get(pixel_digest(pending.image), [])
+            match = Match(pending.row, test, "perceptual", round(1 - value, 4))
             if is_same:
-                matches.append(Match(pending.row, test, "exact", 0.0))
-            else:
-                matches.append(Match(pending.row, test, "perceptual", round(1 - value, 4)))
-    return matches
+                match = Match(pending.row, test, "exact", 0.0)
+            matches[pending.row, test] = match
 
 
 # ------------------------------------------------------------------------------------------------ document
 
 
 def document(
-    train: Sequence[tuple[str, Index]],
-    test: Sequence[tuple[str, Index]],
+    train: Mapping[str, Index],
+    test: Mapping[str, Index],
     records: Mapping[str, ShardMatches],
     bad: int,
     settings: Mapping[str, Any],
@@ -396,20 +390,19 @@ def document(
             wanted.add(match.test)
     test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → its set's number, (shard, key)
     start = 0
-    for set_number, (_, index) in enumerate(test):
+    for set_number, index in enumerate(test.values()):
         for number, shard in enumerate(index.shards):
             matched = wanted.intersection(range(start, start + shard.samples))
             # As in most shards, there is nothing: its table need not be opened.
             if matched:
-                keys = index.table(number)["key"]
+                keys = index.keys(number)
                 for test_number in matched:
-                    key = keys[test_number - start].decode("utf-8", "replace")
-                    test_samples[test_number] = (set_number, (shard.name, key))
+                    test_samples[test_number] = (set_number, (shard.name, str(keys[test_number - start])))
             start += shard.samples
 
     pairs = []
     counts = {"train": 0, "train_undecodable": 0, "train_flat": 0}
-    for train_set, (_, index) in enumerate(train):
+    for train_set, index in enumerate(train.values()):
         for number, shard in enumerate(index.shards):
             record = records[key_of(shard)]
             counts["train"] += record.samples
@@ -418,16 +411,15 @@ def document(
             # As in most shards, there is nothing: its table need not be opened.
             if not record.matches:
                 continue
-            keys = index.table(number)["key"]
+            keys = index.keys(number)
             for row, test_number, kind, distance in record.matches:
                 test_set, sample = test_samples[test_number]
-                key = keys[row].decode("utf-8", "replace")
-                pairs.append(Pair((shard.name, key), sample, kind, distance, train_set, test_set))
+                pairs.append(Pair((shard.name, str(keys[row])), sample, kind, distance, train_set, test_set))
     counts["test"] = start
     counts["test_undecodable"] = bad
     return Leaks(
-        tuple(Compared(path, index.digest) for path, index in train),
-        tuple(Compared(path, index.digest) for path, index in test),
+        tuple(Compared(path, index.digest) for path, index in train.items()),
+        tuple(Compared(path, index.digest) for path, index in test.items()),
         tuple(pairs),
         settings,
         counts,

@@ -35,6 +35,7 @@ from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
 from data.index.names import Names
+from data.index.shard import sample_digest
 from data.index.tar import Refusals, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
@@ -127,7 +128,7 @@ def check_shard(job: CheckJob) -> ShardReport:
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
             for sample in samples_of(tar, job.index, 0, report):
                 if not sample.is_intact:
-                    report.add_bad(sample.key, "not the bytes that were indexed")
+                    report.bad.add("not the bytes that were indexed", sample.key)
                     continue
                 try:
                     header = read_header(sample.image)
@@ -142,7 +143,7 @@ def check_shard(job: CheckJob) -> ShardReport:
                         if header.kind == "jpeg" and is_damaged(sample.image):
                             report.damaged += 1
                 except BadImage as error:
-                    report.add_bad(sample.key, str(error))
+                    report.bad.add(str(error), sample.key)
                     continue
                 report.add_good(header, sample.image, labels)
                 if len(report.grid) < job.grid:
@@ -206,18 +207,17 @@ def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) 
     report.samples = len(result.rows)
     report.refused = result.refused
     report.problem = report.problem or result.broken
-    walked = result.table(tar)
     digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
     if table is not None:
         for entry in table:
             digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
 
-    for row, digest in zip(result.rows, walked["digest"].tolist(), strict=True):
-        is_intact = digests.get((row.image, row.label), digest) == digest
-        key = row.key.decode("utf-8", "replace")
-        image = bytes(tar[row.image : row.image + row.image_size])
-        label = bytes(tar[row.label : row.label + row.label_size])
-        yield RawSample(key, image, label, is_intact)
+    for row in result.rows:
+        image = bytes(row.image_in(tar))
+        label = bytes(row.label_in(tar))
+        indexed = digests.get((row.image, row.label))
+        is_intact = indexed is None or indexed == sample_digest(image, label)
+        yield RawSample(row.key.decode("utf-8", "replace"), image, label, is_intact)
 
 
 # ------------------------------------------------------------------------------------------------ repair

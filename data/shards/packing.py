@@ -274,9 +274,8 @@ def write_shard(
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
-        table = result.table(tar)
-        count_unreadable(tar, table, result.refused)
-        shard = write_table(path.parent, table, path.name, len(tar), digest)
+        count_unreadable(tar, result)
+        shard = write_table(path.parent, result.table(tar), path.name, len(tar), digest)
     return Record(shard, class_counts, result.refused, Refusals())
 
 

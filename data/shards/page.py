@@ -17,7 +17,7 @@ CHARTED = ("shorter side", "width / height", "kB")  # names of `report.ShardRepo
 def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     """Write the page, with advice for so many workers, and return its path."""
     # Problems of a whole shard first, then the most bad samples.
-    shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.total()))
+    shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.counts.total()))
     more = ""
     if len(shards) > MOST_SHARDS:
         more = f": the first {MOST_SHARDS} of {len(shards)}, the worst first"

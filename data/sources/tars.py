@@ -30,6 +30,7 @@ from data.index.tar import (
     Refusals,
     check_nothing_excluded,
     compressed_in,
+    first_of,
     mapped,
     split_name,
     walk,
@@ -123,9 +124,7 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
             if row.image_size > MAX_BYTES:
                 refused.add(TOO_LARGE, row.key)
                 continue
-            image = bytes(tar[row.image : row.image + row.image_size])
-            label = bytes(tar[row.label : row.label + row.label_size])
-            yield TarSample(row.key.decode("utf-8", "replace"), image, label)
+            yield TarSample(row.key.decode("utf-8", "replace"), bytes(row.image_in(tar)), bytes(row.label_in(tar)))
 
 
 def compressed_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
@@ -149,8 +148,8 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
                 refused.add("label too large" if extension in LABELS else TOO_LARGE, key)
                 parts[extension] = b""
                 is_too_large = True
-        image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
-        label = next((parts[extension] for extension in LABELS if extension in parts), b"")
+        image = first_of(IMAGES, parts, b"")
+        label = first_of(LABELS, parts, b"")
         if image or label:
             if not is_too_large:
                 yield TarSample(key.decode("utf-8", "replace"), image, label)

@@ -7,7 +7,7 @@
 Which images are alike depends on the weights: to a classifier, images of a class are. Look at the page first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,8 +33,8 @@ BATCH = 64  # images that go through the model at once
 def find_alike(
     model: nn.Module,
     weights: tuple[str, str],  # their path and digest
-    train: Sequence[Index],
-    test: Sequence[Index],
+    train: Collection[Index],
+    test: Collection[Index],
     folder: Path,
     *,
     cosine: float,

@@ -233,7 +233,7 @@ def test_the_doctor_names_a_sample_that_rotted_and_repair_leaves_it_out(made, tm
     path = Path(made.location(0))
     flip(path, image_start(path, 4) + 200)
     report = check(made)
-    assert report.bad == {"not the bytes that were indexed": 1} and report.good == 49
+    assert report.bad.counts == {"not the bytes that were indexed": 1} and report.good == 49
     repaired = repair(made, tmp_path / "repaired")
     original = contents_by_tarfile(made)
     assert [image for _, image, _ in read_all(repaired)] == [image for _, image, _ in original[:4] + original[5:]]
