@@ -33,6 +33,8 @@ PROVENANCE = "provenance.json"
 EXAMPLES = "examples.json"  # samples with their predictions, of the newest evaluation of a trained stage
 # Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
 EXCLUDED_STEPS = "excluded-steps.json"
+# Of a trained stage: what is wanted and known of the samples behind its spikes (`health.on_spike: bisect`).
+SEARCHES = "searches"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)

@@ -275,12 +275,9 @@ def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
             images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
             before = packed[name]["samples"]  # those counted that cannot be decoded
             if images is not None and images != before:
-                text = (
-                    f"{stage.name}: {set_config.path} holds {counted(images, 'image')}, and held {before} when it was"
-                )
-                yield CheckResult(
-                    "WARN", "files", f"{text} packed: {name} stays as it is; for another set type run=FOLDER"
-                )
+                found = f"{set_config.path} holds {counted(images, 'image')}, and held {before} when it was packed"
+                text = f"{stage.name}: {found}: {name} stays as it is; for another set type run=FOLDER"
+                yield CheckResult("WARN", "files", text)
 
 
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
