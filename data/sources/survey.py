@@ -32,7 +32,7 @@ from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NoLabel, parse_labels, some
 from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, mapped, walk
+from data.index.tar import IMAGES, is_image, mapped, walk
 from data.sources.folders import (
     HIDDEN,
     IMAGE_COLUMNS,
@@ -408,7 +408,7 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         paths += below
         image_set.class_counts[folder.name] = len(below)
         report(len(paths))
-    here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and path.suffix[1:].lower() in IMAGES]
+    here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and is_image(path)]
     if unlabelled or not image_set.class_counts:
         paths += here
         image_set.class_counts.clear()
@@ -530,7 +530,7 @@ def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
                 images.append((path, row.image, row.image_size))
                 label = b""
                 if not unlabelled:
-                    label = bytes(tar[row.label : row.label + row.label_size])
+                    label = bytes(row.label_in(tar))
                 image_set.count(label)
                 report(image_set.images)
         image_set.open_some(images, OPENED // len(files) + 1)

@@ -7,7 +7,6 @@ patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/
 patchline data check shards/theirs --page report.html
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -449,7 +448,6 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
 def summary(index: "Index") -> list[str]:
     """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
     from data.index.names import some
-    from data.index.tar import Refusals
     from data.shards.indexing import decoded_samples
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
@@ -459,7 +457,7 @@ def summary(index: "Index") -> list[str]:
     ]
     if index.names:
         lines.append(f"class names: {some(index.names)}")
-    lines += Refusals(Counter(index.refused), index.first_refused).lines()
+    lines += index.refused.lines("refused: ")
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")

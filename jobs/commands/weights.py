@@ -19,6 +19,7 @@ import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
 from data.index.names import read_class_list, some
+from jobs.named_stages import stage_at, stages_in
 from jobs.progress import activity
 from jobs.stages import any_weights
 from jobs.terminal import echo
@@ -154,7 +155,7 @@ def refuse_existing(target: str) -> None:
     """Raise UsageError where the target is a file, a folder that holds something, or a part of a run."""
     path = Path(target)
     for folder in path.absolute().parents:
-        if (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
+        if stage_at(folder) is not None or stages_in(folder):
             raise UsageError(
                 f"{target} lies in the run {folder}, where names are those of stages; nothing was written\n"
                 "  expected what is read first, and then what is written, outside of a run"

@@ -96,10 +96,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things as people say it: 1 node, 3 nodes."""
+    """Return a number of things as people say it: 1 node, 3 nodes, 2 stretches."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun}s"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def log_line(report: Record) -> str:
