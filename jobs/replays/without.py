@@ -49,20 +49,19 @@ def without(
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
-    if samples is None and not shards:
-        raise UsageError("nothing is named that the run is to be without\n  expected --samples FILE or --shards NAME")
     _, to = replays.between(0, to or max(stage.commits, default=0))
 
     # 1. From which step on the run changes. A sample's first use is that of the whole run: all steps have one order.
     index, order = training_order(stage.config_at(1, to), stage.sets)
     ranges = masked_ranges(index, samples, shards)
-    mask = Mask(ranges)
+    mask = Mask([0, *each] for each in ranges)
     first_use = None
     step = 0
     while mask and first_use is None and step < to:
         planned = order.batch(step)
+        is_used = mask.of(step, planned.shard, planned.sample).any()
         step += 1
-        if mask.of(planned.shard, planned.sample).any():
+        if is_used:
             first_use = step
         if step % 10_000 == 0:
             activity.now(f"looking for the first use: step {step:,} of {to:,} …")
