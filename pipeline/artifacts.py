@@ -23,14 +23,10 @@ from data.errors import CheckpointError, DataError
 from data.files import naming, write_whole
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
+from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
 
 SCHEMA = 1  # of a record
-# As models/weights/files.py has them. Importing that imports torch, which `status` has no other use for.
-WEIGHTS = "weights.safetensors"
-CONFIG = "model.json"
-CLASSES = "classes.json"
-PREPROCESSING = "preprocessing.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"

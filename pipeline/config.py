@@ -352,6 +352,9 @@ def _read_section(
             from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
 
             hint = did_you_mean(str(name), known)
+            for key in known:
+                if "".join(word[0] for word in key.split("_")) == name:  # bs of batch_size
+                    hint = f"; did you mean {key!r}?"
             if "known:" in hint and len(known) > MOST_NAMES:
                 hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"
             raise ConfigError(f"unknown key {path}{hint}")

@@ -80,6 +80,11 @@ class Index:
     origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars
 
     @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of every shard, by its name."""
+        return {shard.name: number for number, shard in enumerate(self.shards)}
+
+    @cached_property
     def ids(self) -> dict[str, int]:
         """The class id of every name that a label may hold instead."""
         return ids_of(self.names)
@@ -123,6 +128,15 @@ class Index:
         if isinstance(self.shards, MappedShards | JoinedShards):
             return self.shards.samples
         return np.array([shard.samples for shard in self.shards], np.int64)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(shards + 1,) int64, the number of each shard's first sample in the set; the last is that of all samples."""
+        return np.append(0, np.cumsum(self.shard_samples))
+
+    def rows(self, shard: int) -> slice:
+        """Return where the samples of a shard stand among all of the set."""
+        return slice(self.starts[shard], self.starts[shard + 1])
 
     @property
     def bytes(self) -> int:

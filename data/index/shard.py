@@ -30,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
 from data.files import write_whole
+from data.seal import DIGEST_BYTES
 
 # n shards
 
@@ -50,7 +51,6 @@ FIELDS = [
 COLUMNS = ("samples", "bytes", "sha256", "table", "name", "index")  # numbers first, so that they are aligned
 AT_ONCE = 4096  # shards that are made while all are gone through
 PIECE = 1 << 20  # bytes that are hashed at once
-DIGEST_BYTES = 32  # of the sha256 at the end
 
 
 @dataclass(frozen=True)

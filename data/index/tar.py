@@ -93,11 +93,11 @@ class Refusals:
             first = other.first.get(reason, "")
             self.add(reason, f"{first} of {shard}" if first else shard, count)
 
-    def lines(self) -> list[str]:
+    def lines(self, label: str = "") -> list[str]:
         """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
         lines = []
         for reason, count in self.counts.most_common():
-            line = f"refused: {count:,} × {reason}"
+            line = f"{label}{count:,} × {reason}"
             if reason in self.first:
                 line += f", first {self.first[reason]}"
             lines.append(printable(line))
@@ -142,7 +142,7 @@ class Walk:
             self.refused.add("image too large", key)
         elif image_size > 0 or label_size > 0:
             self.rows.append(Row(key, image, image_size, label, label_size))
-        elif any(extension in parts for extension in IMAGES + LABELS):
+        elif not parts.keys().isdisjoint(IMAGES + LABELS):
             self.refused.add("empty sample", key)
 
     def table(self, tar: memoryview) -> np.ndarray:

@@ -78,7 +78,7 @@ def write_page(
                 (train_readers[pair.train_set], pair.train),
                 (test_readers[pair.test_set], pair.test),
             ):
-                number = [indexed.name for indexed in reader.index.shards].index(shard)
+                number = reader.index.numbers[shard]
                 row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
                 _, encoded, _ = reader.read(number, row)
                 images.append(page.jpeg(decode(encoded)))

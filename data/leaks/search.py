@@ -19,9 +19,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_
 from data.remote.cache import CacheConfig
 from data.seal import Journal, read_entry, write_entry
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
-from data.shards.parallel import in_parallel
+from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
 # T test images of all sets, K crops of each, D coefficients of a crop
@@ -53,8 +53,6 @@ SAMPLED = 256  # test images that are compared with each other for it
 BATCH = 64  # training images that are compared at once
 JOURNAL = "leaks.partial"
 DOCUMENT = "leaks.json"
-
-Report = Callable[[int, int], None]  # shards done, of how many
 
 
 class Match(NamedTuple):
@@ -102,8 +100,8 @@ def find_leaks(
     embeddings: Embeddings | None = None,
     workers: int = 1,
     cache: CacheConfig | None = None,
-    report: Report | None = None,
-    report_test: Report | None = None,
+    report: Progress | None = None,
+    report_test: Progress | None = None,
 ) -> Leaks:
     """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
 
@@ -143,11 +141,11 @@ def find_leaks(
     jobs = {}  # by the training shard that is searched
     for index in train.values():
         for number, shard in enumerate(index.shards):
-            jobs[key_of(shard)] = SearchJob(index.alone(number), signatures, fits, cache)
+            jobs[key_of(shard)] = partial(search_shard, index.alone(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
         # The training shards that an earlier, killed search has not finished; a line of the journal for each.
         missing = [key for key in jobs if key not in journal.records]
-        with in_parallel(search_shard, list(map(jobs.__getitem__, missing)), workers, report) as results:
+        with in_parallel(list(map(jobs.__getitem__, missing)), workers, report) as results:
             for key, shard_matches in zip(missing, results, strict=True):
                 journal.add(key, shard_matches)
         # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
@@ -171,34 +169,25 @@ def find_leaks(
 # ---------------------------------------------------------------------------------------------- test images
 
 
-class SignJob(NamedTuple):
-    """One test shard, whose signatures are to be kept."""
-
-    shard: Index  # alone
-    path: Path
-    cache: CacheConfig
-
-
 def write_signatures(
-    sets: Iterable[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
+    sets: Iterable[Index], folder: Path, workers: int, cache: CacheConfig, report: Progress | None = None
 ) -> None:
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept.
 
     Raises OSError where the disk is full.
     """
     folder.mkdir(exist_ok=True)
-    jobs = []
+    paths = []  # of the entries, one a shard
     missing = []
     total = 0  # samples of all sets
     for index in sets:
         total += index.samples
         for number, shard in enumerate(index.shards):
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.signatures"
-            job = SignJob(index.alone(number), path, cache)
-            jobs.append(job)
+            paths.append(path)
             if read_entry(path) is None:
-                missing.append(job)
-    with in_parallel(sign_shard, missing, workers, report) as results:
+                missing.append(partial(sign_shard, index.alone(number), path, cache))
+    with in_parallel(missing, workers, report) as results:
         for _ in results:
             pass
 
@@ -219,20 +208,20 @@ def write_signatures(
             header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(files[name], header)
         # Each entry is read, and its digest compared, once for all five.
-        for job in jobs:
-            entry = read_entry(job.path)
+        for path in paths:
+            entry = read_entry(path)
             if entry is None:
-                raise StorageError(f"{job.path}: is not what was written a moment ago: see to the disk")
+                raise StorageError(f"{path}: is not what was written a moment ago: see to the disk")
             with np.load(io.BytesIO(entry)) as part:
                 for name, file in files.items():
                     with naming(folder / f"{name}.npy"):
                         file.write(part[name].tobytes())
 
 
-def sign_shard(job: SignJob) -> None:
-    """Write the signatures of a test shard's samples; those of one that cannot be decoded are empty."""
-    reader = ShardReader(job.shard, cache=job.cache)
-    count = job.shard.samples
+def sign_shard(shard: Index, path: Path, cache: CacheConfig) -> None:
+    """Write the signatures of the samples of an index of one test shard; undecodable ones have empty signatures."""
+    reader = ShardReader(shard, cache=cache)
+    count = shard.samples
     crops = np.zeros((count, BOXES, COEFFICIENTS), np.float16)
     pictures = np.zeros((count, PICTURE, PICTURE), np.uint8)
     proportions = np.ones(count, np.float32)
@@ -255,7 +244,7 @@ def sign_shard(job: SignJob) -> None:
                 crops[row] = sign.crops
     arrays = io.BytesIO()
     np.savez(arrays, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
-    write_entry(job.path, arrays.getvalue())
+    write_entry(path, arrays.getvalue())
 
 
 class TestImages(NamedTuple):
@@ -300,15 +289,6 @@ def alike_among(tests: TestSignatures) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------ training images
 
 
-class SearchJob(NamedTuple):
-    """One training shard to look through, for a process of its own."""
-
-    shard: Index  # alone
-    signatures: Path
-    fits: float
-    cache: CacheConfig
-
-
 class PendingImage(NamedTuple):
     """A training image that waits for its batch."""
 
@@ -317,24 +297,24 @@ class PendingImage(NamedTuple):
     signature: Signature
 
 
-def search_shard(job: SearchJob) -> ShardMatches:
-    """Find the test images that a training shard holds."""
-    test_images = open_signatures(job.signatures)
-    reader = ShardReader(job.shard, cache=job.cache)
+def search_shard(shard: Index, signatures: Path, fits: float, cache: CacheConfig) -> ShardMatches:
+    """Find the test images that an index of one training shard holds."""
+    test_images = open_signatures(signatures)
+    reader = ShardReader(shard, cache=cache)
     matches: dict[tuple[int, int], Match] = {}  # by row and test image
     bad = 0
     flat = 0
     batch: list[PendingImage] = []
     # As many processes as cores: each is to use one.
     with threadpool_limits(1):
-        for row in range(job.shard.samples):
+        for row in range(shard.samples):
             _, image, _ = reader.read(0, row)
             for number in test_images.by_bytes.get(sha256(image).digest(), []):
                 matches[row, number] = Match(row, number, "exact", 0.0)
             try:
                 sign = signature(image)
                 flat += sign.is_flat
-                if sign.is_flat or job.fits >= 1:
+                if sign.is_flat or fits >= 1:
                     for number in test_images.by_pixels.get(pixel_digest(image), []):
                         matches[row, number] = Match(row, number, "exact", 0.0)
                 else:
@@ -342,11 +322,11 @@ def search_shard(job: SearchJob) -> ShardMatches:
             except BadImage:
                 bad += 1
             if len(batch) == BATCH:
-                add_fitting(batch, test_images, job.fits, matches)
+                add_fitting(batch, test_images, fits, matches)
                 batch = []
         if batch:
-            add_fitting(batch, test_images, job.fits, matches)
-    return ShardMatches(sorted(matches.values()), job.shard.samples, bad, flat)
+            add_fitting(batch, test_images, fits, matches)
+    return ShardMatches(sorted(matches.values()), shard.samples, bad, flat)
 
 
 def add_fitting(

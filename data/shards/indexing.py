@@ -21,7 +21,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from data.index.tar import Refusals, Row, Walk, check_nothing_excluded, mapped, 
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import IndexJournal, Record
-from data.shards.parallel import in_parallel, setting_at_error
+from data.shards.parallel import Progress, in_parallel, setting_at_error
 
 MOST_ERRORS = 20  # shards that are named when they cannot be used
 DECODED = 4  # samples of a shard that are decoded
@@ -69,7 +69,7 @@ def build_index(
     names: Names = (),
     workers: int = 1,
     at: str | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Progress | None = None,
     cache: CacheConfig | None = None,
     unlabelled: bool = False,
 ) -> Index:
@@ -134,10 +134,11 @@ def build_index(
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
                 lender = fetcher if urls else None
-                jobs.append(IndexJob(lender, tars.directory, tar, folder, classes, names, size, unlabelled))
+                job = IndexJob(lender, tars.directory, tar, folder, classes, names, size, unlabelled)
+                jobs.append(partial(index_shard, job))
         # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
         with (
-            in_parallel(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
+            in_parallel(jobs, workers, report, in_threads=bool(urls)) as results,
             setting_at_error(stopped),
         ):
             for result in results:

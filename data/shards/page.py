@@ -24,8 +24,8 @@ def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     # The images stay in the order of the shards, so that the grid shows the whole set and not its worst part.
     thumbnails = []
     for shard in report.shards:
-        for image in shard.grid:
-            thumbnails.append((image.caption, page.jpeg(decode(image.encoded))))
+        for caption, encoded in shard.grid:
+            thumbnails.append((caption, page.jpeg(decode(encoded))))
 
     # Samples a class, and how sides, shapes and sizes are spread.
     with page.charted():

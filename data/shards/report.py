@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +30,6 @@ class Spread(Counter[float]):
         return values[int(np.searchsorted(reached, q * reached[-1]))]
 
 
-class GridImage(NamedTuple):
-    """An image for the page."""
-
-    caption: str  # key and classes
-    encoded: bytes
-
-
 @dataclass
 class ShardReport:
     """What the doctor saw in one shard; classes, sizes, spreads and hashes are of the good samples alone."""
@@ -54,7 +46,7 @@ class ShardReport:
     size: int = 0  # bytes of their images
     spreads: dict[str, Spread] = field(default_factory=dict)
     hashes: array[int] = field(default_factory=lambda: array("Q"))  # of the encoded images, until they are compared
-    grid: list[GridImage] = field(default_factory=list)
+    grid: list[tuple[str, bytes]] = field(default_factory=list)  # for the page: key and classes, the encoded image
 
     def add_good(self, header: Header, image: bytes, labels: tuple[int, ...]) -> None:
         """Count and measure a good sample."""
@@ -141,7 +133,7 @@ class Report:
         bad = self.bad
         for reason, count in bad.counts.most_common():
             lines.append(f"bad: {count} × {reason}, first {printable(bad.first[reason])}")
-        lines += self.refused.lines()
+        lines += self.refused.lines("refused: ")
 
         # What a run must be told.
         if most_labels > 1:

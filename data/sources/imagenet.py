@@ -21,6 +21,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from data.errors import DataError
 from data.index.names import Names, some
 from data.index.tar import IMAGES, Refusals, is_image, mapped, members
@@ -132,8 +134,8 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
             f"{path}: nothing says of which classes these images are\n"
             f"  expected one folder a class, or --wnids {DEVKIT} (or a text file of one WordNet id a line)"
         )
-    ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
-    return labelled_images(path, [(ids[wnid],) for wnid in truth], wnids or path)
+    _, labels = np.unique(truth, return_inverse=True)  # places among the sorted WordNet ids
+    return labelled_images(path, labels.reshape(-1, 1).tolist(), wnids or path)
 
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:

@@ -49,8 +49,6 @@ def without(
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
-    if samples is None and not shards:
-        raise UsageError("nothing is named that the run is to be without\n  expected --samples FILE or --shards NAME")
     _, to = replays.between(0, to or max(stage.commits, default=0))
 
     # 1. From which step on the run changes. A sample's first use is that of the whole run: all steps have one order.

@@ -181,7 +181,7 @@ def report_set(name: str, index: Index, context: Context) -> None:
     """Log how large a set is, and what packing or indexing has passed over."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
-    for line in index.refused.lines():
+    for line in index.refused.lines("refused: "):
         context.log(f"{name}: {line}")
 
 

@@ -32,10 +32,11 @@ from data.shards.leaks import (
 )
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from pipeline.evaluation import embedding
+from tests.archives import make_subset
 from tests.tars import write_tar
 from tests.test_pipeline.checkpoints.test_disk_space import IN_A_NAME_SPACE, can_mount
 
@@ -202,9 +203,9 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     looked_at = []
     search_shard = search.search_shard
 
-    def counted(job):
-        looked_at.append(job.shard.shards[0].name)
-        return search_shard(job)
+    def counted(shard, *settings):
+        looked_at.append(shard.shards[0].name)
+        return search_shard(shard, *settings)
 
     def stop_at_two(done, total):
         if done == 2:
@@ -225,7 +226,7 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     rotten.write_bytes(content)
     signed = []
     sign_shard = search.sign_shard
-    monkeypatch.setattr(search, "sign_shard", lambda job: (signed.append(job.path), sign_shard(job)))
+    monkeypatch.setattr(search, "sign_shard", lambda *job: (signed.append(job[1]), sign_shard(*job)))
     leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
     names = [shard.name for shard in train.shards]
     assert looked_at == [*names[:2], *names[1:]]

@@ -28,9 +28,10 @@ from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import digits
 from jobs.__main__ import main
+from tests.archives import make_subset
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from data.shards.indexing import build_index
 from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
-from data.shards.subset import Labels, Rule, bounds_of, count_classes, make_subset
+from data.shards.subset import Labels, Rule, bounds_of, count_classes
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe.campaign import load
+from tests.archives import make_subset
 from tests.tars import picture, write_tar
 
 LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # of s00, s01, …
@@ -154,8 +156,8 @@ def test_a_stratified_order_is_fair_to_every_row_and_every_class():
 
 
 def test_a_label_that_is_no_class_counts_as_none_and_the_last_class_as_one(parent):
-    alone = parent.alone(0)
-    values, counts = subset.read_shard_labels(subset.LabelJob(alone, 3, CacheConfig()))
+    alone = replace(parent.alone(0), classes=3)
+    values, counts = subset.read_shard_labels(alone, CacheConfig())
     assert values.tolist() == [label for label in LABELS[:7] if label < 3]
     assert counts.tolist() == [int(label < 3) for label in LABELS[:7]]
 

@@ -18,7 +18,7 @@ from data.index.document import load_index, write_index
 from data.page import jpeg
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import Sample, digits
 from data.storage import Folder
 from jobs.__main__ import main
@@ -30,6 +30,7 @@ from jobs.report.page import write_report
 from jobs.report.reading import read_run
 from jobs.run.log import write_status
 from pipeline import artifacts
+from tests.archives import make_subset
 from tests.browser import CHROMIUM, Browser
 from tests.paged_runs import add, change, incident, make_run, report, start
 from tests.stores import store
