@@ -107,16 +107,26 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
     names = []
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
+    for name in names:
+        refuse_loop(Path(root, name))
     if not names:
         files = list(Path(root).glob("[!.]*.*"))
         images = sum(map(is_image, files))
         tars = sum(path.suffix == ".tar" for path in files)
         what_is_there = f"; found {images} images, {tars} tars" if images or tars else ""
-        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg"
+        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg; --unlabelled packs them without"
         if tars:
             way_out = f"tars are used as they are: python -m jobs index {root}"
         raise DataError(f"{root}: expected one sub-folder a class, found none{what_is_there}\n  {way_out}")
     return tuple(names)
+
+
+def refuse_loop(folder: Path) -> None:
+    """Raise DataError where the folder of a class is a link to a folder that it lies in: all images would be in it."""
+    if folder.absolute().parent.resolve().is_relative_to(folder.resolve()):
+        raise DataError(
+            f"{folder} is a link to a folder above it, and would be a class of all images\n  remove the link"
+        )
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
@@ -128,6 +138,8 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
         if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
         extension = path.suffix[1:].lower()
+        if not path.exists():
+            raise DataError(f"there is no file {path}\n  expected paths relative to {root}, or whole ones")
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
         # A dot in the key would be taken for the beginning of the extension, but only in its last part.

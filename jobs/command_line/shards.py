@@ -15,7 +15,7 @@ import typer
 from data.checks import printable
 from data.errors import DataError, ExitCode, UsageError
 from jobs.command_line.words import Debug, make_group, stoppable
-from jobs.named_stages import find_set, stages_in
+from jobs.named_stages import find_set, near_path, stages_in
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
@@ -157,7 +157,7 @@ def pack(
         "wnids": wnids,
         "real": real,
         "names": names,
-        "classes_of": classes_of,
+        "classes_of": find_set(classes_of) if classes_of else None,
         "rename": renamed,
         "task": task,
         "partial": partial,
@@ -175,6 +175,10 @@ def pack(
     if stages_in(folder):
         raise UsageError(f"{folder} is a run directory\n  type another folder for the set, as shards/{folder.name}")
     cfg = config.build(SetConfig, described, "pack")
+    if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
+        raise DataError(
+            f"there is nothing at {path}{near_path(path)}\n  expected what {source} reads: images, or a table"
+        )
     check_apart(cfg, folder)
     numbering = Numbering()
     if not unlabelled:
@@ -232,7 +236,7 @@ def index(
         listed = read_class_list(names)
         check_unmistakable(listed, names)
     elif classes_of:
-        listed = load_index(classes_of).names
+        listed = load_index(find_set(classes_of)).names
         if not listed:
             raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
 
