@@ -23,12 +23,13 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from data.checks import printable
@@ -145,20 +146,22 @@ class Health:
 
     def mask_found(self, mask: Mask, step: int) -> None:
         """Collective: with a save of `step`, mask what searches have named since the last, from this step on."""
-        samples: list[list[dict[str, Any]]] = [[]]
+        named: list[list[dict[str, Any]]] = [[]]
         if dist.get_rank() == 0:
-            masked = {each[1:] for each in mask.ranges}
             # Where a shared folder fails for a moment, or a record was altered, the next save reads it.
             with suppress(OSError, DataError):
-                samples[0] = [each for each in found_samples(self.directory) if tuple(each["range"]) not in masked]
-        dist.broadcast_object_list(samples, src=0)
-        if not samples[0]:
-            return
-        mask.add([step, *each["range"]] for each in samples[0])
-        names = ", ".join(f"{each['shard']} {each['key']}" for each in samples[0][:MOST_NAMED])
-        number = counted(len(samples[0]), "sample")
-        line = f"step {step}: {number} masked from here on, {len(mask.ranges)} in all: {names}"
-        self.telemetry.report("masked", {"step": step, "samples": samples[0], "masked": len(mask.ranges)}, line)
+                named = [found_samples(self.directory)]
+        dist.broadcast_object_list(named, src=0)
+        samples = []
+        for sample in named[0]:
+            shard, first, _ = sample["range"]
+            if not mask.of(step, np.array([shard]), np.array([first])).any():
+                samples.append(sample)
+                mask.add([(step, *sample["range"])])
+        if samples:
+            number = counted(len(samples), "sample")
+            line = f"step {step}: {number} masked from here on, {len(mask.ranges)} in all: {names_of(samples)}"
+            self.telemetry.report("masked", {"step": step, "samples": samples, "masked": len(mask.ranges)}, line)
 
     def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
@@ -206,6 +209,11 @@ def found_samples(directory: Path) -> list[dict[str, Any]]:
         if outcome.get("is_found"):
             samples += outcome["samples"]
     return samples
+
+
+def names_of(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return where the first few of the samples that a search has named lie."""
+    return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MOST_NAMED])
 
 
 def read_excluded(directory: Path) -> list[range]:

@@ -48,7 +48,7 @@ class Mask:
 
     def add(self, ranges: Iterable[Range]) -> None:
         """Add ranges; those that are there already change nothing."""
-        self.ranges = sorted({*self.ranges, *(tuple(each) for each in ranges)})
+        self.ranges = sorted({*self.ranges, *map(tuple, ranges)})
         self.in_force = -1  # how many of them the table below holds
 
     def of(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ def place_of(shard: np.ndarray, sample: np.ndarray) -> np.ndarray:
 
 
 def ranges_of(shard: np.ndarray, sample: np.ndarray) -> list[list[int]]:
-    """Return single samples as ranges without a step, neighbours in one."""
+    """Return single samples as ranges that hold from step 0 on, neighbours in one."""
     places = np.unique(place_of(shard, sample))
     is_first = np.ones(len(places), bool)
     is_first[1:] = np.diff(places) != 1
@@ -103,5 +103,5 @@ def ranges_of(shard: np.ndarray, sample: np.ndarray) -> list[list[int]]:
     for stretch in np.split(places, np.flatnonzero(is_first)[1:]):
         if len(stretch):
             first = int(stretch[0])
-            ranges.append([first >> 40, first & (1 << 40) - 1, (int(stretch[-1]) & (1 << 40) - 1) + 1])
+            ranges.append([0, first >> 40, first & (1 << 40) - 1, (int(stretch[-1]) & (1 << 40) - 1) + 1])
     return ranges

@@ -87,7 +87,7 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
             worker.engine.load(read, updates)
         replays += 1
         # Those that the run does without stay masked.
-        mask = Mask([*worker.mask.ranges, *([0, *each] for each in ranges_of(*ids[list(rows), 1:].T))])
+        mask = Mask([*worker.mask.ranges, *ranges_of(*ids[list(rows), 1:].T)])
         loss = take_step(replace(worker, mask=mask), step, iter(own)).mean_loss
         norm = worker.engine.gradient_norm
         value = (norm if metric == "grad_norm" else loss) * mask.left(step, planned) / cfg.batch_size

@@ -380,7 +380,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,
-        masked=[list(each) for each in worker.mask.ranges],
+        masked=worker.mask.ranges,
     )
     worker.saver.begin(worker.engine.fragments(), manifest)
 

@@ -190,7 +190,7 @@ def bisect_shards(replays: Replays, first: int, last: int, metric: str) -> None:
 
     def value_without(shards: Sequence[int]) -> float:
         folder = replays.folder / f"replay-{len(taken) + 1}"
-        masked = [[shard, 0, index.shards[shard].samples] for shard in shards]
+        masked = [[0, shard, 0, index.shards[shard].samples] for shard in shards]
         metrics = replays.take_again(first, last, folder, masked=masked, evaluates=True).outcome["metrics"]
         if metric not in metrics:
             raise UsageError(f"metric={metric}: expected one of {', '.join(metrics)}")

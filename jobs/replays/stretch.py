@@ -109,7 +109,7 @@ class Replays:
         cfg = stage.config_at(start + 1, last)
         cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, health=HealthConfig())
         # What the run did without, from where it did, and what this replay does without from its start.
-        weightless = [*stage.masked(last), *([0, *each] for each in masked)]
+        weightless = [*stage.masked(last), *masked]
         if not evaluates:
             cfg = replace(cfg, data=replace(cfg.data, evaluate=None), probe=ProbeConfig())
         if not goes_on:

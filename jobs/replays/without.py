@@ -54,7 +54,7 @@ def without(
     # 1. From which step on the run changes. A sample's first use is that of the whole run: all steps have one order.
     index, order = training_order(stage.config_at(1, to), stage.sets)
     ranges = masked_ranges(index, samples, shards)
-    mask = Mask([0, *each] for each in ranges)
+    mask = Mask(ranges)
     first_use = None
     step = 0
     while mask and first_use is None and step < to:
@@ -70,7 +70,7 @@ def without(
         start = stage.commit_before(start)
     removed = {
         "ranges": ranges,
-        "samples": sum(stop - first for _, first, stop in ranges),
+        "samples": sum(stop - first for *_, first, stop in ranges),
         "digest": sha256(str(ranges).encode()).hexdigest(),
         "first_use": first_use,
         "start": start,
@@ -146,5 +146,5 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
             which = ", ".join(list(named)[:3]) or f"as {index.location(0)} is called"
             raise DataError(f"--shards {name}: {len(named)} shards are called so, expected one: {which}")
         for _, number in next(iter(named.values())):
-            ranges.append([number, 0, index.shards[number].samples])
+            ranges.append([0, number, 0, index.shards[number].samples])
     return sorted(ranges)

@@ -131,7 +131,7 @@ class RunLog:
         if not started:
             limit = duration(self.start_timeout_s)
             wait = f"waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
-        self.show_progress(0, None, f"{name}: {wait}")
+        self.show_progress(0, None, f"{name}: {wait.partition(', for up to')[0]}")
         if time.monotonic() - self.spoke <= QUIET_S:
             return
         wait = f"[{name}] {wait}"
@@ -268,4 +268,4 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
     for command in commands:
         log(f"  {COMMAND} {shlex.join(command)}")
     if best and stage.kind.trains and stage.config.init is None:
-        log(f"to do better: more images, {COMMAND} new IMAGES with more --minutes, or --init with trained weights")
+        log("to do better: more images, or `new` with more --minutes, or with trained weights as --init")

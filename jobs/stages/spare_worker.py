@@ -41,7 +41,7 @@ from pipeline.artifacts import SEARCHES
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
 from pipeline.evaluate import TRIES, evaluate_commit
 from pipeline.evaluation import async_evaluation
-from pipeline.health import MOST_NAMED, found_samples
+from pipeline.health import found_samples, names_of
 from pipeline.monitoring.telemetry import Telemetry, counted, duration
 from pipeline.monitoring.watchdog import Watch
 from pipeline.replay import TrainedStage
@@ -302,10 +302,9 @@ class SpareWorker:
 
         # 3. What it came to, in a line.
         if outcome["is_found"]:
-            names = ", ".join(f"{sample['shard']} {sample['key']}" for sample in outcome["samples"][:MOST_NAMED])
             line = (
                 f"its spike goes with {counted(len(outcome['samples']), 'sample')}, without which {request['metric']} "
-                f"is {outcome['value_without']:.3g}: {names}; masked from the next checkpoint on"
+                f"is {outcome['value_without']:.3g}: {names_of(outcome['samples'])}; masked from the next checkpoint on"
             )
         elif outcome["is_spike"]:
             line = f"no single sample is behind its spike, {len(outcome['rows'])} are at the least: nothing is masked"

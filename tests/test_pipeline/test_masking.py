@@ -34,7 +34,7 @@ def test_a_mask_holds_the_samples_of_its_ranges_and_no_others() -> None:
             actual = mask.of(step, shard, sample).tolist()
             assert actual == [pair in masked for pair in zip(shard.tolist(), sample.tolist(), strict=True)], ranges
             single = ranges_of(*np.array(sorted(masked), np.int64).reshape(-1, 2).T)
-            assert Mask([0, *each] for each in single).of(0, shard, sample).tolist() == actual
+            assert Mask(single).of(0, shard, sample).tolist() == actual
 
 
 def test_a_masked_sample_is_counted_neither_in_the_mean_nor_as_itself_in_the_ledger() -> None:
