@@ -30,7 +30,8 @@ SCHEMA = 1  # of a record
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
-EXAMPLES = "examples.json"  # samples with their predictions, of the newest evaluation of a trained stage
+# Samples with their predictions, and counts by class, of the newest evaluation of a trained stage.
+EXAMPLES = "examples.json"
 # Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
 EXCLUDED_STEPS = "excluded-steps.json"
 # Of a trained stage: what is wanted and known of the samples behind its spikes (`health.on_spike: bisect`).

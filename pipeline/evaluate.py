@@ -92,6 +92,7 @@ def evaluate_weights(
         # For the run's page; a disk that refuses them costs the page a few pictures.
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
+            examples["classes"] = result["class_counts"]
             artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
         judged = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}

@@ -1,4 +1,4 @@
-"""The losses over dense targets, how padded label lists and mixup make those targets, and when a prediction is right.
+"""The losses over dense targets, and how padded label lists and mixup make those targets.
 
 targets = dense_targets(labels, classes=1000)               labels (B, L), padded with −1
 LOSSES["sigmoid"](logits, targets)                          (B,)

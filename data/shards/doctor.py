@@ -26,7 +26,7 @@ from functools import partial
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, TypedDict, Unpack
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
-from data.index.names import Names
 from data.index.shard import sample_digest
 from data.index.tar import Refusals, mapped, walk
 from data.remote.cache import Cache, CacheConfig
@@ -205,26 +204,13 @@ def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) 
 # ------------------------------------------------------------------------------------------------ repair
 
 
-class PackOptions(TypedDict, total=False):
-    """What `repair` hands on to `pack`."""
-
-    name: str
-    shard_samples: int
-    shard_bytes: int
-    classes: int | None
-    names: Names
-    restarts: bool
-    workers: int
-    report: Progress | None
-
-
 def repair(
     index: Index,
     directory: str | Path,
     *,
     unique: bool = False,
     cache: CacheConfig | None = None,
-    **options: Unpack[PackOptions],
+    **options: Any,
 ) -> Index:
     """Pack every good sample into a new set in another folder; with `unique`, each image once.
 

@@ -51,7 +51,7 @@ def in_parallel(
             ProcessPoolExecutor(workers, initializer=end_with_pipe, initargs=(reader, writer)) as processes,
             writer,  # closed first, before the executor waits for its processes
         ):
-            # `map` would cancel what is left when it is interrupted, which an executor whose processes end trips over.
+            # Its own `map` would cancel what is left at an interrupt, which an executor whose processes end trips over.
             futures = deque(map(processes.submit, jobs))
             # Each leaves the queue as its result is given: none is kept.
             yield counted((futures.popleft().result() for _ in jobs), len(jobs), report)

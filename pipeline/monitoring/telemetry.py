@@ -467,7 +467,9 @@ def account(records: Sequence[Record]) -> Account:
     starts: list[Record] = []
     by_attempt: dict[int, list[Record]] = {}
     for record in records:
-        by_attempt.setdefault(record["attempt"], []).append(record)
+        # A stage's own account is its last record: without it, whoever books later finds the same seconds.
+        if record["kind"] != "effective":
+            by_attempt.setdefault(record["attempt"], []).append(record)
         if record["kind"] == "start":
             starts.append(record)
     # An attempt keeps the steps up to where a later one began; the one that fell back furthest counts.
