@@ -248,8 +248,8 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
     )
     if choice.is_over_time:
         echo(
-            f"  more than was to be taken: fewer than {choice.steps} steps train nothing\n"
-            "  a smaller --model, or more --minutes, goes together with these images"
+            f"  longer than --minutes asks for: fewer than {choice.steps} steps train nothing\n"
+            "  take a smaller --model, or more --minutes"
         )
 
 

@@ -226,7 +226,7 @@ def test_a_recipe_that_is_there_stays(tmp_path, capsys):
 def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "more than was to be taken: fewer than 10 steps train nothing" in capsys.readouterr().out
+    assert "longer than --minutes asks for: fewer than 10 steps train nothing" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
