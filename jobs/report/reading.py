@@ -111,7 +111,7 @@ class Stage:
         """Return how many samples were seen at a step, counted on from the next that is known."""
         if not len(self.steps):
             return 0.0
-        place = np.searchsorted(self.steps.step, step)
+        place = int(np.searchsorted(self.steps.step, step))
         nearest = self.steps[min(place, len(self.steps) - 1)]
         return float(nearest.samples_seen + (step - nearest.step) * self.record["config"]["batch_size"])
 
