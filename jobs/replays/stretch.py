@@ -11,7 +11,6 @@ In:  runs/digits/pretrain, steps 100 to 150, samples to mask, and the folder run
 Out: in that folder a run whose stage has the commit of step 150 and the records of its steps
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from jobs.stages import training
 from jobs.stages.kinds import KINDS
 from jobs.terminal import echo
 from pipeline import artifacts, config
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.replay import TrainedStage
 from pipeline.training_config import TrainConfig
@@ -107,7 +107,7 @@ class Replays:
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
-        cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0)
+        cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, law=None)
         if not evaluates:
             cfg = replace(cfg, data=replace(cfg.data, evaluate=None), probe=ProbeConfig())
         if not goes_on:
@@ -118,17 +118,9 @@ class Replays:
 
         # 1. What the steps start from: the commit, and which steps the run had given up.
         target = folder / self.name
-        checkpoints = target / "checkpoints"
-        if start and not checkpoints.exists():
-            # Made under another name: a checkpoint is there whole, or not at all. Nobody writes into its files.
-            source = stage.commits[start]
-            staged = checkpoints / f".tmp-{source.name}-linked"
-            try:
-                shutil.copytree(source, staged, copy_function=os.link)
-            except OSError:  # another disk, or one that knows no second names
-                shutil.rmtree(staged, ignore_errors=True)
-                shutil.copytree(source, staged)
-            staged.rename(checkpoints / source.name)
+        checkpoints = checkpoints_in(target / "checkpoints")
+        if start and not checkpoints.committed():
+            checkpoints.adopt(stage.commits[start])
         if (stage.folder / artifacts.EXCLUDED_STEPS).exists():
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy(stage.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)
