@@ -45,7 +45,7 @@ def recipe(folder: Path, shards: Path, changes: dict[str, Any] | None = None) ->
     """A trunk with its branches, a run of its own like one of them, and a trunk that is hopeless with its branch."""
     data = {**COMMON["data"], "train": str(shards / "train"), "evaluate": str(shards / "test")}
     trunk = {**COMMON, "data": data, "steps": 24, "save_every": 8, "keep_every": 8}
-    sections = {
+    sections: dict[str, Any] = {
         "run": str(folder / "run"),
         "cluster": {"workers": 1, "backend": "processes"},
         "trunk": trunk,
