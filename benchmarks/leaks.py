@@ -150,7 +150,7 @@ def searched(train: Index, test: Index, folder: Path, workers: int) -> tuple[Lea
     """The pairs, and processor and wall seconds."""
     began = time.perf_counter()
     cpu_before = cpu_s()
-    leaks = find_leaks([("train", train)], [("test", test)], folder, workers=workers)
+    leaks = find_leaks({"train": train}, {"test": test}, folder, workers=workers)
     return leaks, cpu_s() - cpu_before, time.perf_counter() - began
 
 

@@ -3,7 +3,7 @@
     python -m jobs demo --directory runs                           # a run with a restart
     python -m jobs run digits run=runs/second pretrain.optim.lr=0.003
     python -m benchmarks.pictures runs/demo-… runs/second          # writes docs/pictures/report*.png
-    python -m benchmarks.pictures runs/demo-… runs/second --all FOLDER    # three widths, light and dark
+    python -m benchmarks.pictures runs/demo-… runs/second --all FOLDER    # four widths, light and dark
 
 Chromium has to be installed (tests/browser.py).
 """
@@ -19,7 +19,7 @@ from jobs.report.page import write_report
 from tests.browser import Browser
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
-WIDTHS = (400, 1000, 1800)
+WIDTHS = (400, 500, 800, 1400)
 SHOWN = 1290  # pixels of a page's height
 
 
@@ -39,7 +39,7 @@ def main() -> None:
             "report-two": write_report(runs, Path(temporary) / "two.html"),
         }
         for page in pages.values():
-            page.write_text(page.read_text().replace(f"{temporary}/", ""))
+            page.write_text(page.read_text().replace("<wbr>", "").replace(f"{temporary}/", ""))
         with Browser(Path(temporary)) as browser:
             for name, page in pages.items():
                 if arguments.all is None:

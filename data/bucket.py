@@ -25,13 +25,14 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from data.errors import CheckpointError, ConfigError, StorageError
 from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole_file
-from data.remote.urls import CLIENTS, Retry, client, forget_credentials, redacted
+from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_range, redacted
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
@@ -163,14 +164,8 @@ class Bucket:
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes start … stop−1 of an object, or the first of them."""
-
-        def read(client: Any, path: str) -> bytes:
-            piece = client.cat_file(path, start=start, end=stop)
-            if not piece:
-                raise ConnectionError("empty answer")
-            return piece[: stop - start]
-
-        return self.request(name, read)
+        ask = partial(read_range, f"{self.url}/{name}", start, stop, TIMEOUT_S)
+        return self.retry.patiently(self.address(name), ask)
 
     def send(self, name: str) -> None:
         if (self.local / name).exists():

@@ -81,7 +81,6 @@ class EvaluationSet:
         self.batches = -(-batches_of_set // world)
         samples_of_worker = self.batches * batch_size
         self.rows = range(index.samples)[rank * samples_of_worker : (rank + 1) * samples_of_worker]
-        self.starts = np.append(0, np.cumsum(index.shard_samples))
 
         # The ops alone decide the shape of the images. The example is large, because central_crop refuses an image
         # that is smaller than the crop.
@@ -111,8 +110,8 @@ class EvaluationSet:
 
     def place(self, row: int) -> tuple[int, int]:
         """Return shard and sample of the row-th sample of the set."""
-        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return shard, row - int(self.starts[shard])
+        shard = int(np.searchsorted(self.index.starts, row, side="right")) - 1
+        return shard, row - int(self.index.starts[shard])
 
     def load(self, place: tuple[int, int], stored: tuple[str, bytes, bytes]) -> LoadedSample:
         """Preprocess a sample of (key, image bytes, label bytes), or say what is wrong with it."""

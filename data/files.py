@@ -334,6 +334,8 @@ def explain(error: OSError) -> str:
             "  expected: a disk that is not mounted read-only, and a folder that this user may write\n"
             "  see to the mount or the folder's mode, or name another folder: run=/elsewhere"
         )
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and error.filename is not None:
+        return f"{line}\n  expected a file or folder there, or one that can be made there; see to the path"
     if error.errno == errno.EISDIR and error.filename is not None:
         return f"{line}\n  expected a file of this name\n  bring the file back from a copy, or move the folder away"
     return line

@@ -86,6 +86,8 @@ def write_page(path: Path, template: str, **values: object) -> None:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
     # How values are written, for all templates.
     environment.filters["lines"] = lambda text: escape(printable_lines(text))
+    # A path goes on in the next line behind one of its strokes, and not in the middle of a name.
+    environment.filters["path"] = lambda text: escape(printable(text)).replace("/", Markup("/<wbr>"))
     environment.filters["first_line"] = lambda text: text.partition("\n")[0]
     environment.filters["thousands"] = "{:,}".format
     environment.filters["percent"] = "{:.2%}".format

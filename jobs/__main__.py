@@ -54,14 +54,18 @@ OTHER_COMMANDS = {
 # What is typed behind commands that take more than a recipe, or the path of a run.
 EXAMPLES = {
     "analyze": "runs/photos/pretrain photos/cat --output pictures",
+    "audit": "runs/photos/pretrain",
+    "bisect": "runs/photos/pretrain step=120",
     "evaluate": "runs/photos/pretrain runs/photos/parts/held-out",
     "export": "runs/photos/pretrain exported --format timm",
     "import": "vit_b16.npz weights/b16",
     "index": "shards/theirs",
     "new": "photos",
     "pack": "folder photos/train shards/train",
+    "replay": "runs/photos/pretrain step=120",
     "report": "runs/photos",
     "subset": "shards/photos --part :90% --seed 0 --output shards/photos-train",
+    "without": "runs/photos/pretrain --samples bad.txt",
 }
 
 app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
@@ -127,8 +131,11 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
             message = message.partition(" Did you mean")[0]
             message += f"\n  {words[0]} is called {meant} here: {program()} {meant} --help"
     print(f"error: {message}", file=sys.stderr)
-    if getattr(error, "option_name", None) and words[0] in ("run", "plan", "submit", "trial", "preflight"):
+    option = getattr(error, "option_name", None)
+    if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
         print("  keys of the recipe are typed without dashes: pretrain.optim.lr=1e-3", file=sys.stderr)
+        if option in ("--minutes", "--model", "--init", "--unlabelled"):
+            print(f"  {option} is an option of new, which writes the recipe", file=sys.stderr)
     parameter = getattr(error, "param", None)
     if words and words[0] in EXAMPLES and parameter is not None:
         print(f"  for example: {program()} {words[0]} {EXAMPLES[words[0]]}", file=sys.stderr)

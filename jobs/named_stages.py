@@ -8,8 +8,10 @@
 What was taken is said in one line on stderr. Nothing here imports torch.
 """
 
+import difflib
 import json
 import re
+import shlex
 import sys
 import time
 from contextlib import suppress
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from data.checks import printable_lines
 from data.errors import DataError, ExitCode, UsageError
+from jobs.terminal import for_stream
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
 from pipeline.artifacts import DONE, TASK, recorded_s
@@ -31,6 +34,7 @@ RECORD = "stage.json"
 TABLE = "sweep.json"
 # What a command may need of a stage, in words; a set goes by its name.
 READS = {CONFIG: "weights", TASK: "training", CHECKPOINTS: "checkpoints", TABLE: "a sweep's table", RECORD: "a record"}
+MOST_RUNS = 8  # that a message lists
 OF_UNFINISHED = (TASK, CHECKPOINTS, RECORD)  # that an unfinished stage has too
 
 
@@ -123,8 +127,44 @@ def find_stage(path: str, needs: str = CONFIG, *, one_name: bool = False, typed:
     line = f"{typed or path}: {taken}"
     if addresses:
         line += f"; for another type {' or '.join(addresses)}"
-    print(printable_lines(line), file=sys.stderr, flush=True)
+    print(for_stream(printable_lines(line), sys.stderr), file=sys.stderr, flush=True)
     return str(taken.path)
+
+
+def no_run(path: Path) -> UsageError:
+    """Return the error of a path at which there is no run, with those below it, in runs/ here, and beside it."""
+    runs: dict[Path, None] = {}
+    for folder, pattern in ((path, "*"), (path, "runs/*"), (Path.cwd(), "runs/*"), (path.parent, "*")):
+        for record in sorted(folder.glob(f"{pattern}/*/{RECORD}")):
+            runs.setdefault(record.parents[1].resolve())
+    listed = []
+    for run in runs:
+        listed.append(shlex.quote(str(run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run)))
+    remark = ", which is a recipe" if path.suffix in (".yaml", ".yml") and path.is_file() else ""
+    text = f"no run at {path}{remark}\n  expected the folder that `run` says, or a stage's folder in it"
+    if listed:
+        more = f", and {len(listed) - MOST_RUNS} more" if len(listed) > MOST_RUNS else ""
+        return UsageError(f"{text}; runs here: {', '.join(listed[:MOST_RUNS])}{more}")
+    return UsageError(f"{text}; there is none here, below or beside\n  python -m jobs run RECIPE makes one")
+
+
+def near_path(path: str) -> str:
+    """Return "; did you mean 'photos/cat'?" where the folder of a missing path has a name like it, or else nothing."""
+    missing = Path(path)
+    rest: list[str] = []
+    while not missing.parent.exists():
+        rest.insert(0, missing.name)
+        missing = missing.parent
+    names = {}
+    with suppress(OSError):
+        for entry in missing.parent.glob("*"):
+            names[entry.name.lower()] = entry
+    close = difflib.get_close_matches(missing.name.lower(), names, n=1)
+    if not close:
+        return ""
+    near = names[close[0]]
+    whole = near.joinpath(*rest)
+    return f"; did you mean {str(whole if whole.exists() else near)!r}?"
 
 
 def find_trained(run: str) -> Path:
@@ -139,6 +179,8 @@ def find_trained(run: str) -> Path:
             f"  with the store's own tools, for example: aws s3 sync {run} runs/NAME"
         )
     folder = Path(find_stage(run, TASK, one_name=True))
+    if not folder.is_dir():
+        raise no_run(folder)
     if not (folder / TASK).exists():
         raise UsageError(
             f"there is no trained stage in {run}\n  expected a run directory with one, or a stage's folder: RUN/STAGE"

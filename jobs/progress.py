@@ -43,6 +43,10 @@ class LiveBar:
 
     def update(self, done: int, total: int | None, text: str) -> None:
         """Move the bar; without a total it swings."""
+        # Of a count that has ended rich stops the clock: what follows is another one.
+        shown = self.rich.tasks[0]
+        if shown.finished and (total is None or done < shown.completed):
+            self.rich.reset(self.task)
         count = amount(done) if done else ""
         if total:
             count = f"{done}/{total} eta"

@@ -17,6 +17,7 @@ import os
 import queue
 import select
 import shlex
+import shutil
 import sys
 import textwrap
 import threading
@@ -132,19 +133,39 @@ class Terminal:
     def put(self, bar: LiveBar | None, text: str) -> None:
         """Write one line."""
         if bar is not None:
-            for line in text.splitlines() or [""]:
-                bar.write(folded(line, min(LONGEST_LINE, bar.rich.console.width)))
+            bar.write(folded(text, bar.rich.console.width))
         else:
             assert self.handle is not None
             write_all(self.handle, f"{text}\n".encode(self.stream.encoding, "replace"))
 
 
-def folded(line: str, width: int) -> str:
-    """Return a line as several of at most so many characters, all but the first further to the right."""
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return "\n".join(
-        textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
-    )
+def folded(text: str, width: int) -> str:
+    """Return a text with its long lines broken at words, for a terminal of so many columns.
+
+    What follows a break stands further to the right. A command stays on one line, to be copied.
+    """
+    lines = []
+    for line in text.splitlines() or [""]:
+        if len(line) <= min(LONGEST_LINE, width):
+            lines.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        words, command, arguments = line.partition(f"{program()} ")
+        lines += textwrap.wrap(
+            words,
+            min(LONGEST_LINE, width),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        if command:
+            lines.append(f"{indent if words.strip() else words}{command}{arguments}")
+    return "\n".join(lines)
+
+
+def for_stream(text: str, stream: TextIO) -> str:
+    """Return a text as a stream takes it: with long lines broken for a terminal, and as it is for any other."""
+    return folded(text, shutil.get_terminal_size().columns) if stream.isatty() else text
 
 
 def handle_of(stream: TextIO | None) -> int | None:
@@ -198,15 +219,15 @@ def echo(line: str) -> None:
     text = as_typed(printable_lines(line))
     # Above the bar, whose stdout would break a long line; people copy commands from the answers.
     if activity.bar is not None:
-        activity.bar.write(text)
+        activity.bar.write(folded(text, activity.bar.rich.console.width))
     else:
-        print(text, flush=True)
+        print(for_stream(text, sys.stdout), flush=True)
 
 
 def write_last(text: str) -> None:
     """Write a line to stderr before the process ends; a stderr that takes no line is waited for a few seconds."""
-    text = as_typed(text)
     stream = sys.stderr
+    text = for_stream(as_typed(text), stream)
     handle = handle_of(stream)
     if handle is None:
         print(text, file=stream)

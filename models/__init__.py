@@ -40,37 +40,6 @@ LATER = {
     "models.weights.files": "load load_weights save save_weights",
 }
 
-__all__ = [
-    "Model",
-    "ModelConfig",
-    "Preprocessing",
-    "TransferReport",
-    "ViT",
-    "ViTConfig",
-    "blocks",
-    "build",
-    "check_architecture",
-    "compile_blocks",
-    "config_of",
-    "decayed",
-    "from_config",
-    "from_dict",
-    "keeps_head",
-    "load",
-    "load_class_names",
-    "load_preprocessing",
-    "load_weights",
-    "macs_of",
-    "masked",
-    "parameters_of",
-    "resize_positions",
-    "save",
-    "save_weights",
-    "to_dict",
-    "training_flops",
-    "transfer",
-]
-
 
 def __getattr__(name: str) -> object:
     """Import a name of LATER, or the module `masked`, at its first use (PEP 562)."""

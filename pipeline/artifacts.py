@@ -23,20 +23,19 @@ from data.errors import CheckpointError, DataError
 from data.files import naming, write_whole
 from data.seal import Unsealed, seal, unseal
 from data.storage import Storage
+from models.weights.folder import CLASSES, CONFIG, PREPROCESSING, WEIGHTS
 from pipeline.checkpoints.manifest import FileRecord
 
 SCHEMA = 1  # of a record
-# As models/weights/files.py has them. Importing that imports torch, which `status` has no other use for.
-WEIGHTS = "weights.safetensors"
-CONFIG = "model.json"
-CLASSES = "classes.json"
-PREPROCESSING = "preprocessing.json"
 DONE = "done.json"
 TASK = "task.json"
 PROVENANCE = "provenance.json"
-EXAMPLES = "examples.json"  # samples with their predictions, of the newest evaluation of a trained stage
+# Samples with their predictions, and counts by class, of the newest evaluation of a trained stage.
+EXAMPLES = "examples.json"
 # Stretches [first, stop) of steps, counted from 0, that were not finite and are not tried again.
 EXCLUDED_STEPS = "excluded-steps.json"
+# Of a trained stage: what is wanted and known of the samples behind its spikes (`health.on_spike: bisect`).
+SEARCHES = "searches"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)

@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from data.errors import ConfigError
+from models.checks import did_you_mean
 from pipeline.values import LONGEST, read_number, read_value, shown
 
 Tags: TypeAlias = Mapping[str, str]  # field → "free", "warn" or "forbid"
@@ -349,9 +350,10 @@ def _read_section(
             other = find_key(str(name), stage_kind)
             if other is not None:
                 raise ConfigError(f"unknown key {path}; did you mean {stage_path}.{other}?")
-            from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
-
             hint = did_you_mean(str(name), known)
+            for key in known:
+                if "".join(word[0] for word in key.split("_")) == name:  # bs of batch_size
+                    hint = f"; did you mean {key!r}?"
             if "known:" in hint and len(known) > MOST_NAMES:
                 hint = "\n  all keys: docs/configuration.md, or python -m jobs plan RECIPE --resolved"
             raise ConfigError(f"unknown key {path}{hint}")

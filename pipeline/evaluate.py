@@ -39,6 +39,7 @@ from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
 
 EXAMPLES = 32  # samples of an evaluation that are kept with their predictions
+WORTH_SPARING = 0.05  # of the time: what evaluations take, from which on it is said that others may do them
 TRIES = 3  # of one evaluation whose workers die or hang
 
 # ------------------------------------------------------------------------------------------------ one evaluation
@@ -92,6 +93,7 @@ def evaluate_weights(
         # For the run's page; a disk that refuses them costs the page a few pictures.
         with suppress(OSError):
             examples = {"step": group.step, "set": request.test, "samples": result["examples"]}
+            examples["classes"] = result["class_counts"]
             artifacts.write_record(Path(job.directory) / artifacts.EXAMPLES, examples)
         judged = result["set"]["judged"]
         values |= {"accuracy": result["values"]["top-1"]["value"], "judged": judged}
@@ -166,8 +168,8 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
         remark = "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
         if worker.cfg.evaluate_on == "spare":
             remark = "; evaluate_on=spare, but nothing was spare"
-        elif worker.cfg.keep_best is not None:
-            remark = ""  # the steps wait for it: the best must be known when the stage ends
+        elif worker.cfg.keep_best is not None or share < WORTH_SPARING:
+            remark = ""  # where the best is kept, the steps wait for it: it must be known when the stage ends
         worker.telemetry.log(
             f"evaluated in the loop: {seconds:.2f}s every {every} steps, {share:.1%} of the time{remark}"
         )

@@ -1,4 +1,4 @@
-"""The losses over dense targets, how padded label lists and mixup make those targets, and when a prediction is right.
+"""The losses over dense targets, and how padded label lists and mixup make those targets.
 
 targets = dense_targets(labels, classes=1000)               labels (B, L), padded with −1
 LOSSES["sigmoid"](logits, targets)                          (B,)
@@ -55,9 +55,3 @@ def mixup(images: Tensor, targets: Tensor, p: float, seed: tuple[int, ...]) -> t
     mixed_images = a * images + (1 - a) * images.roll(1, 0)
     mixed_targets = a * targets + (1 - a) * targets.roll(1, 0)
     return mixed_images, mixed_targets
-
-
-def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """(B, C), (B, L) → (B,) bool: the top-1 prediction is one of the labels (single-label accuracy, ReaL)."""
-    predicted = logits.argmax(-1, keepdim=True)
-    return (labels == predicted).any(-1)

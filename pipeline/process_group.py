@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -130,13 +129,6 @@ class MallocInfo(ctypes.Structure):
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
-class Place(NamedTuple):
-    """Tells on which node a worker is, and what its environment says about the network."""
-
-    node: str
-    settings: dict[str, str]
-
-
 def network_line() -> str:
     """Collective: say over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
 
@@ -149,9 +141,9 @@ def network_line() -> str:
     for name, value in os.environ.items():
         if name.startswith(("NCCL_", "GLOO_")):
             settings[name] = value
-    place = Place(socket.gethostname(), settings)
-    places = [place] * dist.get_world_size()
-    dist.all_gather_object(places, place)
+    here = (socket.gethostname(), settings)
+    places = [here] * dist.get_world_size()  # the node of each worker, and its settings
+    dist.all_gather_object(places, here)
 
     # The interface stands first, then the variables by their names.
     backend = dist.get_backend()
@@ -160,17 +152,17 @@ def network_line() -> str:
     if backend == "nccl":
         label = "NCCL"
         chooser = "NCCL_SOCKET_IFNAME"
-    names = {name for place in places for name in place.settings}
+    names = set().union(*(settings for _, settings in places))
     parts = []
     for name in (chooser, *sorted(names - {chooser})):
         default = "the interface that it picks" if name == chooser else "not set"
         by_node: dict[str, str] = {}
-        for place in places:
-            by_node.setdefault(place.node, place.settings.get(name, default))
+        for node, settings in places:
+            by_node.setdefault(node, settings.get(name, default))
         shown = [f"{value} on {node}" for node, value in by_node.items()]
         text = ", ".join(shown[:LONGEST_LIST])
         if len(set(by_node.values())) == 1:
-            text = by_node[places[0].node]
+            text = next(iter(by_node.values()))
         elif len(shown) > LONGEST_LIST:
             text += f" and {len(shown) - LONGEST_LIST} nodes more"
         if name == chooser:

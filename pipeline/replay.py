@@ -8,6 +8,7 @@
 Nothing is written into the stage's folder.
 """
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,7 +24,8 @@ from data.index.document import load_index
 from data.index.index import Index
 from data.order import Mixture, Order
 from pipeline import artifacts, config
-from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.manifest import committed, read_manifest, step_of
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.token_dropping import phase_at, phases
 from pipeline.training_config import TrainConfig, steps_of, training_loader, training_order
@@ -166,6 +168,29 @@ class TrainedStage:
                 "  expected steps that were taken with the same shards: name fewer"
             )
         return replace(self.cfg, data=replace(self.cfg.data, drop=drops.pop()))
+
+    def masked(self, step: int) -> Sequence[Sequence[int]]:
+        """Return what weighed nothing up to a step, each range with the step from which on, as `Job.masked` has it.
+
+        A range holds from a commit on, and the commits behind that have it too. Raises CheckpointError.
+        """
+        behind = [commit for commit in self.commits if commit >= step]
+        commit = min(behind, default=max(self.commits, default=None))
+        if commit is None:
+            return ()
+        return read_manifest(self.commits[commit]).masked
+
+    def link_start(self, start: int, target: Path) -> None:
+        """Give another folder of this stage the commit of step `start` (0: none), and which steps the run gave up.
+
+        Nothing is done that was done. Raises OSError.
+        """
+        target.mkdir(parents=True, exist_ok=True)
+        checkpoints = checkpoints_in(target / "checkpoints")
+        if start and not checkpoints.committed():
+            checkpoints.adopt(self.commits[start])
+        if (self.folder / artifacts.EXCLUDED_STEPS).exists():
+            shutil.copy(self.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)
 
     def batch(self, step: int, most: int | None = None) -> Rebuilt:
         """Make the global batch of a step, or the first `most` samples of it, as every worker saw it.

@@ -10,7 +10,8 @@
    then, the search goes on before the culprit, until it ends or has taken 2·log₂(batch) steps.
 
 In:  {"config": …, "job": …, "search": {"step": 120, "metric": "grad_norm", "usual": 0.4}}
-Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_without": 0.41, "replays": 12, …}
+Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_without": 0.41, "replays": 12,
+      "samples": [{"slot": 517, "shard": "train-000002.tar", "key": "train00517", "range": [2, 5, 6], …}], …}
 """
 
 import json
@@ -24,6 +25,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from data.checks import printable
 from data.index.index import Index
 from pipeline import config
 from pipeline.batches import micro_batches, next_batch
@@ -40,7 +42,8 @@ LEAST_SPIKE = 2.0  # times the usual value: what is less is no spike to look for
 def search(task: Mapping[str, Any]) -> dict[str, Any]:
     """Find the samples of a step without which its metric is usual. Collective; raises what training does.
 
-    Numbers that are not finite are None in what it returns; rows are slots of the global batch.
+    Numbers that are not finite are None in what it returns; rows are slots of the global batch, and a sample's range is
+    that of a mask.
     """
     cfg = config.build(TrainConfig, json.loads(json.dumps(task["config"])), "config")
     worker, progress = set_up(cfg, Job(**task["job"]))
@@ -83,10 +86,11 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
         if replays:
             worker.engine.load(read, updates)
         replays += 1
-        mask = Mask(ranges_of(*ids[list(rows), 1:].T))
+        # Those that the run does without stay masked.
+        mask = Mask([*worker.mask.ranges, *ranges_of(*ids[list(rows), 1:].T)])
         loss = take_step(replace(worker, mask=mask), step, iter(own)).mean_loss
         norm = worker.engine.gradient_norm
-        value = (norm if metric == "grad_norm" else loss) * mask.left(planned) / cfg.batch_size
+        value = (norm if metric == "grad_norm" else loss) * mask.left(step, planned) / cfg.batch_size
         worker.telemetry.log(f"step {step + 1} without {len(rows)} of {len(ids)} samples: {metric} {value:.4g}")
         return value if math.isfinite(value) else math.inf
 
@@ -102,11 +106,24 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
         most = 2 * math.ceil(math.log2(max(len(ids), 2))) - 1
         twins_of = partial(same_bytes, worker.index, ids)
         found = culprits(value_without, len(ids), outcome["limit"], most=most, twins_of=twins_of)
+    samples: list[dict[str, Any]] = []
+    for row in found.rows:
+        _, shard, sample = ids[row].tolist()
+        samples.append(
+            {
+                "slot": row,
+                "shard": worker.index.shards[shard].name,
+                "sample": sample,
+                "key": printable(worker.index.keys(shard)[sample]),
+                "range": [shard, sample, sample + 1],
+                "is_twin": row in found.twins,
+            }
+        )
     worker.telemetry.close()
     worker.phases.close()
     worker.engine.close()
     dist.destroy_process_group()
-    return without_nan({**outcome, **found._asdict(), "replays": replays})  # type: ignore[return-value]
+    return without_nan({**outcome, **found._asdict(), "replays": replays, "samples": samples})  # type: ignore[return-value]
 
 
 class Culprits(NamedTuple):

@@ -43,7 +43,7 @@ from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.best import Foretold, steps_of_best
 from pipeline.health import Health
 from pipeline.masking import Mask
-from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
+from pipeline.monitoring.telemetry import Telemetry, Window, counted, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import check_start, device_name, join_group, network_line, processor
 from pipeline.training_config import (
@@ -83,7 +83,7 @@ class Job:
     remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
     device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
     until: int | None = None  # the step that a replay ends with; None: the last of the stage
-    masked: Sequence[Sequence[int]] = ()  # samples that a replay does without: (shard, first, stop) in the joined sets
+    masked: Sequence[Sequence[int]] = ()  # what a replay does without: (step, shard, first, stop) in the joined sets
     foretold: dict[str, Any] | None = None  # what a law says of its evaluations (best.Foretold)
 
     @property
@@ -125,7 +125,7 @@ class Worker:
     order: Order | Mixture
     steps: int  # of the whole stage, on which the learning rate depends
     last_step: int  # at which this attempt has done its work: that of the stage, or of a replay
-    mask: Mask  # samples that weigh nothing; none but in a replay
+    mask: Mask  # samples that weigh nothing: a replay's, and those behind spikes (`health.on_spike`)
     arithmetic: Arithmetic
     model_config: ModelConfig
     engine: Engine
@@ -191,6 +191,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
         check_stage(cfg, job, manifest, checkpoints.address)
         # A stage killed between its last commit and its end need not save that step a second time.
         worker.saver.last_committed = manifest.step
+        worker.mask.add(manifest.masked)
         progress = Progress(manifest.step, manifest.bad_samples, Ledger(manifest.ledger))
 
     # 4. The lines that say how the attempt starts.
@@ -378,13 +379,15 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     arithmetic = worker.arithmetic
     # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
     if manifest is not None:
-        ignored = f"init {job.init}" if job.init else "random weights"
+        ignored = f", init {job.init} ignored" if job.init else ""
         text = (
             f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
-            f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}), {ignored} ignored"
+            f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}){ignored}"
         )
         if manifest.step == cfg.begin:
             text = f"a branch: goes on from step {manifest.step} of {job.init} with its optimizer and order of samples"
+        if manifest.masked:
+            text += f", {counted(sum(stop - first for *_, first, stop in manifest.masked), 'sample')} masked"
     elif job.init:
         text = f"weights from {job.init}, optimizer fresh, step 0"
     else:

@@ -130,7 +130,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         # 2 and 3. The step itself; the ledger is over the planned ids, whatever bad samples were replaced by.
         taken = take_step(worker, progress.step, batches)
         rate = taken.rate
-        progress.ledger = progress.ledger.update(progress.step, *worker.mask.in_ledger(taken.planned))
+        progress.ledger = progress.ledger.update(progress.step, *worker.mask.in_ledger(progress.step, taken.planned))
         progress.step += 1
         progress.bad_samples += taken.bad_samples
         stopping = taken.stopping
@@ -210,7 +210,7 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
     accumulation = worker.arithmetic.accumulation
     rate = learning_rate(step, worker.steps, worker.cfg.optim.lr, worker.cfg.optim.schedule)
     planned = worker.order.batch(step)
-    samples = worker.mask.left(planned)
+    samples = worker.mask.left(step, planned)
     # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
     # over the batch, also where workers own different numbers of samples.
     weight = worker.world * accumulation / samples
@@ -365,7 +365,9 @@ def training_values(worker: Worker, progress: Progress, rate: float, window: Win
 
 
 def begin_save(worker: Worker, progress: Progress) -> None:
-    """Begin to save this moment; the caller has finished the save before."""
+    """Collective: begin to save this moment; the caller has finished the save before."""
+    if worker.cfg.health.on_spike == "bisect":
+        worker.health.mask_found(worker.mask, progress.step)
     manifest = Manifest(
         step=progress.step,
         samples_seen=worker.health.samples_seen(progress.step),
@@ -379,6 +381,7 @@ def begin_save(worker: Worker, progress: Progress) -> None:
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,
+        masked=worker.mask.ranges,
     )
     worker.saver.begin(worker.engine.fragments(), manifest)
 

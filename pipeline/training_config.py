@@ -103,6 +103,15 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """Says what follows on a gradient norm that is not finite, or ten times the usual."""
+
+    # bisect: the step is searched beside training, and the samples behind it weigh nothing from the next checkpoint on
+    # (docs/replay.md); record: it is said, and kept in metrics.jsonl
+    on_spike: Literal["record", "bisect"] = "record"
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Describes one trained stage. The defaults are the paper's pretraining of ViT-B/16 on JFT-300M (table 3), but
     `optim.clip`.
@@ -157,6 +166,7 @@ class TrainConfig:
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints that stay, 2 or more
     keep_every: int = 0  # steps whose multiples are kept for good; 0: none
+    health: HealthConfig = field(default_factory=HealthConfig)  # what follows on a spike
     max_skipped: int = 5  # non-finite steps in a row before exit 70
     max_failed_saves: int = 3  # checkpoints in a row that cannot be written before exit 74
     timeout_s: float = 1800.0  # after which a collective that not all workers have joined fails
@@ -167,7 +177,7 @@ class TrainConfig:
         "passes batch_size precision seed keep_best patience",
         warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
         "probe",
-        free="evaluate_on log_every save_every keep keep_every max_skipped max_failed_saves timeout_s stall_s",
+        free="evaluate_on log_every save_every keep keep_every health max_skipped max_failed_saves timeout_s stall_s",
     )
     LATER: ClassVar[tuple[str, ...]] = ("begin", "law", "thinning", "keep_best", "patience")
 

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from data.errors import ConfigError
+from models.checks import did_you_mean
 
 BYTES = {
     **{"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -121,8 +122,6 @@ def read_choice(value: object, choices: tuple[object, ...], key: str) -> object:
     """Return one of the choices that a field allows. Raises ConfigError, which suggests the nearest."""
     if value in choices and not isinstance(value, bool):
         return value
-    from models.checks import did_you_mean  # with it comes torch, which reading a recipe does not need
-
     nearest = did_you_mean(str(value), map(str, choices))
     if not nearest.startswith("; did you"):
         nearest = ""

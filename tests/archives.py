@@ -5,7 +5,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -13,7 +13,9 @@ from PIL import Image
 from scipy.io import savemat
 
 from data.index.document import load_index
+from data.index.index import Index
 from data.shards.reader import ShardReader
+from data.shards.subset import Part, Rule, make_subsets
 from data.sources.known import known_archive
 from jobs.__main__ import main
 
@@ -54,6 +56,11 @@ def write_folder(path: Path, files: dict[str, bytes]) -> Path:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(body)
     return path
+
+
+def make_subset(parent: Index, folder: Path, rule: Rule, *, name: str | None = None, **options: Any) -> Index:
+    """Make one subset, which is called as its folder is."""
+    return make_subsets(parent, [Part(folder, rule, name or folder.name)], **options)[0]
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:

@@ -49,4 +49,4 @@ def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not claim():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(0.02)

@@ -54,7 +54,7 @@ class Case:
     micro_batch: int = 4
     keeps_weights: bool = True  # starts from given weights; else from random ones of the plan's seed
     changes: dict[str, Any] = field(default_factory=dict)  # of TrainConfig
-    masked: tuple[tuple[int, int, int], ...] = ()  # samples that weigh nothing: shard, first, stop
+    masked: tuple[tuple[int, int, int, int], ...] = ()  # samples that weigh nothing: since, shard, first, stop
 
 
 ADAM = {"steps": 6, "rate": 2e-3, "weight_decay": 0.5, "warmup_steps": 2, "clip": 0.5}
@@ -69,7 +69,7 @@ CASES = {
     "mixup": Case(Plan(**ADAM, mixup=0.4, smoothing=0.2, seed=5), world=2, zero=2),
     "uneven": Case(Plan(**SGD), world=2, zero=1, batch_size=15, changes={"uneven": True}),
     "polyak": Case(Plan(**ADAM, polyak=0.8), world=2, zero=3),
-    "masked": Case(Plan(**ADAM, smoothing=0.1), world=2, zero=2, masked=((0, 3, 5), (1, 0, 20), (2, 19, 20))),
+    "masked": Case(Plan(**ADAM, smoothing=0.1), world=2, zero=2, masked=((0, 0, 3, 5), (0, 1, 0, 20), (2, 2, 0, 19))),
     # Two steps, and the first has rate 0: after an update the noise of float32 decides to which of two numbers of
     # bf16 a weight that lies in the middle is rounded.
     "bf16, ZeRO 2": Case(Plan(**{**SGD, "steps": 2}, bf16=True), world=2, zero=2, micro_batch=2),
@@ -211,7 +211,10 @@ def batches_of(case: Case) -> list[list[np.ndarray]]:
     for step in range(case.plan.steps):
         ids = order.batch(step)
         rows = ids.shard * SHARD_SAMPLES + ids.sample
-        left_out = [shard * SHARD_SAMPLES + sample for shard, *samples in case.masked for sample in range(*samples)]
+        left_out = []
+        for first_step, shard, *samples in case.masked:
+            if step >= first_step:
+                left_out += [shard * SHARD_SAMPLES + sample for sample in range(*samples)]
         kept = [part[~np.isin(part, left_out)] for part in micro_batches(rows, case)]
         batches.append([part for part in kept if len(part)])
     return batches

@@ -132,6 +132,10 @@ def s3(proxy: Proxy, port: int, files: Files) -> Iterator[None]:
     server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     proxy.upstream = server.get_host_and_port()[1]
+    # All of moto's servers in a process have the same buckets: what an earlier one was given goes first.
+    reset = http.client.HTTPConnection("127.0.0.1", proxy.upstream)
+    reset.request("POST", "/moto-api/reset")
+    assert reset.getresponse().status == 200
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "key")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")

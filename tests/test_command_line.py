@@ -251,7 +251,10 @@ def test_a_folder_is_no_recipe_and_hides_none_that_ships(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "digits"]) == 0
     assert main(["plan", "other"]) == 78
-    assert "error: a folder, no recipe, at other\n  recipes that ship: cifar10, digits" in capsys.readouterr().err
+    assert (
+        "error: a folder, no recipe, at other\n  a recipe for the images in it is written by python -m jobs new other"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "run"])

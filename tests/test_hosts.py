@@ -456,7 +456,7 @@ def test_whoever_follows_a_submitted_run_is_told_that_the_head_is_gone_and_goes_
         follower = follow(before)
         wait_for(before, "checkpoint step 5 committed")
         assert "(process " in (told := network["h1"].run(f"{login} python -m jobs status {run}")), told
-        assert ", Ray job followed-001-" in told and "end  running, started" in told
+        assert ", Ray job followed-001-" in told and "now  running, started" in told
         network["h0"].black_hole()
         began = time.monotonic()
         assert follower.wait(AGAIN_S) == 69, before.read_text()

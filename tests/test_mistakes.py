@@ -1,9 +1,10 @@
 """Mistakes that a newcomer makes, and what each is answered: what was found, what was expected, what to type next.
 
 Every line is typed as a user would type it, in a folder that holds `tiny.yaml` (a campaign), `photos` (class folders;
-`two words` is a link to it), `loose` (images alone), `tars` and `labelless` (tars without an index), `empty`, the sets
-`shards/train` and `shards/test`, and `weights` (a model of ours) with `weights.npz` (the same as an official file). An
-answer has the exit code of its kind, at most six lines, and nothing of our insides.
+`two words` is a link to it, `wheel` a copy with a link to itself), `loose` (images alone), `tars` and `labelless` (tars
+without an index), `empty`, the sets `shards/train` and `shards/test`, and `weights` (a model of ours) with
+`weights.npz` (the same as an official file). An answer has the exit code of its kind, at most six lines, and nothing of
+our insides.
 """
 
 import io
@@ -68,7 +69,21 @@ COMMANDS = """
 64 status tiny.yaml                           => no run at|expected the folder that `run` says
 64 checkpoints list runs/none                 => holds no checkpoints|name a run directory
 64 checkpoints verify runs/none --step ten    => Invalid value for '--step'
-64 replay runs/none step=120                  => no trained stage in|expected a run directory
+64 replay runs/none step=120                  => no run at runs/none|expected the folder
+64 audit runs/none                            => no run at runs/none
+64 status .                                   => no run at
+64 new photos --minutes 2weeks                => '2weeks' is no time|2min
+78 plan tiny.yaml pretrain.bs=64              => unknown key pretrain.bs; did you mean 'batch_size'?
+65 new photso                                 => did you mean 'photos'?
+64 new two words                              => 'two words' is one folder|in quotes
+65 new wheel                                  => is a link to a folder above it|remove the link
+65 pack folder wheel out                      => is a link to a folder above it
+65 pack folder loose out                      => found none|--unlabelled
+78 run photos                                 => a folder, no recipe|jobs new photos
+64 run tiny.yaml --minutes 2                  => --minutes is an option of new
+64 analyze weights empty --output out         => no images in empty
+64 analyze weights phtos --output out         => did you mean 'photos'?
+78 export weights out --format hf --preprocess resize(8 => lacks a bracket
 64 export                                     => Missing argument 'WEIGHTS'|jobs export runs/photos/pretrain exported
 64 export weights                             => Missing argument 'TARGET'|exported --format timm
 64 export weights out                         => Missing option '--format'|safetensors, npz, timm, hf|--format timm
@@ -274,6 +289,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
         for number in range(3):
             Image.new("RGB", (20, 20), (number * 50, 0, 99)).save(folder / place / f"{number}.jpg")
     (folder / "two words").symlink_to("photos")
+    shutil.copytree(folder / "photos", folder / "wheel")
+    (folder / "wheel" / "loop").symlink_to(".")
     image = (folder / "loose" / "0.jpg").read_bytes()
     for name, members in (("tars", {"0.jpg": image, "0.cls": b"1"}), ("labelless", {"0.jpg": image})):
         with tarfile.open(folder / name / "a.tar", "w") as tar:
@@ -389,6 +406,12 @@ def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_dis
         "evaluate nowhere shards/test",
         "evaluate weights nowhere",
         "replay photos step=1",
+        "audit runs/none",
+        "without runs/none --shards x",
+        "import tiny.yaml out",
+        "evaluate tiny.yaml shards/test",
+        "analyze weights empty --output out",
+        "export weights out --format hf --preprocess resize(8",
         "checkpoints list runs/none",
         "leaks nowhere --test shards/test --output out",
         "new nowhere",

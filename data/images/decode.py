@@ -187,8 +187,13 @@ def decode(data: bytes) -> np.ndarray:
 
 def decode_whole(data: bytes) -> np.ndarray:
     """Decode bytes whose header has been read; otherwise as `decode`."""
+    return decoded(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+
+
+def decoded(data: bytes, flags: int) -> np.ndarray:
+    """Return what OpenCV makes of an image with these flags; raises BadImage."""
     try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error:
         image = None
     if image is None:
@@ -212,10 +217,7 @@ def decode_crop(data: bytes, header: Header, box: Box, covering: int) -> np.ndar
         return image[y : y + h, x : x + w]
 
     denominator = reduction(min(h, w), covering)
-    pixels = decode_region(data, denominator, reduced_box(Box(y, x, h, w), header, denominator))
-    if pixels is None:
-        raise BadImage("not decodable")
-    return pixels
+    return decode_region(data, denominator, reduced_box(Box(y, x, h, w), header, denominator))
 
 
 def reduction(side: int, covering: int) -> int:
@@ -297,8 +299,8 @@ def compile_binding() -> Path:
     return path
 
 
-def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray | None:
-    """Return the region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); None where it cannot be read.
+def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, int]) -> np.ndarray:
+    """Return the region at 1/denominator scale (1, 2, 4 or 8) as RGB (h, w, 3); raises BadImage.
 
     The region is y, x, h, w in pixels of the reduced image.
     """
@@ -307,16 +309,13 @@ def decode_region(data: bytes, denominator: int, region: tuple[int, int, int, in
     if binding is not None:
         out = np.empty((h, w, 3), np.uint8)
         failed = binding.decode_region(data, len(data), denominator, x, y, w, h, out.ctypes.data)
-        return None if failed else out
+        if failed:
+            raise BadImage("not decodable")
+        return out
 
     # Without the binding OpenCV decodes all of the image. Nothing is lost but time: the pixels are the same, bit for
     # bit (docs/design/decoding.md).
-    try:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
-    except cv2.error:
-        return None
-    if image is None:
-        return None
+    image = decoded(data, REDUCED[denominator] | cv2.IMREAD_IGNORE_ORIENTATION)
     # There is no flag that gives both RGB and a reduced scale.
     if denominator > 1:
         image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -33,7 +34,7 @@ from data.files import locked, refusal, state_folder, write_whole
 from data.index.index import Index, Origin, digest_of
 from data.index.names import Names
 from data.index.shard import MappedShards, Shard, open_columns, write_columns
-from data.index.tar import IMAGES
+from data.index.tar import Refusals, is_image
 
 SCHEMA = 1
 SUFFIX = ".index.json"
@@ -48,10 +49,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         raise DataError(f"{path}: an index is a folder here; `python -m jobs index URL --output FOLDER` makes one")
     path = Path(path)
     if path.is_dir():
-        paths = sorted(path.glob(f"*{SUFFIX}"))
-        if len(paths) != 1:
-            raise DataError(f"{path}: {way_to_an_index(path, [each.name for each in paths])}")
-        path = paths[0]
+        path = json_in(path)
     try:
         is_large = path.stat().st_size >= LARGE
     except (FileNotFoundError, NotADirectoryError):
@@ -60,7 +58,7 @@ def load_index(path: str | os.PathLike[str]) -> Index:
             "  expected a folder that `python -m jobs index` or `python -m jobs pack` has written, or @stage/set"
         ) from None
     if not path.name.endswith(".json"):
-        kind = "an image" if path.suffix[1:].lower() in IMAGES else "a file"
+        kind = "an image" if is_image(path) else "a file"
         way_out = "name the folder of a set"
         if path.suffix == ".tar":
             kind = "a tar, one shard of a set"
@@ -78,45 +76,52 @@ def load_index(path: str | os.PathLike[str]) -> Index:
         digest=content["digest"],
         directory=directory,
         tables=path.parent.resolve(),
-        refused=content["refused"],
-        first_refused=content["first_refused"],
+        refused=Refusals(Counter(content["refused"]), content["first_refused"]),
         names=tuple(content["names"]),
         name=path.name.removesuffix(SUFFIX),
         origin=None if content["origin"] is None else Origin(**content["origin"]),
     )
 
 
-def way_to_an_index(folder: Path, names: Sequence[str]) -> str:
-    """Return what a folder without just one index holds instead, and what makes an index of it."""
+def json_in(folder: Path) -> Path:
+    """Return the JSON of the one index in a folder; raises DataError saying what the folder holds instead."""
+    paths = sorted(folder.glob(f"*{SUFFIX}"))
+    if len(paths) == 1:
+        return paths[0]
     stopped = sorted(folder.glob(f"*{SUFFIX}.partial"))
+    below = sorted(folder.glob(f"*/*{SUFFIX}"))
+    first_files = itertools.islice(folder.iterdir(), 100)
+    place = quote(str(folder))
+    problem = (
+        f"expected one *{SUFFIX}, found none, and neither tars nor images\n"
+        "  name the folder of a set that `python -m jobs index` or `python -m jobs pack` has written"
+    )
     if stopped:
-        return (
+        problem = (
             f"expected one *{SUFFIX}, found none\n"
             f"  {stopped[0].name} is of a packing or indexing that was stopped: run it again to its end"
         )
-    if names:
-        return f"expected one *{SUFFIX}, found {', '.join(names)}\n  name one of the files"
-    if any(folder.glob("*.tar")):
-        return f"tars without an index\n  type python -m jobs index {quote(str(folder))}"
-    below = sorted(path.parent for path in folder.glob(f"*/*{SUFFIX}"))
-    if below:
-        return f"expected one *{SUFFIX}, found none\n  name one of {', '.join(map(str, below[:9]))}"
-    if image_folders(folder):
+    elif paths:
+        names = ", ".join(path.name for path in paths)
+        problem = f"expected one *{SUFFIX}, found {names}\n  name one of the files"
+    elif any(folder.glob("*.tar")):
+        problem = f"tars without an index\n  type python -m jobs index {place}"
+    elif below:
+        folders = ", ".join(str(path.parent) for path in below[:9])
+        problem = f"expected one *{SUFFIX}, found none\n  name one of {folders}"
+    elif folders_of_images := image_folders(folder):
         shards = quote(f"{folder}-shards")
-        return (
-            f"images in {image_folders(folder)} folders, which are to be packed first\n"
-            f"  type python -m jobs pack folder {quote(str(folder))} {shards}, then name {shards}"
+        problem = (
+            f"images in {folders_of_images} folders, which are to be packed first\n"
+            f"  type python -m jobs pack folder {place} {shards}, then name {shards}"
         )
-    if any(file.suffix[1:].lower() in IMAGES for file in itertools.islice(folder.iterdir(), 100)):
-        return (
+    elif any(map(is_image, first_files)):
+        problem = (
             "images without folders of classes\n"
             f"  expected a folder for each class: name the folder above, or sort the images, as {folder}/cat/1.jpg\n"
             "  then type python -m jobs pack folder FOLDER FOLDER-shards, and name FOLDER-shards"
         )
-    return (
-        f"expected one *{SUFFIX}, found none, and neither tars nor images\n"
-        "  name the folder of a set that `python -m jobs index` or `python -m jobs pack` has written"
-    )
+    raise DataError(f"{folder}: {problem}")
 
 
 def image_folders(folder: Path) -> int:
@@ -125,7 +130,7 @@ def image_folders(folder: Path) -> int:
     for child in folder.glob("[!.]*/"):
         # A folder of a million images is not listed for a message.
         files = itertools.islice(child.rglob("[!.]*.*"), 100)
-        folders += any(file.suffix[1:].lower() in IMAGES for file in files)
+        folders += any(map(is_image, files))
     return folders
 
 
@@ -174,12 +179,12 @@ def write_index(
     shards: Sequence[Shard],
     class_counts: Sequence[int],
     names: Names = (),
-    refused: Mapping[str, int] | None = None,
-    first_refused: Mapping[str, str] | None = None,
+    refused: Refusals | None = None,
     origin: Origin | None = None,
 ) -> Index:
     """Write an index's JSON, of shards that lie in `directory`, whose tables lie beside it already; read it back."""
     # A path is kept relative to the index, so that both can be moved or mounted elsewhere together.
+    refused = refused or Refusals()
     place = str(directory)
     if "://" not in place:
         place = os.path.relpath(place, path.parent)
@@ -188,8 +193,8 @@ def write_index(
         "directory": place,
         "samples": sum(shard.samples for shard in shards),
         "digest": digest_of(shards, class_counts, names, origin),
-        "refused": dict(refused or {}),
-        "first_refused": dict(first_refused or {}),
+        "refused": dict(refused.counts),
+        "first_refused": refused.first,
         "class_counts": list(class_counts),
         "names": list(names),
         "origin": None if origin is None else asdict(origin),

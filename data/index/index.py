@@ -39,6 +39,7 @@ import numpy as np
 from data.errors import DataError
 from data.index.names import Names, agreed, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
+from data.index.tar import Refusals
 
 DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
 
@@ -73,11 +74,15 @@ class Index:
     digest: str
     directory: str  # where the tars are: a path, or a URL
     tables: Path = field(compare=False)  # where their tables are
-    refused: dict[str, int] = field(default_factory=dict, compare=False)  # what was passed over: reason → how often
-    first_refused: dict[str, str] = field(default_factory=dict, compare=False)  # reason → the first, and its shard
+    refused: Refusals = field(default_factory=Refusals, compare=False)  # what was passed over, the first with its shard
     names: Names = ()  # of the classes, in the order of their ids; may be more than `classes`; () where nobody knows
     name: str = field(default="", compare=False)  # of the JSON, without its suffix
     origin: Origin | None = field(default=None, compare=False)  # of a subset; None of whole tars
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of every shard, by its name."""
+        return {shard.name: number for number, shard in enumerate(self.shards)}
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -123,6 +128,15 @@ class Index:
         if isinstance(self.shards, MappedShards | JoinedShards):
             return self.shards.samples
         return np.array([shard.samples for shard in self.shards], np.int64)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(shards + 1,) int64, the number of each shard's first sample in the set; the last is that of all samples."""
+        return np.append(0, np.cumsum(self.shard_samples))
+
+    def rows(self, shard: int) -> slice:
+        """Return where the samples of a shard stand among all of the set."""
+        return slice(self.starts[shard], self.starts[shard + 1])
 
     @property
     def bytes(self) -> int:
@@ -227,9 +241,10 @@ class JoinedShards(Sequence[Shard]):
         return len(self.samples)
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return tuple(self[at] for at in range(*number.indices(len(self))))
-        index, number_in_set = self.place(range(len(self))[number])
+        at = range(len(self))[number]
+        if isinstance(at, range):
+            return tuple(map(self.__getitem__, at))
+        index, number_in_set = self.place(at)
         return replace(index.shards[number_in_set], name=index.location(number_in_set))
 
     def __iter__(self) -> Iterator[Shard]:
@@ -326,11 +341,13 @@ def shared_samples(index: Index, other: Index) -> tuple[int, int]:
     Subsets share places with their set and with each other. A set that was packed twice shares bytes alone, and so do
     the copies of an image that many sets hold.
     """
-    tables = [index.table(number) for number in range(len(index.shards))]
     places_of_tar: dict[str, np.ndarray] = {}
-    for shard, table in zip(index.shards, tables, strict=True):
+    digests_of_shards = [np.zeros(0, np.uint64)]
+    for number, shard in enumerate(index.shards):
+        table = index.table(number)
         places_of_tar[shard.sha256] = table["image"]
-    digests = np.concatenate([np.zeros(0, np.uint64), *(table["digest"] for table in tables)])
+        digests_of_shards.append(table["digest"])
+    digests = np.concatenate(digests_of_shards)
     in_order = np.unique(digests)
     is_found = np.zeros(len(in_order), bool)
     same_places = 0

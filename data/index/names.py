@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,14 +153,11 @@ def number(
     kept = kept_ids(renamed, keep, name)
     if kept is None:
         kept = list(range(len(own)))
-    if not target and not rename:
-        target = own
-    elif not target:
+    if not target:
         # A class that was given another's name has become that class; all others keep their order.
-        new_names = {after for before, after in zip(own, renamed, strict=True) if before != after}
         merged: list[str] = []
         for class_name in renamed:
-            if class_name not in new_names or class_name not in merged:
+            if class_name not in rename.values() or class_name not in merged:
                 merged.append(class_name)
         target = tuple(merged)
 
@@ -178,12 +176,12 @@ def number(
             lacking.append(name_in_target)
     if lacking:
         raise DataError(
-            f"{name}: {giver} lacks {len(lacking)} of its {len(own)} classes: {some(lacking)}\n"
+            f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {some(lacking)}\n"
             f"  expected classes of {giver}: {some(target)}\n"
-            f"  rename them (rename: {{{json.dumps(lacking[0], ensure_ascii=False)}: …}}), choose others (keep: […]), "
-            "or pack this set by itself, with a numbering of its own"
+            f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
+            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a numbering of its own"
         )
-    is_as_it_was = all(label == place for label, place in ids.items()) and len(ids) == len(own)
+    is_as_it_was = ids == dict(enumerate(range(len(own))))
     return Numbering(target, None if is_as_it_was else ids, len(own))
 
 

@@ -30,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 
 from data.errors import DataError
 from data.files import write_whole
+from data.seal import DIGEST_BYTES
 
 # n shards
 
@@ -50,7 +51,6 @@ FIELDS = [
 COLUMNS = ("samples", "bytes", "sha256", "table", "name", "index")  # numbers first, so that they are aligned
 AT_ONCE = 4096  # shards that are made while all are gone through
 PIECE = 1 << 20  # bytes that are hashed at once
-DIGEST_BYTES = 32  # of the sha256 at the end
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ class MappedShards(Sequence[Shard]):
         return len(self.samples)
 
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return tuple(self[at] for at in range(*number.indices(len(self))))
         at = range(len(self))[number]  # raises IndexError, as a tuple does
+        if isinstance(at, range):
+            return tuple(map(self.__getitem__, at))
         name = self.columns["name"][at].decode()
         digest = self.columns["sha256"][at].decode()
         table = self.columns["table"][at].decode()

@@ -24,11 +24,11 @@ from __future__ import annotations
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from data.errors import DataError
 from data.index.names import some
 from data.index.shard import COMPRESSED, FIELDS, label_digest, sample_digest
 
+Part = TypeVar("Part")  # what is known of a member of a sample
 IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
@@ -53,6 +54,11 @@ MEMBER_TYPE = "member type ."
 MOST_EXTENSION = 16  # letters of an extension that are shown
 MOST_NAME = 160  # letters of a member's name that are kept
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
+
+
+def is_image(path: Path) -> bool:
+    """Return whether a file is called as an image is."""
+    return path.suffix[1:].lower() in IMAGES
 
 
 @dataclass
@@ -87,11 +93,11 @@ class Refusals:
             first = other.first.get(reason, "")
             self.add(reason, f"{first} of {shard}" if first else shard, count)
 
-    def lines(self) -> list[str]:
+    def lines(self, label: str = "") -> list[str]:
         """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
         lines = []
         for reason, count in self.counts.most_common():
-            line = f"refused: {count:,} × {reason}"
+            line = f"{label}{count:,} × {reason}"
             if reason in self.first:
                 line += f", first {self.first[reason]}"
             lines.append(printable(line))
@@ -107,6 +113,14 @@ class Row(NamedTuple):
     label: int
     label_size: int
 
+    def image_in(self, tar: memoryview) -> memoryview:
+        """Return the bytes of the image in the tar that was walked; they are not copied."""
+        return tar[self.image : self.image + self.image_size]
+
+    def label_in(self, tar: memoryview) -> memoryview:
+        """Return the bytes of the label in the tar that was walked; they are not copied."""
+        return tar[self.label : self.label + self.label_size]
+
 
 @dataclass
 class Walk:
@@ -118,8 +132,8 @@ class Walk:
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given (offset, size) of its members by extension."""
-        image, image_size = first_of(IMAGES, parts)
-        label, label_size = first_of(LABELS, parts)
+        image, image_size = first_of(IMAGES, parts, ABSENT)
+        label, label_size = first_of(LABELS, parts, ABSENT)
         # The sample stays without a label, so that it is counted as bad and not lost in silence.
         if label_size > MAX_LABEL:
             self.refused.add("label too large", key)
@@ -128,10 +142,10 @@ class Walk:
             self.refused.add("image too large", key)
         elif image_size > 0 or label_size > 0:
             self.rows.append(Row(key, image, image_size, label, label_size))
-        elif any(extension in parts for extension in IMAGES + LABELS):
+        elif not parts.keys().isdisjoint(IMAGES + LABELS):
             self.refused.add("empty sample", key)
 
-    def table(self, tar: memoryview | bytes) -> np.ndarray:
+    def table(self, tar: memoryview) -> np.ndarray:
         """Return the rows as a structured array of the fields of `data.index.shard.FIELDS` and `key`.
 
         `tar` is what was walked: the digests are of its bytes.
@@ -142,10 +156,8 @@ class Walk:
         for column, name in enumerate(Row._fields):
             table[name] = [row[column] for row in self.rows]
         for number, row in enumerate(self.rows):
-            image = tar[row.image : row.image + row.image_size]
-            label = tar[row.label : row.label + row.label_size]
-            table["digest"][number] = sample_digest(image, label)
-            table["label_digest"][number] = label_digest(label)
+            table["digest"][number] = sample_digest(row.image_in(tar), row.label_in(tar))
+            table["label_digest"][number] = label_digest(row.label_in(tar))
         return table
 
 
@@ -220,12 +232,12 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
     return result
 
 
-def first_of(extensions: tuple[str, ...], parts: dict[str, tuple[int, int]]) -> tuple[int, int]:
-    """Return offset and size of the member with the first of these extensions that a sample has."""
+def first_of(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
+    """Return what a sample has of the first of these extensions that it has; `absent` where it has none."""
     for extension in extensions:
         if extension in parts:
             return parts[extension]
-    return ABSENT
+    return absent
 
 
 def split_name(member: bytes) -> tuple[bytes, str]:

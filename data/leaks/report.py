@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,28 +14,26 @@ from data.checks import printable
 from data.images.decode import BadImage, decode
 from data.index.index import Index
 from data.remote.cache import CacheConfig
-from data.shards.leaks import Compared, Leaks, Pair, Side, in_pairs
+from data.shards.leaks import Leaks, Pair, Side, in_pairs
 from data.shards.reader import ShardReader
 
 MOST_EXAMPLES = 5  # pairs that the lines name
 MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
 
 
-def lines(leaks: Leaks, train: Sequence[Index], test: Sequence[Index]) -> list[str]:
+def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -> list[str]:
     """Return how much of each set leaks, and what to type to train without it."""
     report = []
     counts = leaks.looked_at
     report.append(
         f"{counts['train']:,} training and {counts['test']:,} test samples compared, {len(leaks.pairs):,} pairs"
     )
-    sides: tuple[tuple[Side, Sequence[Compared], Sequence[Index]], ...]
-    sides = (("test", leaks.test, test), ("train", leaks.train, train))
-    for side, compared_sets, indexes in sides:
-        for compared, index in zip(compared_sets, indexes, strict=True):
+    sides: dict[Side, Mapping[str, Index]] = {"test": test, "train": train}
+    for side, sets in sides.items():
+        for path, index in sets.items():
             leaked = in_pairs(leaks, index, side)
             report.append(
-                f"{side:5} {compared.path}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair "
-                f"({leaked.mean():.3%})"
+                f"{side:5} {path}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
             )
     kinds = Counter(pair.kind for pair in leaks.pairs)
     if kinds:
@@ -62,15 +60,15 @@ def caption(pair: Pair) -> str:
 
 
 def write_page(
-    path: Path, leaks: Leaks, train: Sequence[Index], test: Sequence[Index], cache: CacheConfig | None = None
+    path: Path, leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index], cache: CacheConfig | None = None
 ) -> None:
     """Write an HTML page of pairs as pictures, which needs nothing else."""
     farthest_first = sorted(leaks.pairs, key=lambda pair: -pair.distance)
     # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
     step = max(1, -(-len(farthest_first) // MOST_SHOWN))
     shown = farthest_first[::step]
-    train_readers = [ShardReader(index, cache=cache) for index in train]
-    test_readers = [ShardReader(index, cache=cache) for index in test]
+    train_readers = [ShardReader(index, cache=cache) for index in train.values()]
+    test_readers = [ShardReader(index, cache=cache) for index in test.values()]
     figures = []  # (training image, test image, caption); images as JPEG in base64
     for pair in shown:
         # Of a pair that was found by its bytes, neither may be an image.
@@ -80,7 +78,7 @@ def write_page(
                 (train_readers[pair.train_set], pair.train),
                 (test_readers[pair.test_set], pair.test),
             ):
-                number = [indexed.name for indexed in reader.index.shards].index(shard)
+                number = reader.index.numbers[shard]
                 row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
                 _, encoded, _ = reader.read(number, row)
                 images.append(page.jpeg(decode(encoded)))

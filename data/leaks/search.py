@@ -19,9 +19,9 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from data.leaks.signature import BOXES, COEFFICIENTS, PICTURE, Signature, pixel_
 from data.remote.cache import CacheConfig
 from data.seal import Journal, read_entry, write_entry
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
-from data.shards.parallel import in_parallel
+from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
 # T test images of all sets, K crops of each, D coefficients of a crop
@@ -53,8 +53,6 @@ SAMPLED = 256  # test images that are compared with each other for it
 BATCH = 64  # training images that are compared at once
 JOURNAL = "leaks.partial"
 DOCUMENT = "leaks.json"
-
-Report = Callable[[int, int], None]  # shards done, of how many
 
 
 class Match(NamedTuple):
@@ -94,39 +92,38 @@ class Embeddings(NamedTuple):
 
 
 def find_leaks(
-    train: Sequence[tuple[str, Index]],
-    test: Sequence[tuple[str, Index]],
+    train: Mapping[str, Index],
+    test: Mapping[str, Index],
     output: Path,
     *,
     fits: float = FITS,
     embeddings: Embeddings | None = None,
     workers: int = 1,
     cache: CacheConfig | None = None,
-    report: Report | None = None,
-    report_test: Report | None = None,
+    report: Progress | None = None,
+    report_test: Progress | None = None,
 ) -> Leaks:
     """Find the pairs of training and test samples that show the same, and write them as `output`/leaks.json.
 
-    Sets come with the path that they are called by; `embeddings` are what features have found (see there). Safe to kill
-    and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards are
-    done, of how many that were left to do; `report_test` the same of test shards, which come first. Raises DataError
+    Sets stand under the path that they are called by; `embeddings` are what features have found (see there). Safe to
+    kill and run again. With `fits` 1, bytes and pixels alone are compared. `report` is told how many training shards
+    are done, of how many that were left; `report_test` the same of test shards, which come first. Raises DataError
     where a shard is missing or not what was indexed, and where the test images are too much alike for pictures to tell
     copies from others.
     """
-    for path, index in (*train, *test):
+    for path, index in (*train.items(), *test.items()):
         if index.samples == 0:
             raise DataError(f"{path}: holds no samples\n  expected sets that can be compared: pack or index it again")
-    test_sets = [index for _, index in test]
-    check_sizes([index for _, index in (*train, *test)])
+    check_sizes([*train.values(), *test.values()])
     cache = cache or CacheConfig()
     output.mkdir(parents=True, exist_ok=True)
-    digests = [index.digest for index in test_sets]
+    digests = [index.digest for index in test.values()]
     setting = [VERSION, fits, digests]
     settings: dict[str, Any] = {"version": VERSION, "alike": ALIKE, "fits": fits}
     if embeddings is not None:
         settings["embedding"] = dict(embeddings.settings)
     signatures = output / f"signatures-{sha256(json.dumps([VERSION, digests]).encode()).hexdigest()[:12]}"
-    write_signatures(test_sets, signatures, workers, cache, report_test)
+    write_signatures(test.values(), signatures, workers, cache, report_test)
 
     # Whether the search can tell copies from other images is measured on these very sets.
     if fits < 1:
@@ -135,20 +132,20 @@ def find_leaks(
         share = alike / max(compared, 1)
         if alike >= FEWEST_ALIKE and share > MOST_ALIKE:
             raise DataError(
-                f"{', '.join(path for path, _ in test)}: {alike:,} of {compared:,} pairs of different test images are "
+                f"{', '.join(test)}: {alike:,} of {compared:,} pairs of different test images are "
                 f"alike at first sight ({share:.1%}): of such images pictures do not tell copies from others\n"
                 f"  expected {MOST_ALIKE:.0%} at most, photographs have 0.02 %\n"
                 f"  compare bytes and pixels alone: the same command with --fits 1"
             )
 
     jobs = {}  # by the training shard that is searched
-    for _, index in train:
+    for index in train.values():
         for number, shard in enumerate(index.shards):
-            jobs[key_of(shard)] = SearchJob(index.alone(number), signatures, fits, cache)
+            jobs[key_of(shard)] = partial(search_shard, index.alone(number), signatures, fits, cache)
     with Journal(output / JOURNAL, setting) as journal:
         # The training shards that an earlier, killed search has not finished; a line of the journal for each.
-        missing = {key: job for key, job in jobs.items() if key not in journal.records}
-        with in_parallel(search_shard, list(missing.values()), workers, report) as results:
+        missing = [key for key in jobs if key not in journal.records]
+        with in_parallel(list(map(jobs.__getitem__, missing)), workers, report) as results:
             for key, shard_matches in zip(missing, results, strict=True):
                 journal.add(key, shard_matches)
         # Only these: an earlier search of other training sets, killed here, may have left records of more shards.
@@ -157,12 +154,10 @@ def find_leaks(
     # The pairs that only features have found are added.
     if embeddings is not None:
         for key, pixels in records.items():
-            known = {(match.row, match.test) for match in pixels.matches}
-            matches = list(pixels.matches)
-            for match in embeddings.records[key].matches:
-                if (match.row, match.test) not in known:
-                    matches.append(match)
-            records[key] = pixels._replace(matches=sorted(matches))
+            matches = {}
+            for match in (*embeddings.records[key].matches, *pixels.matches):
+                matches[match.row, match.test] = match  # that of the pixels takes the other's place
+            records[key] = pixels._replace(matches=sorted(matches.values()))
     bad = int(np.load(signatures / "bad.npy").sum())  # test images that cannot be decoded
     leaks = document(train, test, records, bad, settings)
     write_leaks(output / DOCUMENT, leaks)
@@ -174,34 +169,25 @@ def find_leaks(
 # ---------------------------------------------------------------------------------------------- test images
 
 
-class SignJob(NamedTuple):
-    """One test shard, whose signatures are to be kept."""
-
-    shard: Index  # alone
-    path: Path
-    cache: CacheConfig
-
-
 def write_signatures(
-    sets: Sequence[Index], folder: Path, workers: int, cache: CacheConfig, report: Report | None = None
+    sets: Iterable[Index], folder: Path, workers: int, cache: CacheConfig, report: Progress | None = None
 ) -> None:
     """Write the signatures of all test images into a folder; those of an earlier, killed search are kept.
 
     Raises OSError where the disk is full.
     """
     folder.mkdir(exist_ok=True)
-    jobs = []
+    paths = []  # of the entries, one a shard
     missing = []
     total = 0  # samples of all sets
     for index in sets:
         total += index.samples
         for number, shard in enumerate(index.shards):
             path = folder / f"{VERSION}-{shard.sha256[:32]}-{shard.table[:32]}.signatures"
-            job = SignJob(index.alone(number), path, cache)
-            jobs.append(job)
+            paths.append(path)
             if read_entry(path) is None:
-                missing.append(job)
-    with in_parallel(sign_shard, missing, workers, report) as results:
+                missing.append(partial(sign_shard, index.alone(number), path, cache))
+    with in_parallel(missing, workers, report) as results:
         for _ in results:
             pass
 
@@ -222,20 +208,20 @@ def write_signatures(
             header = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(files[name], header)
         # Each entry is read, and its digest compared, once for all five.
-        for job in jobs:
-            entry = read_entry(job.path)
+        for path in paths:
+            entry = read_entry(path)
             if entry is None:
-                raise StorageError(f"{job.path}: is not what was written a moment ago: see to the disk")
+                raise StorageError(f"{path}: is not what was written a moment ago: see to the disk")
             with np.load(io.BytesIO(entry)) as part:
                 for name, file in files.items():
                     with naming(folder / f"{name}.npy"):
                         file.write(part[name].tobytes())
 
 
-def sign_shard(job: SignJob) -> None:
-    """Write the signatures of a test shard's samples; those of one that cannot be decoded are empty."""
-    reader = ShardReader(job.shard, cache=job.cache)
-    count = job.shard.samples
+def sign_shard(shard: Index, path: Path, cache: CacheConfig) -> None:
+    """Write the signatures of the samples of an index of one test shard; undecodable ones have empty signatures."""
+    reader = ShardReader(shard, cache=cache)
+    count = shard.samples
     crops = np.zeros((count, BOXES, COEFFICIENTS), np.float16)
     pictures = np.zeros((count, PICTURE, PICTURE), np.uint8)
     proportions = np.ones(count, np.float32)
@@ -258,7 +244,7 @@ def sign_shard(job: SignJob) -> None:
                 crops[row] = sign.crops
     arrays = io.BytesIO()
     np.savez(arrays, crops=crops, pictures=pictures, proportions=proportions, digests=digests, bad=bad)
-    write_entry(job.path, arrays.getvalue())
+    write_entry(path, arrays.getvalue())
 
 
 class TestImages(NamedTuple):
@@ -303,15 +289,6 @@ def alike_among(tests: TestSignatures) -> tuple[int, int]:
 # ------------------------------------------------------------------------------------------ training images
 
 
-class SearchJob(NamedTuple):
-    """One training shard to look through, for a process of its own."""
-
-    shard: Index  # alone
-    signatures: Path
-    fits: float
-    cache: CacheConfig
-
-
 class PendingImage(NamedTuple):
     """A training image that waits for its batch."""
 
@@ -320,71 +297,68 @@ class PendingImage(NamedTuple):
     signature: Signature
 
 
-def search_shard(job: SearchJob) -> ShardMatches:
-    """Find the test images that a training shard holds."""
-    test_images = open_signatures(job.signatures)
-    reader = ShardReader(job.shard, cache=job.cache)
-    matches: list[Match] = []
+def search_shard(shard: Index, signatures: Path, fits: float, cache: CacheConfig) -> ShardMatches:
+    """Find the test images that an index of one training shard holds."""
+    test_images = open_signatures(signatures)
+    reader = ShardReader(shard, cache=cache)
+    matches: dict[tuple[int, int], Match] = {}  # by row and test image
     bad = 0
     flat = 0
     batch: list[PendingImage] = []
     # As many processes as cores: each is to use one.
     with threadpool_limits(1):
-        for row in range(job.shard.samples):
+        for row in range(shard.samples):
             _, image, _ = reader.read(0, row)
-            same = test_images.by_bytes.get(sha256(image).digest(), [])
-            for number in same:
-                matches.append(Match(row, number, "exact", 0.0))
+            for number in test_images.by_bytes.get(sha256(image).digest(), []):
+                matches[row, number] = Match(row, number, "exact", 0.0)
             try:
                 sign = signature(image)
                 flat += sign.is_flat
-                if sign.is_flat or job.fits >= 1:
+                if sign.is_flat or fits >= 1:
                     for number in test_images.by_pixels.get(pixel_digest(image), []):
-                        if number not in same:
-                            matches.append(Match(row, number, "exact", 0.0))
+                        matches[row, number] = Match(row, number, "exact", 0.0)
                 else:
                     batch.append(PendingImage(row, image, sign))
             except BadImage:
                 bad += 1
             if len(batch) == BATCH:
-                matches.extend(fitting(batch, test_images, job.fits, matches))
+                add_fitting(batch, test_images, fits, matches)
                 batch = []
         if batch:
-            matches.extend(fitting(batch, test_images, job.fits, matches))
-    return ShardMatches(sorted(matches), job.shard.samples, bad, flat)
+            add_fitting(batch, test_images, fits, matches)
+    return ShardMatches(sorted(matches.values()), shard.samples, bad, flat)
 
 
-def fitting(batch: Sequence[PendingImage], test_images: TestImages, fits: float, known: Sequence[Match]) -> list[Match]:
-    """Return the matches of a batch of training images, without those that are known already."""
-    is_known = {(match.row, match.test) for match in known}
+def add_fitting(
+    batch: Sequence[PendingImage], test_images: TestImages, fits: float, matches: dict[tuple[int, int], Match]
+) -> None:
+    """Add the pairs of a batch of training images that fit; those that are known already stay as they are."""
     best: dict[tuple[int, int], float] = {}  # number in the batch, test image → likeness
     crops = np.stack([pending.signature.crops for pending in batch])
     for candidate in candidates(crops, test_images.signatures):
         pair = (candidate.train, candidate.test)
         pending = batch[candidate.train]
         # A pair may be a candidate in several ways; one that fits is enough.
-        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in is_known
+        is_settled = best.get(pair, -1.0) >= NEARLY_THE_SAME or (pending.row, candidate.test) in matches
         if not is_settled:
             value = likeness(candidate, pending.signature, test_images.signatures)
             best[pair] = max(value, best.get(pair, -1.0))
-    matches = []
     for (number, test), value in best.items():
         if value >= fits:
             pending = batch[number]
             is_same = value >= NEARLY_THE_SAME and test in test_images.by_pixels.get(pixel_digest(pending.image), [])
+            match = Match(pending.row, test, "perceptual", round(1 - value, 4))
             if is_same:
-                matches.append(Match(pending.row, test, "exact", 0.0))
-            else:
-                matches.append(Match(pending.row, test, "perceptual", round(1 - value, 4)))
-    return matches
+                match = Match(pending.row, test, "exact", 0.0)
+            matches[pending.row, test] = match
 
 
 # ------------------------------------------------------------------------------------------------ document
 
 
 def document(
-    train: Sequence[tuple[str, Index]],
-    test: Sequence[tuple[str, Index]],
+    train: Mapping[str, Index],
+    test: Mapping[str, Index],
     records: Mapping[str, ShardMatches],
     bad: int,
     settings: Mapping[str, Any],
@@ -396,20 +370,19 @@ def document(
             wanted.add(match.test)
     test_samples: dict[int, tuple[int, tuple[str, str]]] = {}  # number → its set's number, (shard, key)
     start = 0
-    for set_number, (_, index) in enumerate(test):
+    for set_number, index in enumerate(test.values()):
         for number, shard in enumerate(index.shards):
             matched = wanted.intersection(range(start, start + shard.samples))
             # As in most shards, there is nothing: its table need not be opened.
             if matched:
-                keys = index.table(number)["key"]
+                keys = index.keys(number)
                 for test_number in matched:
-                    key = keys[test_number - start].decode("utf-8", "replace")
-                    test_samples[test_number] = (set_number, (shard.name, key))
+                    test_samples[test_number] = (set_number, (shard.name, str(keys[test_number - start])))
             start += shard.samples
 
     pairs = []
     counts = {"train": 0, "train_undecodable": 0, "train_flat": 0}
-    for train_set, (_, index) in enumerate(train):
+    for train_set, index in enumerate(train.values()):
         for number, shard in enumerate(index.shards):
             record = records[key_of(shard)]
             counts["train"] += record.samples
@@ -418,16 +391,15 @@ def document(
             # As in most shards, there is nothing: its table need not be opened.
             if not record.matches:
                 continue
-            keys = index.table(number)["key"]
+            keys = index.keys(number)
             for row, test_number, kind, distance in record.matches:
                 test_set, sample = test_samples[test_number]
-                key = keys[row].decode("utf-8", "replace")
-                pairs.append(Pair((shard.name, key), sample, kind, distance, train_set, test_set))
+                pairs.append(Pair((shard.name, str(keys[row])), sample, kind, distance, train_set, test_set))
     counts["test"] = start
     counts["test_undecodable"] = bad
     return Leaks(
-        tuple(Compared(path, index.digest) for path, index in train),
-        tuple(Compared(path, index.digest) for path, index in test),
+        tuple(Compared(path, index.digest) for path, index in train.items()),
+        tuple(Compared(path, index.digest) for path, index in test.items()),
         tuple(pairs),
         settings,
         counts,

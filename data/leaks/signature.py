@@ -21,7 +21,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from data.images.decode import BadImage, decode_whole, read_header, reduction
+from data.images.decode import decode_whole, decoded, read_header, reduction
 
 # K crops of an image, D coefficients of a crop, F frequencies a side
 
@@ -79,15 +79,8 @@ def grey_of(data: bytes) -> np.ndarray:
         4: cv2.IMREAD_REDUCED_GRAYSCALE_4,
         8: cv2.IMREAD_REDUCED_GRAYSCALE_8,
     }
-    flag = reduced[reduction(min(header.height, header.width), SIDE)]
-    try:
-        # Upright, unlike in training: a copy that was encoded again has often been turned as its EXIF tag says.
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flag)
-    except cv2.error:
-        image = None
-    if image is None:
-        raise BadImage("not decodable")
-    return image
+    # Upright, unlike in training: a copy that was encoded again has often been turned as its EXIF tag says.
+    return decoded(data, reduced[reduction(min(header.height, header.width), SIDE)])
 
 
 def trimmed(grey: np.ndarray) -> np.ndarray:

@@ -21,12 +21,12 @@ from __future__ import annotations
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from hashlib import blake2b, file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO, NamedTuple, TypedDict, Unpack
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,14 +34,14 @@ from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
 from data.index.index import Index
-from data.index.names import Names
+from data.index.shard import sample_digest
 from data.index.tar import Refusals, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.shards.packing import pack
-from data.shards.parallel import in_parallel
+from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import read_labels
-from data.shards.report import GridImage, Report, ShardReport
-from data.sources.samples import Sample, kind_of
+from data.shards.report import Report, ShardReport
+from data.sources.samples import RawSample, Sample, kind_of
 
 GRID = 24  # images kept for the page
 HASH_PARTS = 256  # files that hashes are kept in, so that one of them fits in memory
@@ -50,22 +50,12 @@ HASH_PARTS = 256  # files that hashes are kept in, so that one of them fits in m
 # ------------------------------------------------------------------------------------------------- check
 
 
-@dataclass(frozen=True)
-class CheckJob:
-    """One shard to look at, for a process of its own."""
-
-    index: Index  # with that shard alone
-    grid: int  # images to keep for the page
-    decode: bool
-    cache: CacheConfig  # what a remote shard is fetched by
-
-
 def check(
     index: Index,
     *,
     decode: bool = True,
     workers: int = 1,
-    report: Callable[[int, int], None] | None = None,
+    report: Progress | None = None,
     cache: CacheConfig | None = None,
 ) -> Report:
     """Look at every sample; without `decode` only at headers and labels. `report` is told shards done, of how many.
@@ -77,10 +67,11 @@ def check(
         # Shares of the page's images that add up to GRID: none of most shards where there are many.
         shown_before = number * GRID // len(index.shards)
         shown_after = (number + 1) * GRID // len(index.shards)
-        jobs.append(CheckJob(index.alone(number), shown_after - shown_before, decode, cache or CacheConfig()))
+        shown = shown_after - shown_before
+        jobs.append(partial(check_shard, index.alone(number), shown, decode, cache or CacheConfig()))
     whole = Report(index, [])
     repeated = Repeated()
-    with in_parallel(check_shard, jobs, workers, report) as shard_reports:
+    with in_parallel(jobs, workers, report) as shard_reports:
         for shard_report in shard_reports:
             repeated.add(shard_report.hashes)
             whole.add(shard_report)
@@ -114,41 +105,41 @@ class Repeated:
         return repeated
 
 
-def check_shard(job: CheckJob) -> ShardReport:
-    """Return the report of an index's only shard, with so many samples kept for the grid."""
-    shard = job.index.shards[0]
+def check_shard(index: Index, grid: int, decode: bool, cache: CacheConfig) -> ShardReport:
+    """Return the report of an index's only shard, with so many samples kept for the page's `grid`."""
+    shard = index.shards[0]
     report = ShardReport(shard.name)
     try:
-        with open_shard(job.index, 0, job.cache) as file, mapped(file) as tar:
+        with open_shard(index, 0, cache) as file, mapped(file) as tar:
             if len(tar) != shard.bytes:
                 report.problem = f"{len(tar)} bytes, the index says {shard.bytes}"
             elif sha256(tar).hexdigest() != shard.sha256:
                 report.problem = "its sha256 is not the one in the index"
             # Even of a shard that is not what it was, each sample is looked at: some may be worth repairing.
-            for sample in samples_of(tar, job.index, 0, report):
+            for sample in samples_of(tar, index, 0, report):
                 if not sample.is_intact:
-                    report.add_bad(sample.key, "not the bytes that were indexed")
+                    report.bad.add("not the bytes that were indexed", sample.key)
                     continue
                 try:
                     header = read_header(sample.image)
                     # As many labels as there are classes are allowed: the report says which `max_labels` a run needs.
                     labels: tuple[int, ...] = ()
-                    if job.index.classes > 0:
-                        labels = read_labels(sample.label, job.index, job.index.classes)
-                    if job.decode:
+                    if index.classes > 0:
+                        labels = read_labels(sample.label, index, index.classes)
+                    if decode:
                         decode_whole(sample.image)
                         # libjpeg decodes some damaged files with no more than a warning; training uses them, so they
                         # are not bad.
                         if header.kind == "jpeg" and is_damaged(sample.image):
                             report.damaged += 1
                 except BadImage as error:
-                    report.add_bad(sample.key, str(error))
+                    report.bad.add(str(error), sample.key)
                     continue
                 report.add_good(header, sample.image, labels)
-                if len(report.grid) < job.grid:
-                    names = job.index.names
+                if len(report.grid) < grid:
+                    names = index.names
                     classes = ", ".join(names[label] if label < len(names) else str(label) for label in labels)
-                    report.grid.append(GridImage(f"{sample.key[-24:]}: {classes}", sample.image))
+                    report.grid.append((f"{sample.key[-24:]}: {classes}", sample.image))
     except OSError as error:
         report.problem = str(error.strerror)
     # What is behind a URL may be gone, be another shard or not answer; the report goes on with the others.
@@ -174,15 +165,6 @@ def open_shard(index: Index, number: int, cfg: CacheConfig) -> BinaryIO:
     return cache.opened(place, shard)
 
 
-class RawSample(NamedTuple):
-    """A sample as it stands in its tar; image and label are empty where the tar has none."""
-
-    key: str
-    image: bytes
-    label: bytes
-    is_intact: bool  # as the table's digest tells; True without a table
-
-
 def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) -> Iterator[RawSample]:
     """Give what can be read of a shard, whole or not; how many samples it has and what it lacks goes into the report.
 
@@ -206,34 +188,20 @@ def samples_of(tar: memoryview, index: Index, number: int, report: ShardReport) 
     report.samples = len(result.rows)
     report.refused = result.refused
     report.problem = report.problem or result.broken
-    walked = result.table(tar)
     digests: dict[tuple[int, int], int] = {}  # by the offsets of image and label, as they were indexed
     if table is not None:
         for entry in table:
             digests[int(entry["image"]), int(entry["label"])] = int(entry["digest"])
 
-    for row, digest in zip(result.rows, walked["digest"].tolist(), strict=True):
-        is_intact = digests.get((row.image, row.label), digest) == digest
-        key = row.key.decode("utf-8", "replace")
-        image = bytes(tar[row.image : row.image + row.image_size])
-        label = bytes(tar[row.label : row.label + row.label_size])
-        yield RawSample(key, image, label, is_intact)
+    for row in result.rows:
+        image = bytes(row.image_in(tar))
+        label = bytes(row.label_in(tar))
+        indexed = digests.get((row.image, row.label))
+        is_intact = indexed is None or indexed == sample_digest(image, label)
+        yield RawSample(row.key.decode("utf-8", "replace"), image, label, is_intact)
 
 
 # ------------------------------------------------------------------------------------------------ repair
-
-
-class PackOptions(TypedDict, total=False):
-    """What `repair` hands on to `pack`."""
-
-    name: str
-    shard_samples: int
-    shard_bytes: int
-    classes: int | None
-    names: Names
-    restarts: bool
-    workers: int
-    report: Callable[[int, int], None] | None
 
 
 def repair(
@@ -242,7 +210,7 @@ def repair(
     *,
     unique: bool = False,
     cache: CacheConfig | None = None,
-    **options: Unpack[PackOptions],
+    **options: Any,
 ) -> Index:
     """Pack every good sample into a new set in another folder; with `unique`, each image once.
 

@@ -21,7 +21,7 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +31,6 @@ from pathlib import Path
 from shlex import quote
 from urllib.parse import urlsplit
 
-import numpy as np
 from braceexpand import braceexpand
 
 from data.checks import check_name, printable
@@ -41,11 +40,11 @@ from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
 from data.index.shard import table_path, write_table
-from data.index.tar import Refusals, check_nothing_excluded, mapped, walk
+from data.index.tar import Refusals, Row, Walk, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import IndexJournal, Record
-from data.shards.parallel import in_parallel, setting_at_error
+from data.shards.parallel import Progress, in_parallel, setting_at_error
 
 MOST_ERRORS = 20  # shards that are named when they cannot be used
 DECODED = 4  # samples of a shard that are decoded
@@ -70,7 +69,7 @@ def build_index(
     names: Names = (),
     workers: int = 1,
     at: str | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Progress | None = None,
     cache: CacheConfig | None = None,
     unlabelled: bool = False,
 ) -> Index:
@@ -135,10 +134,11 @@ def build_index(
         for tar, size in tars.sizes.items():
             if not journal.has(tar, size):
                 lender = fetcher if urls else None
-                jobs.append(IndexJob(lender, tars.directory, tar, folder, classes, names, size, unlabelled))
+                job = IndexJob(lender, tars.directory, tar, folder, classes, names, size, unlabelled)
+                jobs.append(partial(index_shard, job))
         # A tar that is here keeps a processor busy; one that is fetched mostly waits, for which threads will do.
         with (
-            in_parallel(index_shard, jobs, workers, report, in_threads=bool(urls)) as results,
+            in_parallel(jobs, workers, report, in_threads=bool(urls)) as results,
             setting_at_error(stopped),
         ):
             for result in results:
@@ -182,18 +182,18 @@ def index_shard(job: IndexJob) -> Record | str:
             texts = Refusals()
             class_counts: Counter[int] = Counter()
             if not job.unlabelled:
-                class_counts = count_classes(tar, table, job, result.refused, texts)
-            count_unreadable(tar, table, result.refused)
+                class_counts = count_classes(tar, result.rows, job, result.refused, texts)
+            count_unreadable(tar, result)
             # A few samples, evenly spread, are decoded: whether there are images in the tar at all.
             decoded = min(len(table), DECODED)
             for part in range(decoded):
-                row = table[(2 * part + 1) * len(table) // (2 * decoded)]
-                encoded = bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)])
+                row = result.rows[(2 * part + 1) * len(table) // (2 * decoded)]
+                encoded = bytes(row.image_in(tar)[: MAX_BYTES + 1])
                 try:
                     read_header(encoded)
                     decode_whole(encoded)
                 except BadImage as error:
-                    result.refused.add(f"{NOT_DECODED}{error}", row["key"].decode("utf-8", "replace"))
+                    result.refused.add(f"{NOT_DECODED}{error}", row.key)
             file.seek(0)  # a tar that was fetched has just been written
             digest = file_digest(file, "sha256").hexdigest()
             shard = write_table(job.output, table, job.name, len(tar), digest)
@@ -204,7 +204,7 @@ def index_shard(job: IndexJob) -> Record | str:
 
 
 def count_classes(
-    tar: memoryview, table: np.ndarray, job: IndexJob, refused: Refusals, texts: Refusals
+    tar: memoryview, rows: Sequence[Row], job: IndexJob, refused: Refusals, texts: Refusals
 ) -> Counter[int]:
     """Return the samples a class; those without a usable label are counted in `refused`.
 
@@ -215,11 +215,10 @@ def count_classes(
     limit = job.classes or len(job.names) or MAX_CLASSES
     ids = ids_of(job.names)
     counts: Counter[int] = Counter()
-    for row in table:
-        key = row["key"].decode("utf-8", "replace")
-        raw = bytes(tar[row["label"] : row["label"] + row["label_size"]])
+    for row in rows:
+        key = row.key.decode("utf-8", "replace")
         try:
-            labels = parse_labels(raw, ids)
+            labels = parse_labels(bytes(row.label_in(tar)), ids)
         except NoLabel as error:
             if job.names and error.texts:
                 raise DataError(
@@ -243,16 +242,16 @@ def count_classes(
     return counts
 
 
-def count_unreadable(tar: memoryview, table: np.ndarray, refused: Refusals) -> None:
-    """Count in `refused` the samples whose image has no header or no end, or is too large, by the reader's reasons.
+def count_unreadable(tar: memoryview, result: Walk) -> None:
+    """Count as refused the samples whose image has no header or no end, or is too large, by the reader's reasons.
 
     They stay samples: training replaces them, and counts them as bad.
     """
-    for row in table:
+    for row in result.rows:
         try:
-            read_header(bytes(tar[row["image"] : row["image"] + min(int(row["image_size"]), MAX_BYTES + 1)]))
+            read_header(bytes(row.image_in(tar)[: MAX_BYTES + 1]))
         except BadImage as error:
-            refused.add(str(error), row["key"].decode("utf-8", "replace"))
+            result.refused.add(str(error), row.key)
 
 
 def decoded_samples(index: Index) -> tuple[int, int]:
@@ -261,7 +260,7 @@ def decoded_samples(index: Index) -> tuple[int, int]:
     for shard in index.shards:
         tried += min(shard.samples, DECODED)
     failed = 0
-    for reason, count in index.refused.items():
+    for reason, count in index.refused.counts.items():
         if reason.startswith(NOT_DECODED):
             failed += count
     return tried, failed

@@ -121,7 +121,7 @@ class IndexJournal:
                 refused.add(NO_NAME, texts.first[text], count)
         classes = self.classes or max(samples_of_class, default=-1) + 1
         class_counts = [samples_of_class[label] for label in range(classes)]
-        index = write_index(self.path, directory, shards, class_counts, names, refused.counts, refused.first)
+        index = write_index(self.path, directory, shards, class_counts, names, refused)
         self.journal.path.unlink()
         return index
 

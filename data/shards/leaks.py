@@ -98,13 +98,11 @@ def in_pairs(leaks: Leaks, index: Index, side: Side) -> np.ndarray:
             keys_of_shard.setdefault(shard, set()).add(key)
 
     leaked = np.zeros(index.samples, bool)
-    start = 0
     for number, indexed in enumerate(index.shards):
         keys = keys_of_shard.get(indexed.name)
         # As in most shards, nothing leaks: its table need not be opened.
         if keys:
-            leaked[start : start + indexed.samples] = np.isin(index.keys(number), sorted(keys))
-        start += indexed.samples
+            leaked[index.rows(number)] = np.isin(index.keys(number), sorted(keys))
     return leaked
 
 

@@ -108,20 +108,18 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     rows = [np.empty(0, np.int64)]
     shards_of_key: dict[str, set[str]] = {key: set() for key in anywhere}
     missing: list[str] = []
-    start = 0
     for number, indexed in enumerate(index.shards):
         named = keys_of_shard.get(number, set())
         # As in most shards, where shards are named: there is nothing to look up.
         if named or anywhere:
             keys = index.keys(number)
             present = np.flatnonzero(np.isin(keys, sorted(named | anywhere)))
-            rows.append(present + start)
+            rows.append(present + index.starts[number])
             there = set(keys[present].tolist())
             for key in sorted(named - there):
                 missing.append(f"{indexed.name} {printable(key)}")
             for key in there & anywhere:
                 shards_of_key[key].add(indexed.name)
-        start += indexed.samples
     ambiguous = []
     for key, shards in shards_of_key.items():
         if not shards:
@@ -143,12 +141,11 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
 
 def shard_numbers(index: Index, names: Iterable[str], path: str) -> dict[str, int]:
     """Return the number of the shard that each name means; raises DataError unless it is exactly one."""
-    by_name: dict[str, int] = {shard.name: number for number, shard in enumerate(index.shards)}
     numbers = {}
     for name in names:
         matching = []
-        if name in by_name:
-            matching.append(by_name[name])
+        if name in index.numbers:
+            matching.append(index.numbers[name])
         else:
             for places in called(name, [index]).values():
                 for _, number in places:

@@ -22,7 +22,7 @@ import os
 import shlex
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -40,7 +40,7 @@ from data.index.shard import Shard, table_path, write_table
 from data.index.tar import Refusals, mapped, walk
 from data.shards.indexing import count_unreadable
 from data.shards.journal import IndexJournal, Record
-from data.shards.parallel import setting_at_error
+from data.shards.parallel import Progress, setting_at_error
 from data.sources.samples import Sample
 
 JPEG_START = b"\xff\xd8"
@@ -57,7 +57,7 @@ def pack(
     names: Names = (),
     restarts: bool = False,
     workers: int = 1,
-    report: Callable[[int, int], None] | None = None,
+    report: Progress | None = None,
 ) -> Index:
     """Write `<name>-000000.tar` … with at most so many samples and image bytes each, and `<name>.index.json`.
 
@@ -162,7 +162,7 @@ def restore(
     classes: int | None,
     names: Names,
     restarts: bool,
-    report: Callable[[int, int], None] | None,
+    report: Progress | None,
 ) -> Index:
     """Compare a finished set with the samples, a group a shard, and write shards again that are gone or damaged.
 
@@ -178,8 +178,7 @@ def restore(
             f"{set_path}: a set over tars of {finished.directory} is here, digest {finished.digest}{way_out}"
         )
     # As many classes as a packing of these samples would count.
-    used = [label for label, count in enumerate(finished.class_counts) if count]
-    given = classes or max(used, default=-1) + 1
+    given = classes or int(np.flatnonzero(finished.class_counts).max(initial=-1)) + 1
     counts = [*finished.class_counts, *[0] * given][:given]
     given_digest = digest_of(finished.shards, counts, names)
     if given_digest != finished.digest:
@@ -274,9 +273,8 @@ def write_shard(
     # The table is read back from the tar itself, as that of a foreign tar would be.
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, path.name)
-        table = result.table(tar)
-        count_unreadable(tar, table, result.refused)
-        shard = write_table(path.parent, table, path.name, len(tar), digest)
+        count_unreadable(tar, result)
+        shard = write_table(path.parent, result.table(tar), path.name, len(tar), digest)
     return Record(shard, class_counts, result.refused, Refusals())
 
 

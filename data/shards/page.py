@@ -17,15 +17,15 @@ CHARTED = ("shorter side", "width / height", "kB")  # names of `report.ShardRepo
 def write_page(report: Report, path: str | Path, world: int = 1) -> Path:
     """Write the page, with advice for so many workers, and return its path."""
     # Problems of a whole shard first, then the most bad samples.
-    shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.total()))
+    shards = sorted(report.shards, key=lambda shard: (not shard.problem, -shard.bad.counts.total()))
     more = ""
     if len(shards) > MOST_SHARDS:
         more = f": the first {MOST_SHARDS} of {len(shards)}, the worst first"
     # The images stay in the order of the shards, so that the grid shows the whole set and not its worst part.
     thumbnails = []
     for shard in report.shards:
-        for image in shard.grid:
-            thumbnails.append((image.caption, page.jpeg(decode(image.encoded))))
+        for caption, encoded in shard.grid:
+            thumbnails.append((caption, page.jpeg(decode(encoded))))
 
     # Samples a class, and how sides, shapes and sizes are spread.
     with page.charted():

@@ -5,7 +5,8 @@ How the jobs are done, in order:
 2. the results come in the order of the jobs; `report` is told how many there are, of how many;
 3. when the block ends, however it does, or this process is killed, the processes end too, in the midst of their jobs.
 
-    with in_parallel(index_shard, jobs, workers=4) as results:
+    jobs = [partial(index_shard, "train-000000.tar"), partial(index_shard, "train-000001.tar"), …]
+    with in_parallel(jobs, workers=4) as results:
         for record in results:
             …
 """
@@ -21,28 +22,27 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from operator import call
 from typing import TypeVar
 
-Job = TypeVar("Job")
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]  # jobs done, of how many
 
 
 @contextmanager
 def in_parallel(
-    function: Callable[[Job], Result],
-    jobs: Sequence[Job],
+    jobs: Sequence[Callable[[], Result]],
     workers: int,
     report: Progress | None = None,
     *,
     in_threads: bool = False,
 ) -> Iterator[Iterator[Result]]:
-    """Give the block an iterator of `function` of each job, in order."""
+    """Give the block an iterator of the jobs' results, in order; for processes, a job is a partial."""
     if workers == 1:
-        yield counted(map(function, jobs), len(jobs), report)
+        yield counted(map(call, jobs), len(jobs), report)
     elif in_threads:
         with ThreadPoolExecutor(workers) as threads:
-            yield counted(threads.map(function, jobs), len(jobs), report)
+            yield counted(threads.map(call, jobs), len(jobs), report)
     else:
         # Nothing is ever sent: the processes wait for the end of this pipe, which also comes when we are killed.
         reader, writer = Pipe(duplex=False)
@@ -51,8 +51,8 @@ def in_parallel(
             ProcessPoolExecutor(workers, initializer=end_with_pipe, initargs=(reader, writer)) as processes,
             writer,  # closed first, before the executor waits for its processes
         ):
-            # `map` would cancel what is left when it is interrupted, which an executor whose processes end trips over.
-            futures = deque(processes.submit(function, job) for job in jobs)
+            # Its own `map` would cancel what is left at an interrupt, which an executor whose processes end trips over.
+            futures = deque(map(processes.submit, jobs))
             # Each leaves the queue as its result is given: none is kept.
             yield counted((futures.popleft().result() for _ in jobs), len(jobs), report)
 

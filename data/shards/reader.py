@@ -77,16 +77,20 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
     for index in sets:
         places.update(map(index.location, index.shards))
     # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
-    lines = [f"{len(problems)} of {len(places)} shards cannot be used:"]
-    for place in list(problems)[:MOST_LINES]:
-        lines.append(f"{place}: {problems[place]}")
+    # The first stands in the first line, which is all that `status` shows.
+    named = [f"{place}: {problem}" for place, problem in problems.items()]
+    lines = [f"{len(problems)} of {len(places)} shards cannot be used: {named[0]}"]
+    for problem in named[1:MOST_LINES]:
+        lines.append(f"  {problem}")
     if len(problems) > MOST_LINES:
-        lines.append(f"… and {len(problems) - MOST_LINES} more")
-    way_out = "restore them, or run `python -m jobs index` on what is there, which makes it another set"
+        lines.append(f"  … and {len(problems) - MOST_LINES} more")
+    way_out = "  restore them, or run `python -m jobs index` on what is there, which makes it another set"
     if any(index.origin is not None for index in sets):
         way_out += ", and `python -m jobs subset` of that; where folders were moved, move the subset's with its set's"
+    if len(problems) == len(places):
+        way_out += "\n  a pack stage packs its shards anew: delete its done.json, and run its recipe again"
     # The option is given whole, with what it leaves out already, so that it can be typed as it stands.
-    if option and len(problems) <= MOST_DROPPED:
+    elif option and len(problems) <= MOST_DROPPED:
         names = list(dropped)
         for place in problems:
             # As much of the end of its path as tells it from all other shards.
@@ -98,7 +102,7 @@ def check_sizes(sets: Sequence[Index], dropped: Sequence[str] = (), option: str 
                     name = end
                     break
             names.append(name)
-        way_out += f"; or train without them: '{option}=[{','.join(names)}]'"
+        way_out += f"\n  or train without them: '{option}=[{','.join(names)}]'"
     raise DataError("\n".join([*lines, way_out]))
 
 

@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,13 +30,6 @@ class Spread(Counter[float]):
         return values[int(np.searchsorted(reached, q * reached[-1]))]
 
 
-class GridImage(NamedTuple):
-    """An image for the page."""
-
-    caption: str  # key and classes
-    encoded: bytes
-
-
 @dataclass
 class ShardReport:
     """What the doctor saw in one shard; classes, sizes, spreads and hashes are of the good samples alone."""
@@ -45,22 +37,16 @@ class ShardReport:
     name: str
     samples: int = 0
     problem: str = ""  # of the shard as a whole: missing, short, changed, no tar
-    bad: Counter[str] = field(default_factory=Counter)
+    bad: Refusals = field(default_factory=Refusals)  # samples, the first of each reason by its key
     refused: Refusals = field(default_factory=Refusals)
     classes: Counter[int] = field(default_factory=Counter)
     most_labels: int = 0  # of one sample
     damaged: int = 0  # JPEGs that decode, with warnings
-    first_bad: dict[str, str] = field(default_factory=dict)  # reason → the first key
     good: int = 0
     size: int = 0  # bytes of their images
     spreads: dict[str, Spread] = field(default_factory=dict)
     hashes: array[int] = field(default_factory=lambda: array("Q"))  # of the encoded images, until they are compared
-    grid: list[GridImage] = field(default_factory=list)
-
-    def add_bad(self, key: str, reason: str) -> None:
-        """Count a bad sample; the first of each reason is named."""
-        self.bad[reason] += 1
-        self.first_bad.setdefault(reason, key)
+    grid: list[tuple[str, bytes]] = field(default_factory=list)  # for the page: key and classes, the encoded image
 
     def add_good(self, header: Header, image: bytes, labels: tuple[int, ...]) -> None:
         """Count and measure a good sample."""
@@ -93,11 +79,11 @@ class Report:
     duplicates: int = 0  # good samples whose very bytes another one has already
 
     @property
-    def bad(self) -> Counter[str]:
-        """Bad samples by reason."""
-        total: Counter[str] = Counter()
+    def bad(self) -> Refusals:
+        """Bad samples, by reason."""
+        total = Refusals()
         for shard in self.shards:
-            total.update(shard.bad)
+            total.add_all(shard.bad, shard.name)
         return total
 
     @property
@@ -116,7 +102,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether a run would read every sample."""
-        return not self.bad and not any(shard.problem for shard in self.shards)
+        return not self.bad.counts and not any(shard.problem for shard in self.shards)
 
     def add(self, shard: ShardReport) -> None:
         """Keep a shard's report, its counters only as part of the whole set's."""
@@ -141,15 +127,13 @@ class Report:
         lines = [f"{len(self.shards)} shards  {self.good:,} good samples  {size / 1e6:,.1f} MB of images"]
 
         # What is wrong: with shards, then with samples, then with members of tars.
-        first_bad: dict[str, str] = {}  # reason → the first sample and its shard
         for shard in self.shards:
             if shard.problem:
                 lines.append(printable(f"shard {shard.name}: {shard.problem}"))
-            for reason, key in shard.first_bad.items():
-                first_bad.setdefault(reason, printable(f"{key} of {shard.name}"))
-        for reason, count in self.bad.most_common():
-            lines.append(f"bad: {count} × {reason}, first {first_bad[reason]}")
-        lines += self.refused.lines()
+        bad = self.bad
+        for reason, count in bad.counts.most_common():
+            lines.append(f"bad: {count} × {reason}, first {printable(bad.first[reason])}")
+        lines += self.refused.lines("refused: ")
 
         # What a run must be told.
         if most_labels > 1:

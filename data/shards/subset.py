@@ -8,9 +8,9 @@ How subsets of one set are made, in one pass for all of them (`make_subsets`):
 3. each shard of which a sample is left gets a table of these rows; the others are not in the subset;
 4. the JSON names the same tars, and says which index it was made of and by which rule (`index.Origin`).
 
-    make_subset(load_index("shards/train"), "shards/train-10shot", Rule(shots=10, seed=0))
-    →   shards/train-10shot/train-10shot.index.json     directory: ../train
-        shards/train-10shot/train-000000.npy  …         the table's rows of the samples that were chosen
+    make_subsets(load_index("shards/train"), [Part(folder, Rule(shots=10, seed=0), "train-10shot")])
+    →   folder/train-10shot.index.json     directory: ../train
+        folder/train-000000.npy  …         the table's rows of the samples that were chosen
 
 Class ids and names stay what they are. Samples keep the order of the set. Sets that are made by one seed of one index
 fit one another: `:98%` and `98%:` share no sample and are together the whole; 5 shots are among the 10.
@@ -18,11 +18,11 @@ fit one another: `:98%` and `98%:` share no sample and are together the whole; 5
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from data.index.names import Names, kept_ids, parse_labels
 from data.index.shard import Shard, label_digest, table_path, write_table
 from data.remote.cache import CacheConfig
 from data.shards.listed import listed_rows
-from data.shards.parallel import in_parallel
+from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
 
 # N samples of the set
@@ -135,28 +135,13 @@ class Part:
         return self.folder / f"{self.name}{SUFFIX}"
 
 
-def make_subset(
-    parent: Index,
-    output: str | os.PathLike[str],
-    rule: Rule,
-    *,
-    name: str | None = None,
-    workers: int = 1,
-    cache: CacheConfig | None = None,
-    report: Callable[[int, int], None] | None = None,
-) -> Index:
-    """Make one subset, as `make_subsets` makes many."""
-    part = Part(Path(output), rule, name or Path(output).name)
-    return make_subsets(parent, [part], workers=workers, cache=cache, report=report)[0]
-
-
 def make_subsets(
     parent: Index,
     parts: Sequence[Part],
     *,
     workers: int = 1,
     cache: CacheConfig | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Progress | None = None,
 ) -> list[Index]:
     """Write the indexes of samples of `parent`, each of those that its rule chooses, into a folder of its own.
 
@@ -208,53 +193,45 @@ def make_subsets(
 # -------------------------------------------------------------------------------------------------- labels
 
 
-class LabelJob(NamedTuple):
-    """One shard whose labels are to be read, for a process of its own."""
-
-    alone: Index  # of this shard
-    classes: int
-    cache: CacheConfig
-    wanted: np.ndarray | None = None  # (samples of the shard,) whether its label is asked for; None: all are
-
-
 def read_all_labels(
     index: Index,
     workers: int,
     cache: CacheConfig,
-    report: Callable[[int, int], None] | None,
+    report: Progress | None,
     wanted: np.ndarray | None = None,
 ) -> Labels:
     """Return the labels of all samples; of samples that are not `wanted` (N,) none."""
     jobs = []
-    counts = [np.zeros(shard_samples, np.int32) for shard_samples in index.shard_samples]
-    numbers = []  # of the shards that are looked at
-    stop = 0
-    for number, samples in enumerate(map(len, counts)):
-        stop += samples
-        of_shard = None if wanted is None else wanted[stop - samples : stop]
+    counts = np.zeros(index.samples, np.int32)  # labels of each sample
+    rows_of_jobs = []
+    for number in range(len(index.shards)):
+        rows = index.rows(number)
+        of_shard = None if wanted is None else wanted[rows]
         if of_shard is None or of_shard.any():
-            jobs.append(LabelJob(index.alone(number), index.classes, cache, of_shard))
-            numbers.append(number)
+            jobs.append(partial(read_shard_labels, index.alone(number), cache, of_shard))
+            rows_of_jobs.append(rows)
     values = [np.empty(0, np.int32)]
     # A shard that is fetched mostly waits, for which threads will do.
-    with in_parallel(read_shard_labels, jobs, workers, report, in_threads=index.remote) as results:
-        for number, (shard_values, shard_counts) in zip(numbers, results, strict=True):
+    with in_parallel(jobs, workers, report, in_threads=index.remote) as results:
+        for rows, (shard_values, shard_counts) in zip(rows_of_jobs, results, strict=True):
             values.append(shard_values)
-            counts[number] = shard_counts
-    return Labels(np.concatenate(values), np.concatenate([np.empty(0, np.int32), *counts]).cumsum(dtype=np.int64))
+            counts[rows] = shard_counts
+    return Labels(np.concatenate(values), counts.cumsum(dtype=np.int64))
 
 
-def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
-    """Return (labels of a shard's samples end to end, how many each sample has): none where a run could use none.
+def read_shard_labels(
+    index: Index, cache: CacheConfig, wanted: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (labels of one shard's samples end to end, how many each sample has): none where a run could use none.
 
-    A text whose digest is that of a class's id or name is known; of any other digest one sample is read.
+    `index` is of this shard alone; of samples that are not `wanted` (N,) no label is read. A text whose digest is that
+    of a class's id or name is known; of any other digest one sample is read.
     """
-    index = job.alone
-    rows = np.arange(index.samples) if job.wanted is None else np.flatnonzero(job.wanted)
+    rows = np.arange(index.samples) if wanted is None else np.flatnonzero(wanted)
     digests, first, text_of = np.unique(index.table(0)["label_digest"][rows], return_index=True, return_inverse=True)
-    known = known_texts(job.classes, index.names)
+    known = known_texts(index.classes, index.names)
     # The sha256 of the tar is left to a run: each label is compared with its own digest.
-    reader = ShardReader(index, verify=False, cache=job.cache)
+    reader = ShardReader(index, verify=False, cache=cache)
     values: list[int] = []  # of all texts end to end
     lengths = []  # of each
     for digest, row in zip(digests.tolist(), rows[first].tolist(), strict=True):
@@ -264,7 +241,7 @@ def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
         except ValueError:
             labels = ()
         # One that has no class is counted as bad by a run, and no class here has it.
-        if max(labels, default=0) >= job.classes:
+        if max(labels, default=0) >= index.classes:
             labels = ()
         values += labels
         lengths.append(len(labels))
@@ -279,7 +256,7 @@ def read_shard_labels(job: LabelJob) -> tuple[np.ndarray, np.ndarray]:
     return np.array(values, np.int32)[places], counts
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def known_texts(classes: int, names: Names) -> Mapping[int, bytes]:
     """Return {digest: text} of the labels that most sets have: nothing, the id of a class, its name."""
     texts = {}
@@ -374,12 +351,10 @@ def write_subsets(parent: Index, parts: Sequence[Part], labels: Labels) -> list[
         # Without its JSON nobody reads a subset whose tables are half those of another rule.
         part.path.unlink(missing_ok=True)
 
-    stop = 0
     for number, shard in enumerate(parent.shards):
-        stop += shard.samples
         table = None
         for part in parts:
-            rows = np.flatnonzero(part.chosen[stop - shard.samples : stop])
+            rows = np.flatnonzero(part.chosen[parent.rows(number)])
             if len(rows) == 0:
                 continue
             if table is None:

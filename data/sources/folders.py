@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from data.checks import printable
 from data.errors import DataError
 from data.index.names import NO_NAMES, Names, NoLabel, agreed, ids_of, parse_labels, some
-from data.index.tar import IMAGES
+from data.index.tar import IMAGES, is_image
 from data.sources.samples import Sample, kind_of
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is
@@ -62,8 +62,7 @@ def class_folders(root: str | os.PathLike[str]) -> Iterator[Sample]:
             raise DataError(f"{folder}: class {label} has no images; remove the folder or fill it")
         for path in paths:
             entries.append(ListedFile(str(path.relative_to(root)), (label,)))
-    if passed_over:
-        logging.getLogger(__name__).warning("%s: %s", root, in_words(passed_over))
+    warn_of_others(root, passed_over)
     yield from read_files(root, entries)
 
 
@@ -73,8 +72,7 @@ def unlabelled_folder(root: str | os.PathLike[str]) -> Iterator[Sample]:
     paths = images_below(Path(root), passed_over)
     if not paths:
         raise DataError(f"{root}: no images here or below; expected {', '.join(IMAGES)}")
-    if passed_over:
-        logging.getLogger(__name__).warning("%s: %s", root, in_words(passed_over))
+    warn_of_others(root, passed_over)
     yield from read_files(root, [ListedFile(str(path.relative_to(root)), None) for path in paths])
 
 
@@ -89,17 +87,19 @@ def images_below(folder: Path, passed_over: Counter[str]) -> list[Path]:
             passed_over[HIDDEN] += 1
         elif not path.is_file():
             passed_over["link that leads nowhere, or device"] += 1
-        elif path.suffix[1:].lower() in IMAGES:
+        elif is_image(path):
             paths.append(path)
         else:
             passed_over[path.suffix or path.name] += 1
     return paths
 
 
-def in_words(passed_over: Counter[str]) -> str:
-    """Return what `images_below` has passed over."""
-    kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
-    return f"not packed, being hidden or no {', '.join(IMAGES)}: {kinds}"
+def warn_of_others(root: str | os.PathLike[str], passed_over: Counter[str]) -> None:
+    """Log a warning of what `images_below` has passed over, if anything."""
+    if passed_over:
+        kinds = ", ".join(f"{count} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_KINDS))
+        message = "%s: not packed, being hidden or no %s: %s"
+        logging.getLogger(__name__).warning(message, root, ", ".join(IMAGES), kinds)
 
 
 def folder_classes(root: str | os.PathLike[str]) -> Names:
@@ -107,15 +107,26 @@ def folder_classes(root: str | os.PathLike[str]) -> Names:
     names = []
     if Path(root).is_dir():
         names = sorted(path.name for path in Path(root).glob("[!.]*") if path.is_dir())
+    for name in names:
+        refuse_loop(Path(root, name))
     if not names:
-        images = sum(path.suffix[1:].lower() in IMAGES for path in Path(root).glob("[!.]*.*"))
-        tars = sum(path.suffix == ".tar" for path in Path(root).glob("[!.]*.*"))
+        files = list(Path(root).glob("[!.]*.*"))
+        images = sum(map(is_image, files))
+        tars = sum(path.suffix == ".tar" for path in files)
         what_is_there = f"; found {images} images, {tars} tars" if images or tars else ""
-        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg"
+        way_out = f"sort the images into folders of their classes, as {root}/cat/1.jpg; --unlabelled packs them without"
         if tars:
             way_out = f"tars are used as they are: python -m jobs index {root}"
         raise DataError(f"{root}: expected one sub-folder a class, found none{what_is_there}\n  {way_out}")
     return tuple(names)
+
+
+def refuse_loop(folder: Path) -> None:
+    """Raise DataError where the folder of a class is a link to a folder that it lies in: all images would be in it."""
+    if folder.absolute().parent.resolve().is_relative_to(folder.resolve()):
+        raise DataError(
+            f"{folder} is a link to a folder above it, and would be a class of all images\n  remove the link"
+        )
 
 
 def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> Iterator[Sample]:
@@ -127,6 +138,8 @@ def read_files(root: str | os.PathLike[str], entries: Iterable[ListedFile]) -> I
         if not is_utf8:
             raise DataError(f"{os.fsencode(path)!r}: its name is not UTF-8, and would be a sample's key; rename it")
         extension = path.suffix[1:].lower()
+        if not path.exists():
+            raise DataError(f"there is no file {path}\n  expected paths relative to {root}, or whole ones")
         if extension not in IMAGES or not path.is_file():
             raise DataError(f"{path}: expected an image file, one of {', '.join(IMAGES)}")
         # A dot in the key would be taken for the beginning of the extension, but only in its last part.

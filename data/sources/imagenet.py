@@ -21,9 +21,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from data.errors import DataError
 from data.index.names import Names, some
-from data.index.tar import IMAGES, Refusals, mapped, members
+from data.index.tar import IMAGES, Refusals, is_image, mapped, members
 from data.sources.folders import folder_classes
 from data.sources.members import GZIP_START, read_members
 from data.sources.samples import Published, Sample, warn_of
@@ -37,11 +39,11 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 
 
-class StoredImage(NamedTuple):
-    """Where an image lies: in a tar from an offset on, or in a file of its own."""
+class Stored(NamedTuple):
+    """Where an image lies, or the tar of a class: in a tar from an offset on, or in a file of its own."""
 
-    name: str  # n01440764_10026.JPEG
-    place: Path  # the tar, or the folder of the file
+    name: str  # n01440764_10026.JPEG, n01440764.tar
+    place: Path  # the tar, or the folder of the image's file
     label: int = -1  # of a training image
     offset: int = 0  # bytes from the beginning of the tar
     size: int = -1  # bytes; −1 for a file of its own
@@ -57,40 +59,37 @@ class StoredImage(NamedTuple):
             return Sample(key, file.read(self.size), tuple(labels))
 
 
+def stored_in(tar: Path) -> list[Stored]:
+    """List the files of a tar, sorted by name."""
+    files = []
+    with open(tar, "rb") as opened, mapped(opened) as content:
+        for name, offset, size in members(content, str(tar), Refusals()):
+            files.append(Stored(name.decode(), tar, offset=offset, size=size))
+    return sorted(files, key=attrgetter("name"))
+
+
 # ------------------------------------------------------------------------------------------ training images
 
 
-class ClassTar(NamedTuple):
-    """The tar of the training images of a class: a file of its own, or a part of the tar of all."""
-
-    name: str  # n01440764.tar
-    file: Path
-    offset: int  # bytes from the beginning of the file
-    size: int
-
-
-def class_tars(path: Path) -> list[ClassTar]:
+def class_tars(path: Path) -> list[Stored]:
     """Return the tars of the classes, sorted by name, from a tar or a folder of them; none of class folders."""
+    if not path.is_dir():
+        return stored_in(path)
     tars = []
-    if path.is_dir():
-        for file in sorted(path.glob("[!.]*.tar")):
-            tars.append(ClassTar(file.name, file, 0, file.stat().st_size))
-        return tars
-    with open(path, "rb") as opened, mapped(opened) as outer:
-        for name, offset, size in sorted(members(outer, str(path), Refusals())):
-            tars.append(ClassTar(name.decode(), path, offset, size))
+    for file in sorted(path.glob("[!.]*.tar")):
+        tars.append(Stored(file.name, file, size=file.stat().st_size))
     return tars
 
 
 def train(path: Path, split: str = "train") -> Iterator[Sample]:
     """Give the training images, mixed by the hash of their names; raises DataError where a tar is damaged."""
-    images: list[StoredImage] = []
+    images: list[Stored] = []
     tars = class_tars(path)
     for label, tar in enumerate(tars):
-        name = f"{path}: {tar.name}" if tar.file == path else str(tar.file)
-        with open(tar.file, "rb") as file, mapped(file) as content:
+        name = f"{path}: {tar.name}" if tar.place == path else str(tar.place)
+        with open(tar.place, "rb") as file, mapped(file) as content:
             for member, offset, size in members(content[tar.offset : tar.offset + tar.size], name, Refusals()):
-                images.append(StoredImage(member.decode(), tar.file, label, tar.offset + offset, size))
+                images.append(Stored(member.decode(), tar.place, label, tar.offset + offset, size))
     # A folder of one folder a class.
     if path.is_dir() and not tars:
         passed_over = Refusals()
@@ -102,7 +101,7 @@ def train(path: Path, split: str = "train") -> Iterator[Sample]:
                         continue
                     extension = entry.name.rpartition(".")[2].lower()
                     if extension in IMAGES:
-                        images.append(StoredImage(entry.name, folder, label))
+                        images.append(Stored(entry.name, folder, label))
                     else:
                         passed_over.add_type(extension, f"{class_name}/{entry.name}")
         warn_of(path, passed_over)
@@ -135,8 +134,8 @@ def validation(wnids: Path | None, path: Path, split: str = "validation") -> Ite
             f"{path}: nothing says of which classes these images are\n"
             f"  expected one folder a class, or --wnids {DEVKIT} (or a text file of one WordNet id a line)"
         )
-    ids = {wnid: label for label, wnid in enumerate(sorted(set(truth)))}
-    return labelled_images(path, [(ids[wnid],) for wnid in truth], wnids or path)
+    _, labels = np.unique(truth, return_inverse=True)  # places among the sorted WordNet ids
+    return labelled_images(path, labels.reshape(-1, 1).tolist(), wnids or path)
 
 
 def validation_classes(wnids: Path | None, path: Path) -> Names:
@@ -146,7 +145,7 @@ def validation_classes(wnids: Path | None, path: Path) -> Names:
 
 def validation_truth(wnids: Path | None, path: Path) -> Sequence[str]:
     """Return the WordNet id of each validation image, in the order of their names; none where nothing says them."""
-    in_folders: list[StoredImage] = []  # of a class each
+    in_folders: list[Stored] = []  # of a class each
     if path.is_dir():
         images = validation_images(path)
         if all(image.place != path for image in images):
@@ -193,17 +192,14 @@ def labelled_images(path: Path, labels: Sequence[Sequence[int]], source: str | o
         yield image.sample(image_labels)
 
 
-def validation_images(path: Path) -> list[StoredImage]:
+def validation_images(path: Path) -> list[Stored]:
     """Return the images of a tar, or of a folder and the class folders in it, in the order of their names."""
+    if not path.is_dir():
+        return stored_in(path)
     images = []
-    if path.is_dir():
-        for file in path.rglob("[!.]*"):
-            if file.suffix.lower()[1:] in IMAGES and file.is_file():
-                images.append(StoredImage(file.name, file.parent))
-    else:
-        with open(path, "rb") as opened, mapped(opened) as content:
-            for name, offset, size in members(content, str(path), Refusals()):
-                images.append(StoredImage(name.decode(), path, offset=offset, size=size))
+    for file in path.rglob("[!.]*"):
+        if is_image(file) and file.is_file():
+            images.append(Stored(file.name, file.parent))
     return sorted(images, key=attrgetter("name"))
 
 

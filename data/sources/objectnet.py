@@ -25,7 +25,6 @@ from data.index.tar import Refusals
 from data.sources.members import members, read_members
 from data.sources.samples import Published, Sample, encode, warn_of
 
-PAGE = "https://objectnet.dev"
 FOLDERS = "folder_to_objectnet_label.json"
 TO_IMAGENET = "objectnet_to_imagenet_1k.json"
 IMAGENET_NAMES = "imagenet_to_label_2012_v2"  # a name a line

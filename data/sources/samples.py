@@ -59,6 +59,15 @@ class Sample:
             raise DataError(f"{self.image}: cannot read it ({error.strerror})") from None
 
 
+class RawSample(NamedTuple):
+    """A sample as it stands in its tar; image and label are empty where the tar has none."""
+
+    key: str
+    image: bytes
+    label: bytes
+    is_intact: bool = True  # as the table's digest tells; True without a table
+
+
 def numbered(samples: Iterable[Sample], numbering: Numbering) -> Iterator[Sample]:
     """Give the samples with their classes numbered so, without those of classes that the numbering excludes."""
     for sample in samples:
@@ -117,7 +126,7 @@ def warn_of(source: Path, notes: Refusals) -> None:
     """Log a warning of what was passed over in a source, or changed, a line a reason."""
     log = logging.getLogger(__name__)
     for line in notes.lines():
-        log.warning("%s: %s", source, line.removeprefix("refused: "))
+        log.warning("%s: %s", source, line)
 
 
 # ------------------------------------------------------------------------------------------------ digits

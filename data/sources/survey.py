@@ -32,7 +32,7 @@ from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NoLabel, parse_labels, some
 from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, mapped, walk
+from data.index.tar import IMAGES, is_image, mapped, walk
 from data.sources.folders import (
     HIDDEN,
     IMAGE_COLUMNS,
@@ -44,6 +44,7 @@ from data.sources.folders import (
     images_below,
     label_text,
     naming_parquet,
+    refuse_loop,
     table_columns,
 )
 from data.sources.known import known_archive
@@ -86,6 +87,7 @@ class FoundSet:
     sides: list[tuple[int, int]] = field(default_factory=list)  # (height, width) of the images that were opened
     examples: list[bytes] = field(default_factory=list)  # some of these
     bad: Counter[str] = field(default_factory=Counter)  # why some of these cannot be read
+    first_bad: str = ""  # the file of the first of them
     opened: int = 0
     notes: list[str] = field(default_factory=list)  # what is left out, or odd
 
@@ -127,6 +129,8 @@ class FoundSet:
             with suppress(OSError), open(path, "rb") as file:
                 file.seek(offset)
                 self.open(file.read(size))
+            if self.bad and not self.first_bad:
+                self.first_bad = str(path)
 
     def open(self, encoded: bytes) -> None:
         """Read the header of an image."""
@@ -177,8 +181,6 @@ def survey(place: str, *, unlabelled: bool = False, report: Report) -> Sets:
             f"{place}: images in a store are not looked at from here\n"
             f"  type python -m jobs index {place} --output indexes/NAME, which reads them once, then name that folder"
         )
-    if not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
-        raise DataError(f"there is nothing at {place}\n  expected a folder of images, tars, a table or parquet")
     known = known_sets(Path(place))
     if known is not None:
         return known
@@ -304,6 +306,9 @@ def one_place(places: Sequence[str]) -> str:
         return str(folder)
     pattern = pattern_of(paths)
     if pattern is None:
+        whole = " ".join(places)
+        if Path(whole).exists():
+            raise UsageError(f"{len(places)} words, and {whole!r} is one folder\n  type it in quotes")
         raise UsageError(
             f"{len(places)} paths, {some(places)}: no folder and no pattern holds these alone\n"
             f"  expected one set of images: a folder, or a pattern in quotes, as '{folder}/train-*.tar'"
@@ -395,6 +400,7 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
     paths: list[Path] = []
     empty = []
     for folder in sorted(root.glob("[!.]*/")):
+        refuse_loop(folder)
         below = images_below(folder, passed_over)
         if not below:
             empty.append(folder.name)
@@ -402,7 +408,7 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         paths += below
         image_set.class_counts[folder.name] = len(below)
         report(len(paths))
-    here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and path.suffix[1:].lower() in IMAGES]
+    here = [path for path in sorted(root.glob("[!.]*")) if path.is_file() and is_image(path)]
     if unlabelled or not image_set.class_counts:
         paths += here
         image_set.class_counts.clear()
@@ -427,8 +433,12 @@ def look_at_folder(root: Path, unlabelled: bool, report: Report) -> FoundSet:
         image_set.notes.append(
             f"{hidden:,} files are hidden, and are left out: their names, or their folder's, begin with ."
         )
-    for kind, count in passed_over.most_common(MOST_NAMED):
-        image_set.notes.append(f"{count:,} × {printable(kind)} are no {', '.join(IMAGES)}, and are left out")
+    # Without a sub-folder of images, what lies here is what a person may have meant.
+    if not paths:
+        passed_over.update(file.suffix or file.name for file in root.glob("[!.]*") if file.is_file())
+    if passed_over:
+        kinds = ", ".join(f"{count:,} × {printable(kind)}" for kind, count in passed_over.most_common(MOST_NAMED))
+        image_set.notes.append(f"{kinds}: no {', '.join(IMAGES)}, left out")
     image_set.open_some(list(zip(paths, repeat(0), repeat(-1), strict=False)))
     return image_set
 
@@ -520,7 +530,7 @@ def look_at_tars(place: str, unlabelled: bool, report: Report) -> FoundSet:
                 images.append((path, row.image, row.image_size))
                 label = b""
                 if not unlabelled:
-                    label = bytes(tar[row.label : row.label + row.label_size])
+                    label = bytes(row.label_in(tar))
                 image_set.count(label)
                 report(image_set.images)
         image_set.open_some(images, OPENED // len(files) + 1)

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 from data.errors import DataError
 from data.images.decode import MAX_BYTES
@@ -30,23 +29,16 @@ from data.index.tar import (
     Refusals,
     check_nothing_excluded,
     compressed_in,
+    first_of,
     mapped,
     split_name,
     walk,
 )
 from data.sources.folders import files_of
 from data.sources.members import Member, is_compressed, members
-from data.sources.samples import Sample, kind_of
+from data.sources.samples import RawSample, Sample, kind_of
 
 TOO_LARGE = "image file too large"  # as `data.images.decode.read_header` says it
-
-
-class TarSample(NamedTuple):
-    """A sample as it lies in a tar; an image or a label that it does not have is empty."""
-
-    key: str
-    image: bytes
-    label: bytes
 
 
 def tars(
@@ -79,7 +71,7 @@ def tars(
             if stem != path.name:
                 break
         refused = Refusals()  # of this tar, by the reasons of an index
-        for key, encoded, raw in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
+        for key, encoded, raw, _ in (compressed_samples if is_compressed(path) else plain_samples)(path, refused):
             labels: tuple[int, ...] | None = None
             try:
                 if not unlabelled:
@@ -94,7 +86,7 @@ def tars(
             # Keys may begin anew in every tar: the tar's name tells them apart.
             yield Sample(f"{stem}/{key}", encoded, labels, kind_of(encoded))
         excluded.add_all(refused, path.name)
-    lines = [line.removeprefix("refused: ") for line in excluded.lines()]
+    lines = excluded.lines()
     if not is_usable:
         raise DataError(
             f"{source}: no sample has a label and an image: {'; '.join(lines) or 'there are no samples'}\n"
@@ -113,7 +105,7 @@ def tars_classes(source: str | os.PathLike[str] | Sequence[str]) -> Names:
     return load_index(indexes[0]).names if len(indexes) == 1 else ()
 
 
-def plain_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
+def plain_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Give the samples of a tar that is not compressed; raises DataError where it is none, or is cut short."""
     with open(path, "rb") as file, mapped(file) as tar:
         result = walk(tar, str(path))
@@ -123,12 +115,10 @@ def plain_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
             if row.image_size > MAX_BYTES:
                 refused.add(TOO_LARGE, row.key)
                 continue
-            image = bytes(tar[row.image : row.image + row.image_size])
-            label = bytes(tar[row.label : row.label + row.label_size])
-            yield TarSample(row.key.decode("utf-8", "replace"), image, label)
+            yield RawSample(row.key.decode("utf-8", "replace"), bytes(row.image_in(tar)), bytes(row.label_in(tar)))
 
 
-def compressed_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
+def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
     """Give the samples of a compressed tar: consecutive members that share the name up to the first dot."""
     for key, group in groupby(members(path), key=key_of):
         parts: dict[str, bytes] = {}  # extension → content
@@ -149,11 +139,11 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[TarSample]:
                 refused.add("label too large" if extension in LABELS else TOO_LARGE, key)
                 parts[extension] = b""
                 is_too_large = True
-        image = next((parts[extension] for extension in IMAGES if extension in parts), b"")
-        label = next((parts[extension] for extension in LABELS if extension in parts), b"")
+        image = first_of(IMAGES, parts, b"")
+        label = first_of(LABELS, parts, b"")
         if image or label:
             if not is_too_large:
-                yield TarSample(key.decode("utf-8", "replace"), image, label)
+                yield RawSample(key.decode("utf-8", "replace"), image, label)
         elif parts and not is_too_large:
             refused.add("empty sample", key)
 

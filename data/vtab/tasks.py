@@ -147,13 +147,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "svhn": tuple("0123456789"),
     "patch_camelyon": ("no tumour", "tumour"),
     "diabetic_retinopathy": ("none", "mild", "moderate", "severe", "proliferative"),
-    "clevr_count": tuple(f"{count} objects" for count in range(3, 11)),
-    "clevr_distance": (*(f"nearest up to {depth}" for depth in CLEVR_DEPTHS[1:]), f"nearest beyond {CLEVR_DEPTHS[-1]}"),
-    "dsprites_x_position": tuple(f"positions {2 * label} and {2 * label + 1} of 32" for label in range(16)),
-    "dsprites_orientation": tuple(f"orientation {label} of 16" for label in range(16)),
+    "clevr_count": tuple(map("{} objects".format, range(3, 11))),
+    "clevr_distance": (*map("nearest up to {}".format, CLEVR_DEPTHS[1:]), f"nearest beyond {CLEVR_DEPTHS[-1]}"),
+    "dsprites_x_position": tuple(map("positions {} and {} of 32".format, range(0, 32, 2), range(1, 32, 2))),
+    "dsprites_orientation": tuple(map("orientation {} of 16".format, range(16))),
     "kitti_distance": ("vehicle up to 8 m", "vehicle up to 20 m", "vehicle beyond 20 m", "no vehicle"),
-    "smallnorb_azimuth": tuple(f"azimuth {20 * label} degrees" for label in range(18)),
-    "smallnorb_elevation": tuple(f"elevation {30 + 5 * label} degrees" for label in range(9)),
+    "smallnorb_azimuth": tuple(map("azimuth {} degrees".format, range(0, 360, 20))),
+    "smallnorb_elevation": tuple(map("elevation {} degrees".format, range(30, 75, 5))),
 }
 
 
@@ -163,13 +163,11 @@ def label_of(task: str, example: Mapping[str, Values]) -> int:
         case "clevr_count":  # scenes hold 3 to 10 objects
             return len(example["objects/size"]) - 3
         case "clevr_distance":  # the depth of the nearest object; every third value is one: x, y, depth, x, y, …
-            depths = [float(value) for value in example["objects/pixel_coords"][2::3]]
-            return interval(min(depths), CLEVR_DEPTHS)
+            return interval(min(map(float, example["objects/pixel_coords"][2::3])), CLEVR_DEPTHS)
         case "kitti_distance":  # the metres to the nearest car, van or truck, the z of its location; 3 without any
             nearest = NO_VEHICLE_METRES
-            metres = [float(value) for value in example["objects/location"][2::3]]
-            types = [int(value) for value in example["objects/type"]]
-            for object_type, distance in zip(types, metres, strict=True):
+            metres = map(float, example["objects/location"][2::3])
+            for object_type, distance in zip(map(int, example["objects/type"]), metres, strict=True):
                 if object_type < KITTI_VEHICLES:
                     nearest = min(nearest, distance)
             return interval(nearest, KITTI_METRES)

@@ -1,6 +1,7 @@
 """`patchline new|run|plan|trial|preflight|status|report|diff|replay|demo`, and `python -m jobs.pretrain RECIPE`."""
 
 import difflib
+import shlex
 import webbrowser
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +12,7 @@ import typer
 
 from data.errors import ConfigError, UsageError
 from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
-from jobs.named_stages import RECORD, find_stage
+from jobs.named_stages import RECORD, find_stage, no_run
 from jobs.progress import activity
 from jobs.terminal import echo
 
@@ -24,6 +25,16 @@ TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, 
 
 commands = make_group()
 single_stage = make_group()
+
+
+def minutes_of(text: str) -> float:
+    """Return a time in minutes, which may be written with a unit, as 90s, 2min or 1h."""
+    from pipeline.values import SECONDS, read_number
+
+    number = read_number(text, "_s", whole=False)
+    if number is None:
+        raise typer.BadParameter(f"{text!r} is no time\n  expected minutes, as 10, or with a unit: 90s, 2min, 1h")
+    return number / 60 if text.strip().endswith(tuple(SECONDS)) else number
 
 
 @commands.command()
@@ -44,7 +55,9 @@ def new(
     model: Annotated[str | None, typer.Option(help="S/16, for one; else what images and machine are good for.")] = None,
     init: Annotated[str | None, typer.Option(metavar="WEIGHTS", help="Fine-tune these instead.")] = None,
     output: Annotated[str | None, typer.Option(metavar="FILE.yaml", help="The recipe; else FOLDER.yaml here.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Time to train; else 10, with a GPU 60.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(parser=minutes_of, metavar="MINUTES", help="Time to train; else 10, with a GPU 60.")
+    ] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Overlook labels: masked patch prediction.")] = False,
     _debug: Debug = False,
 ) -> None:
@@ -201,6 +214,8 @@ def report(
                 stores[paths[-1]] = store
             else:
                 paths.append(run_or_stage(run))
+                if not (paths[-1] / RECORD).exists() and not any(paths[-1].glob(f"*/{RECORD}")):
+                    raise no_run(paths[-1])
         page = Path(output or "comparison.html")
         if output is None and len(runs) == 1:
             page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
@@ -283,10 +298,15 @@ def recipe_path(recipe: str) -> Path:
         for name in [*recipes, *(file.name for file in Path.cwd().glob("*.yaml"))]:
             names[name.removesuffix(".yaml").lower()] = name
         own = [name for name in recipes if "/" not in name]
+        here = sorted(file.name for file in Path.cwd().glob("*.yaml"))
         way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
+        if here:
+            way_out = f"here: {', '.join(here)}\n  {way_out}"
         close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
         if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
             way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
+        elif path.is_dir():
+            way_out = f"a recipe for the images in it is written by python -m jobs new {shlex.quote(recipe)}"
         elif close:
             way_out = f"did you mean {names[close[0]]}?"
         raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")

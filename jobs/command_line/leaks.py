@@ -55,10 +55,8 @@ def leaks(
 
     folder = Path(output)
     refuse_file(folder)
-    train_sets = [(path, load_index(find_set(path))) for path in train]
-    test_sets = [(path, load_index(find_set(path))) for path in test]
-    train_indexes = [index for _, index in train_sets]
-    test_indexes = [index for _, index in test_sets]
+    train_sets = {path: load_index(find_set(path)) for path in train}
+    test_sets = {path: load_index(find_set(path)) for path in test}
     fetched_by = cache_config(cache)
     if weights is not None:
         weights = find_weights(weights)
@@ -85,8 +83,8 @@ def leaks(
             embeddings = embedding.find_alike(
                 model,
                 (weights, digest.hexdigest()),
-                train_indexes,
-                test_indexes,
+                train_sets.values(),
+                test_sets.values(),
                 folder,
                 cosine=cosine,
                 device=device,
@@ -111,15 +109,15 @@ def leaks(
     (folder / embedding.JOURNAL).unlink(missing_ok=True)
 
     # The document is there; a report and a page tell people of it, and for each set what to type.
-    report = lines(found_leaks, train_indexes, test_indexes)
+    report = lines(found_leaks, train_sets, test_sets)
     write_whole(folder / REPORT, "\n".join(report) + "\n")
-    write_page(folder / PAGE, found_leaks, train_indexes, test_indexes, fetched_by)
+    write_page(folder / PAGE, found_leaks, train_sets, test_sets, fetched_by)
 
     for line in report:
         echo(line)
     echo(f"written  {folder / DOCUMENT}  {REPORT}  {PAGE}")
     for number in sorted({pair.train_set for pair in found_leaks.pairs}):
-        path = train[number]
+        path = found_leaks.train[number].path
         clean = f"{path.rstrip('/').removesuffix(SUFFIX)}-clean"
         words = ["subset", path, "--but", str(folder / DOCUMENT), "--output", clean]
         echo(f"to train without them: python -m jobs {shlex.join(words)}")

@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
+from data.errors import UsageError
 from jobs.command_line.words import Debug, make_group
+from jobs.named_stages import find_trained
 
 Stage = Annotated[str, typer.Argument(metavar="RUN", help="RUN/STAGE, a stage's folder, or a run with one such stage.")]
 Output = Annotated[str | None, typer.Option(metavar="FOLDER", help="Where it writes; else RUN-COMMAND beside the run.")]
@@ -30,6 +32,7 @@ def audit(
     _debug: Debug = False,
 ) -> None:
     """Prove a training: take stretches of it again, and compare every bit with what the run has kept."""
+    run = str(find_trained(run))  # a wrong name does not wait for torch
     from jobs.replays.audit import audit
 
     audit(run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or [])
@@ -48,6 +51,7 @@ def bisect(
     _debug: Debug = False,
 ) -> None:
     """Find the samples behind a spike, or the shard behind a lost point of accuracy between two commits."""
+    run = str(find_trained(run))
     from jobs.replays.bisect import bisect
 
     bisect(run, words, first=first, last=last, output=output)
@@ -64,6 +68,9 @@ def without(
     _debug: Debug = False,
 ) -> None:
     """Take the steps of a run again as if samples had never been seen, all else equal; say the cost first."""
+    run = str(find_trained(run))
+    if samples is None and not shards:
+        raise UsageError("nothing is named that the run is to be without\n  expected --samples FILE or --shards NAME")
     from jobs.replays.without import without
 
     without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or [])

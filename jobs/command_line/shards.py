@@ -7,7 +7,6 @@ patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/
 patchline data check shards/theirs --page report.html
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ import typer
 from data.checks import printable
 from data.errors import DataError, ExitCode, UsageError
 from jobs.command_line.words import Debug, make_group, stoppable
-from jobs.named_stages import find_set, stages_in
+from jobs.named_stages import find_set, near_path, stages_in
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
@@ -158,7 +157,7 @@ def pack(
         "wnids": wnids,
         "real": real,
         "names": names,
-        "classes_of": classes_of,
+        "classes_of": find_set(classes_of) if classes_of else None,
         "rename": renamed,
         "task": task,
         "partial": partial,
@@ -176,6 +175,10 @@ def pack(
     if stages_in(folder):
         raise UsageError(f"{folder} is a run directory\n  type another folder for the set, as shards/{folder.name}")
     cfg = config.build(SetConfig, described, "pack")
+    if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
+        raise DataError(
+            f"there is nothing at {path}{near_path(path)}\n  expected what {source} reads: images, or a table"
+        )
     check_apart(cfg, folder)
     numbering = Numbering()
     if not unlabelled:
@@ -233,7 +236,7 @@ def index(
         listed = read_class_list(names)
         check_unmistakable(listed, names)
     elif classes_of:
-        listed = load_index(classes_of).names
+        listed = load_index(find_set(classes_of)).names
         if not listed:
             raise DataError(f"--classes-of {classes_of}: has no class names\n  expected a set that was made with some")
 
@@ -445,7 +448,6 @@ def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: s
 def summary(index: "Index") -> list[str]:
     """Return the lines on a set: its size and place, its classes' names, and what indexing passed over."""
     from data.index.names import some
-    from data.index.tar import Refusals
     from data.shards.indexing import decoded_samples
 
     classes = f"{index.classes} classes" if index.classes else "without labels"
@@ -455,7 +457,7 @@ def summary(index: "Index") -> list[str]:
     ]
     if index.names:
         lines.append(f"class names: {some(index.names)}")
-    lines += Refusals(Counter(index.refused), index.first_refused).lines()
+    lines += index.refused.lines("refused: ")
     tried, failed = decoded_samples(index)
     if failed:
         lines.append(f"looked at {tried:,} samples, evenly spread: {failed / tried:.1%} of them are no image")

@@ -19,7 +19,7 @@ import typer
 
 from data.errors import DataError, UsageError
 from jobs.command_line.words import Debug, make_group
-from jobs.named_stages import CHECKPOINTS, find_set, find_stage
+from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
 from jobs.terminal import echo
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.monitoring.telemetry import counted
@@ -57,7 +57,9 @@ AnyWeights = Annotated[
 ]
 Images = Annotated[list[str], typer.Argument(help="Image files, folders of them, or tar shards.")]
 Output = Annotated[str, typer.Option(metavar="DIR", help="Where the pictures and numbers go.")]
-Limit = Annotated[int, typer.Option(help="At most so many, of files evenly over their names; the paper takes 128.")]
+Limit = Annotated[
+    int, typer.Option(min=1, help="At most so many, of files evenly over their names; the paper takes 128.")
+]
 SetsAndOverrides = Annotated[
     list[str],
     typer.Argument(
@@ -96,6 +98,10 @@ def export(
 ) -> None:
     """Write our weights as official, timm or transformers ones."""
     directory = find_weights(directory)
+    if preprocess is not None:
+        from pipeline.evaluation.protocols import check_ops
+
+        check_ops(preprocess)
     from jobs.commands.weights import export_weights
 
     export_weights(directory, path, format, preprocess)
@@ -108,7 +114,18 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
     missing = [path for path in images if not Path(path).exists()]
     if missing:
         raise UsageError(
-            f"there is no file or folder {', '.join(missing)}\n  expected image files, folders of them or tar shards"
+            f"there is no file or folder {', '.join(missing)}{near_path(missing[0])}\n"
+            "  expected image files, folders of them or tar shards"
+        )
+    from data.index.tar import IMAGES
+
+    # Of a path without an image it is told before torch is imported.
+    images_or_tars = tuple(f".{suffix}" for suffix in (*IMAGES, "tar"))
+    files = (file for path in map(Path, images) for file in ([path] if path.is_file() else path.rglob("*.*")))
+    if not any(file.name.lower().endswith(images_or_tars) for file in files):
+        raise UsageError(
+            f"no images in {', '.join(images)}\n"
+            f"  expected image files ({', '.join(IMAGES)}), folders of them or tar shards"
         )
     from jobs.commands import analyze
 
@@ -212,10 +229,16 @@ def refuse_missing(path: str) -> None:
     """Raise DataError where no weights are at the path; `file.npz:img` names a part of a file (big_vision)."""
     if not Path(path).exists() and not Path(path.rpartition(":")[0] or path).exists():
         raise DataError(
-            f"there is no file or folder {path}\n"
+            f"there is no file or folder {path}{near_path(path)}\n"
             "  expected an official .npz, or a folder or .safetensors file of ours, timm or transformers"
         )
     folder = Path(path)
+    if folder.is_file() and ".npz" not in folder.name and folder.suffix != ".safetensors":
+        raise DataError(
+            f"cannot load {path}: it is no weights\n"
+            "  expected an official .npz, or a folder or .safetensors file of ours, timm or transformers\n"
+            "  pickled checkpoints (.pth, .bin) are not opened: convert them to safetensors first"
+        )
     if folder.is_dir() and not (folder / CONFIG).exists() and not (folder / THEIR_WEIGHTS).exists():
         if (folder / CHECKPOINTS).is_dir():
             raise DataError(

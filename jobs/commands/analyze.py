@@ -66,9 +66,14 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
     model = load(weights, {}).to(device())
     try:
         config: ViTConfig = analysis.vit_of(model).config
-        images = dict(islice(read_images(paths, config.image_size, limit), limit))
+        bad: dict[str, str] = {}
+        images = dict(islice(read_images(paths, config.image_size, limit, bad), limit))
         if not images:
-            raise UsageError(f"no images in {', '.join(paths)}; give image files, folders of them or tar shards")
+            name, reason = next(iter(bad.items()))
+            raise DataError(
+                f"none of the {len(bad)} images that were tried can be read: {reason}, first {name}\n"
+                "  expected whole images; bring them back from where they came"
+            )
         attention = look_at(model, config, images)
         activity.now("analyze: looking inside, drawing …")
         inside = look_inside(model)
@@ -94,6 +99,9 @@ def analyze(weights: str, paths: list[str], output: str, limit: int) -> None:
     reach = attention.distance.mean(1)
     for line in verification:
         echo(line)
+    if bad:
+        name, reason = next(iter(bad.items()))
+        echo(f"left out {len(bad)} that cannot be read: {reason}, first {name}")
     echo(f"{len(images)} images of {config.image_size[0]}×{config.image_size[1]} px through {config.depth} layers")
     echo(f"mean attention distance {reach[0]:.1f} px in the first layer, {reach[-1]:.1f} px in the last")
     echo(f"written  {folder}/attention.png  inside.png  analysis.json")
@@ -106,13 +114,15 @@ def device() -> torch.device:
 # -------------------------------------------------------------------------------------------------- looking
 
 
-def read_images(paths: list[str], size: tuple[int, int], limit: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield name and pixels, (height, width, 3) uint8, of each image at `size`. Raises DataError for a bad image."""
+def read_images(
+    paths: list[str], size: tuple[int, int], limit: int, bad: dict[str, str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield name and pixels, (height, width, 3) uint8, of each image at `size`; `bad` gets the others, and why."""
     for name, encoded in encoded_images(paths, limit):
         try:
             yield name, preprocess(decode(encoded), f"resize({size})")
         except BadImage as error:
-            raise DataError(f"{name}: {error}") from None
+            bad[name] = str(error)
 
 
 def encoded_images(paths: list[str], limit: int) -> Iterator[tuple[str, bytes]]:

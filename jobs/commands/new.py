@@ -26,8 +26,8 @@ from data.files import write_whole
 from data.index.names import some
 from data.index.tar import IMAGES
 from data.sources.survey import FoundSet, Sets, one_place, survey
-from jobs.named_stages import find_stage
-from jobs.progress import ProgressMeter
+from jobs.named_stages import find_stage, near_path
+from jobs.progress import ProgressMeter, activity
 from jobs.recipe.key import model_at
 from jobs.stages.any_weights import is_foreign
 from jobs.terminal import as_typed, echo
@@ -63,6 +63,10 @@ def new(
     """
     # 1. What was typed, before the images are counted.
     place = one_place(places)
+    if "://" not in place and not Path(place).exists() and not list(Path(place).parent.glob(Path(place).name)):
+        raise DataError(
+            f"there is nothing at {place}{near_path(place)}\n  expected a folder of images, tars, a table or parquet"
+        )
     name = name_of(place)
     recipe = Path(output or f"{name}.yaml")
     if recipe.is_dir():
@@ -131,12 +135,14 @@ def new(
     # 3. How they are trained on.
     from jobs.commands.new_training import MINUTES_ON_CPU, MINUTES_ON_GPU, choose, this_machine
 
+    activity.now("new: measuring how fast this machine trains, on one core …")
     machine = this_machine()
     if minutes is None:
         minutes = MINUTES_ON_GPU if machine.gpus else MINUTES_ON_CPU
     choice = choose(sets, machine, 60 * minutes, name=model, init=init)
     write_recipe(recipe, name, sets, choice, machine)
     echo(f"next: python -m jobs run {shlex.quote(str(recipe))}")
+    echo(f"  it writes runs/{name} here; typed again, it goes on")
 
 
 def name_of(place: str) -> str:
@@ -167,8 +173,10 @@ def describe(image_set: FoundSet) -> None:
         height, width = sorted(image_set.sides, key=min)[len(image_set.sides) // 2]
         text += f", {width} × {height} px in the middle"
     if image_set.bad:
-        reason, _ = image_set.bad.most_common(1)[0]
-        text += f"; {image_set.bad.total()} of {image_set.opened} that were opened cannot be read ({reason})"
+        reasons = ", ".join(f"{count} × {reason}" for reason, count in image_set.bad.most_common())
+        text += f"; {image_set.bad.total()} of {image_set.opened} that were opened cannot be read: {reasons}"
+        if image_set.first_bad:
+            text += f", first {image_set.first_bad}"
     echo(text)
     for note in image_set.notes:
         echo(f"  {note}")
@@ -235,13 +243,13 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
     )
     write_whole(path, as_typed(text))
     echo(
-        f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} passes, about {seconds} at "
-        f"{amount(choice.rate)} images/s on {machine.name}"
+        f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} "
+        f"{'pass' if passes == '1' else 'passes'}, about {seconds} at {amount(choice.rate)} images/s on {machine.name}"
     )
     if choice.is_over_time:
         echo(
-            f"  more than was to be taken: fewer than {choice.steps} steps train nothing\n"
-            "  a smaller --model, or more --minutes, goes together with these images"
+            f"  longer than --minutes asks for: fewer than {choice.steps} steps train nothing\n"
+            "  take a smaller --model, or more --minutes"
         )
 
 

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
-from data.errors import CheckpointError, DataError, UsageError
+from data.errors import CheckpointError, DataError
 from data.storage import Folder, Storage
+from jobs.named_stages import no_run
 from jobs.ownership import RAY_JOB, judge
 from jobs.terminal import echo
 from pipeline import artifacts
@@ -42,9 +43,7 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
         folders = [run]
         run = run.parent
     if not folders:
-        neighbours = sorted({record.parents[1].name for record in run.parent.glob("*/*/stage.json")})
-        expected = "expected the folder that `run` says, as runs/digits"
-        raise UsageError(f"no run at {run}\n  {expected}; runs beside it: {', '.join(neighbours) or 'none'}")
+        raise no_run(run)
 
     # 2. How the last command ended, or which one is running.
     path = run / "status.json"
@@ -62,7 +61,7 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
         end = f"unknown: {path} is torn or altered; the next command writes it anew"
 
     # 3. A line a stage, with what a sweep has chosen for it.
-    lines = [f"run  {run}", f"end  {end}"]
+    lines = [f"run  {run}", f"{'now' if end.startswith('running') else 'end'}  {end}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
         line = f"{folder.name:{width}} {stage_line(folder, has_ended=has_ended)}"

@@ -19,13 +19,14 @@ import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
 from data.index.names import read_class_list, some
+from jobs.named_stages import stage_at, stages_in
 from jobs.progress import activity
 from jobs.stages import any_weights
 from jobs.terminal import echo
 from models.weights.folder import CONFIG
 from pipeline import artifacts
 from pipeline.config import differences, require
-from pipeline.evaluation.protocols import check_ops, preprocessing_of
+from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.versions import code_version
 
 if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait
@@ -98,7 +99,6 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
     if ops is not None:
-        check_ops(ops)
         preprocessing = preprocessing_of(ops, config)
         height, width = config.image_size
         if preprocessing.size != config.image_size:
@@ -125,12 +125,6 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
         record = {"exported": str(Path(directory).resolve()), "code": code_version()}
         artifacts.record_weights(Path(path), record)
     report(model, directory, names, preprocessing, verification)
-    if names and format == "npz":
-        echo("INEXACT  an .npz has no place for class names")
-    if preprocessing and format == "npz":
-        echo(f"INEXACT  an .npz has no place for the preprocessing: tell its readers of {preprocessing.ops}")
-    for warning in inexact:
-        echo(f"INEXACT  {warning.message}")
     # How the exported model differs: in its config, and in the outputs for one random image.
     for change in differences(models.to_dict(config), models.to_dict(exported.config)):
         echo(f"becomes  {change}")
@@ -141,7 +135,17 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     image = torch.rand(1, 3, *config.image_size, generator=generator) * 2 - 1
     with torch.no_grad():
         largest = (outputs(model, image) - outputs(exported, image)).abs().max()
-    echo(f"checked  read back; outputs of one random image differ by {largest:.1e} at most")
+    # What a reader cannot get from the file; where the outputs are equal, the weights are exact.
+    label = "INEXACT" if largest else "note   "
+    remarks = [str(warning.message) for warning in inexact]
+    if preprocessing and format == "npz":
+        remarks.insert(0, f"an .npz has no place for the preprocessing: tell its readers of {preprocessing.ops}")
+    if names and format == "npz":
+        remarks.insert(0, "an .npz has no place for class names")
+    for remark in remarks:
+        echo(f"{label}  {remark}")
+    exactly = "" if largest else ": the weights are exact"
+    echo(f"checked  read back; outputs of one random image differ by {largest:.1e} at most{exactly}")
     if format in ("timm", "hf"):
         echo("open     the folder, not its tensors alone: its config.json selects the activation")
     echo(f"written  {path}")
@@ -151,7 +155,7 @@ def refuse_existing(target: str) -> None:
     """Raise UsageError where the target is a file, a folder that holds something, or a part of a run."""
     path = Path(target)
     for folder in path.absolute().parents:
-        if (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
+        if stage_at(folder) is not None or stages_in(folder):
             raise UsageError(
                 f"{target} lies in the run {folder}, where names are those of stages; nothing was written\n"
                 "  expected what is read first, and then what is written, outside of a run"

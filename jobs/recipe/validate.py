@@ -158,8 +158,9 @@ def beside_finished(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Che
     What follows from a change in another stage is reported of that one alone, and of a sweep its first run.
     """
     reported = set()
+    finished = [folder for folder in stages_in(campaign.run) if folder.is_finished]
     for stage in stages:
-        folders = [folder for folder in stages_in(campaign.run) if folder.is_finished and folder.name == stage.name]
+        folders = [folder for folder in finished if folder.name == stage.name]
         if not folders or stage.source in reported or campaign.directory(stage).exists():
             continue
         record = artifacts.read_record(folders[0].path / RECORD)

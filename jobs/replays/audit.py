@@ -31,7 +31,7 @@ from jobs.replays.stretch import Replays
 from jobs.terminal import echo
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
-from pipeline.monitoring.telemetry import account, duration
+from pipeline.monitoring.telemetry import account, counted, duration
 from pipeline.replay import TakenStep, TrainedStage
 from pipeline.versions import git_commit
 
@@ -80,7 +80,7 @@ class Finding:
         if self.verdict == "equal":
             return (
                 f"{line} in {self.steps} losses and norms, {self.states} states and the ledger {self.ledger[:12]} "
-                f"(on {self.world} workers, {self.seconds:.1f} s)"
+                f"(on {counted(self.world, 'worker')}, {self.seconds:.1f} s)"
             )
         if self.step is not None:
             line += f" from step {self.step} on, first in the {self.what}"
@@ -119,13 +119,15 @@ def audit(
         seed = secrets.randbits(32)
     if first is None and last is None:
         findings = choose_stretches(stage, share, seed)
+        chosen = f"drawn with the seed {seed}"
     else:
         findings = [Finding(*replays.between(first, last))]
+        chosen = "as named"
     steps = sum(finding.last - finding.start for finding in findings)
     began = time.monotonic()
     echo(
-        f"{replays.name}: {steps:,} of {stage.steps:,} steps ({steps / stage.steps:.2%}) in {len(findings)} "
-        f"stretches, drawn with the seed {seed}"
+        f"{replays.name}: {steps:,} of {stage.steps:,} steps ({steps / stage.steps:.2%}) in "
+        f"{counted(len(findings), 'stretch')}, {chosen}"
     )
 
     # 1. The stretches, one after the other: each is an attempt of its own.

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from data.checks import printable
 from data.errors import UsageError
 from data.files import write_whole
 from data.index.document import load_index
@@ -100,7 +99,8 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
         began = time.time()
 
         def make_task(attempt: int) -> dict[str, Any]:
-            task = training.make_training_task(cfg, context, began, attempt, until=step)
+            masked = stage.masked(step)
+            task = training.make_training_task(cfg, context, began, attempt, until=step, masked=masked)
             return {**task, "search": request}
 
         worlds = allowed_worlds(cfg, context.campaign.cluster)
@@ -147,25 +147,17 @@ def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], fo
     batch = stage.batch(step)
     reader = ShardReader(batch.source)
     folder.mkdir(parents=True, exist_ok=True)
-    for row in outcome["rows"]:
-        _, shard, sample = batch.ids[row].tolist()
-        key, encoded, _ = reader.read(shard, sample)
+    for sample in outcome["samples"]:
+        row = sample["slot"]
         picture = ""
         if len(samples) < MOST_SHOWN:
+            shard, number, _ = sample["range"]
+            _, encoded, _ = reader.read(shard, number)
             picture = str(folder / f"slot-{row}.jpg")
             write_whole(Path(picture), jpeg_bytes(batch.images[row]))
             write_whole(folder / f"slot-{row}-as-stored", encoded)
-        samples.append(
-            {
-                "slot": row,
-                "shard": batch.source.shards[shard].name,
-                "sample": sample,
-                "key": printable(key),
-                "labels": [batch.source.class_name(label) for label in batch.labels[row] if label >= 0],
-                "is_twin": row in outcome["twins"],
-                "picture": picture,
-            }
-        )
+        labels = [batch.source.class_name(label) for label in batch.labels[row] if label >= 0]
+        samples.append({**sample, "labels": labels, "picture": picture})
     return samples
 
 
@@ -198,7 +190,7 @@ def bisect_shards(replays: Replays, first: int, last: int, metric: str) -> None:
 
     def value_without(shards: Sequence[int]) -> float:
         folder = replays.folder / f"replay-{len(taken) + 1}"
-        masked = [[shard, 0, index.shards[shard].samples] for shard in shards]
+        masked = [[0, shard, 0, index.shards[shard].samples] for shard in shards]
         metrics = replays.take_again(first, last, folder, masked=masked, evaluates=True).outcome["metrics"]
         if metric not in metrics:
             raise UsageError(f"metric={metric}: expected one of {', '.join(metrics)}")

@@ -27,10 +27,9 @@ from jobs.stages import training
 from jobs.stages.kinds import KINDS
 from jobs.terminal import echo
 from pipeline import artifacts, config
-from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.replay import TrainedStage
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import HealthConfig, TrainConfig
 from pipeline.versions import code_version
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
@@ -101,13 +100,17 @@ class Replays:
     ) -> TrainedStage:
         """Run the stage from its commit of step `start` (0: from its first weights) to step `last`, in a folder.
 
-        `masked` samples weigh nothing. `evaluates` has the last step evaluated as the run was. `goes_on` makes it a run
-        of its own: its lines are shown, it saves as often as the run, and it goes on with what the folder holds; else
-        the folder begins anew. `work` is what its workers do in the place of training. Raises as a run does.
+        `masked` samples, as ranges, weigh nothing, as do those that the run itself had masked. `evaluates` has the last
+        step evaluated as the run was. `goes_on` makes it a run of its own: its lines are shown, it saves as often as
+        the run, and it goes on with what the folder holds; else the folder begins anew. `work` is what its workers do
+        in the place of training. Raises as a run does.
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
         cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, law=None)
+        cfg = replace(cfg, health=HealthConfig())
+        # What the run did without, from where it did, and what this replay does without from its start.
+        weightless = [*stage.masked(last), *masked]
         if not evaluates:
             cfg = replace(cfg, data=replace(cfg.data, evaluate=None), probe=ProbeConfig())
         if not goes_on:
@@ -118,19 +121,14 @@ class Replays:
 
         # 1. What the steps start from: the commit, and which steps the run had given up.
         target = folder / self.name
-        checkpoints = checkpoints_in(target / "checkpoints")
-        if start and not checkpoints.committed():
-            checkpoints.adopt(stage.commits[start])
-        if (stage.folder / artifacts.EXCLUDED_STEPS).exists():
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copy(stage.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)
+        stage.link_start(start, target)
 
         # 2. The stage as it was: of the same name and key, and without the recipe in which its inputs had names.
         def run(cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
             context = replace(context, class_names=tuple(stage.job["class_names"]))
             if work is not None:
                 return work(cfg, context)
-            return training.run(cfg, context, until=last, masked=masked)
+            return training.run(cfg, context, until=last, masked=weightless)
 
         kind = replace(KINDS[self.record["kind"]], run=run, inputs={}, checks=no_checks, shared_classes=lambda cfg: [])
         name = self.record["name"]

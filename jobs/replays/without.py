@@ -49,8 +49,6 @@ def without(
     """
     replays = Replays("without", run, output, overrides)
     stage = replays.stage
-    if samples is None and not shards:
-        raise UsageError("nothing is named that the run is to be without\n  expected --samples FILE or --shards NAME")
     _, to = replays.between(0, to or max(stage.commits, default=0))
 
     # 1. From which step on the run changes. A sample's first use is that of the whole run: all steps have one order.
@@ -61,8 +59,9 @@ def without(
     step = 0
     while mask and first_use is None and step < to:
         planned = order.batch(step)
+        is_used = mask.of(step, planned.shard, planned.sample).any()
         step += 1
-        if mask.of(planned.shard, planned.sample).any():
+        if is_used:
             first_use = step
         if step % 10_000 == 0:
             activity.now(f"looking for the first use: step {step:,} of {to:,} …")
@@ -71,7 +70,7 @@ def without(
         start = stage.commit_before(start)
     removed = {
         "ranges": ranges,
-        "samples": sum(stop - first for _, first, stop in ranges),
+        "samples": sum(stop - first for *_, first, stop in ranges),
         "digest": sha256(str(ranges).encode()).hexdigest(),
         "first_use": first_use,
         "start": start,
@@ -147,5 +146,5 @@ def masked_ranges(index: Index, samples: str | None, shards: Sequence[str]) -> l
             which = ", ".join(list(named)[:3]) or f"as {index.location(0)} is called"
             raise DataError(f"--shards {name}: {len(named)} shards are called so, expected one: {which}")
         for _, number in next(iter(named.values())):
-            ranges.append([number, 0, index.shards[number].samples])
+            ranges.append([0, number, 0, index.shards[number].samples])
     return sorted(ranges)

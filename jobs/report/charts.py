@@ -1,30 +1,40 @@
 """The charts of a run's page: curves over samples seen, and values with their intervals.
 
 A curve of a million steps is thinned to some hundred buckets, of which the least and the greatest value stay: a single
-step that jumped is still seen. Lines differ by their dashes and markers too, which the legend shows.
+step that jumped is still seen. Over it lies the curve of its means, each of as many steps as the legend says. Lines
+differ by their dashes and markers too, which the legend shows.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from data.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
 from pipeline.monitoring.telemetry import amount
 
 BUCKETS = 360  # of a curve; two points each
+MEANS = 75  # points of a smoothed curve at the most
+LEAST_SMOOTHED = 3  # steps, below which a mean is not worth a curve
 STEEP = 20.0  # times the median, from which on values are drawn on a logarithmic axis
-SIZE = (4.9, 2.5)  # inches at 72 pixels
-LONGEST_LABEL = 28  # characters
+# Inches at 72 pixels each. A page draws them larger, by up to a half, and no text of them below 9 pixels.
+WIDTH = 4.2
+HEIGHT = 2.2
+LINE = 0.19  # of the legend
+LABELS = 52  # characters of a legend's row
+LONGEST_LABEL = 28
 NO_STEPS = np.zeros(0, int)
 PERCENT = FuncFormatter(lambda value, _place: f"{100 * value:g} %")
+PLAIN = FuncFormatter(lambda value, _place: f"{value:g}")
+AMOUNT = FuncFormatter(lambda value, _place: amount(value))
 
 
 class Line(NamedTuple):
@@ -35,6 +45,7 @@ class Line(NamedTuple):
     y: np.ndarray
     steps: np.ndarray = NO_STEPS  # at each point, where they are shown in numbers
     number: int = 0
+    is_smoothed: bool = False  # its points are single steps, which jump: they are drawn thin, behind their means
     is_faded: bool = False  # steps that were taken again
     spread: np.ndarray | None = None  # (2, n), how far the interval of each value reaches down and up
 
@@ -67,29 +78,59 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarr
     return x[places], y[places]
 
 
-def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, is_share: bool = False) -> Markup:
-    """Draw curves over the samples seen; a share is written in percent."""
+def smooth(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the means of a curve's stretches, at the middle of each, and how many points a stretch has.
+
+    Values that are not finite do not count; a stretch of nothing else is a gap.
+    """
+    size = max(1, math.ceil(len(y) / MEANS))
+    firsts = np.arange(0, len(y), size)
+    lasts = np.append(firsts[1:], len(y)) - 1
+    is_finite = np.isfinite(y)
+    counts = np.add.reduceat(is_finite.astype(float), firsts)
+    sums = np.add.reduceat(np.where(is_finite, y, 0.0), firsts)
+    means = np.divide(sums, counts, out=np.full(len(firsts), np.nan), where=counts > 0)
+    return (x[firsts] + x[lasts]) / 2, means, size
+
+
+def line_chart(
+    title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *, reach: float | None = None, is_share: bool = False
+) -> Markup:
+    """Draw curves over the samples seen, of which the axis has `reach`; a share is written in percent."""
     with charted():
-        figure, axes = figure_of(title)
-        values = np.concatenate([np.zeros(0), *(line.y for line in lines)])
-        values = values[np.isfinite(values)]
+        figure, axes = figure_of()
+        values = np.zeros(0)
+        curves = 0
+        for line in lines:
+            values = np.append(values, line.y[np.isfinite(line.y)])
+            curves += not line.is_faded
         if len(values) and values.min() > 0 and values.max() > STEEP * np.median(values):
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(PLAIN)  # matplotlib's powers take half a second to set
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        is_alone = curves == 1  # and called by the title
         for line in lines:
-            x, y = thin(line.x, line.y)
-            style: dict[str, Any] = {
-                "color": LINES[line.number % len(LINES)],
-                "linestyle": DASHES[line.number % len(DASHES)],
-            }
-            if line.is_faded:
-                style = {"color": INK, "linestyle": DASHES[2], "alpha": 0.6}
-            marker = ""
-            if len(lines) > 1 or len(x) == 1:
-                marker = MARKERS[line.number % len(MARKERS)]
+            colour = LINES[line.number % len(LINES)]
             label = line.label[:LONGEST_LABEL]
-            axes.plot(x, y, linewidth=1.3, marker=marker, markersize=3.5, markevery=[len(x) - 1], label=label, **style)
+            x, y = thin(line.x, line.y)
+            if line.is_faded:
+                axes.plot(x, y, color=INK, linewidth=0.8, linestyle=DASHES[2], alpha=0.6, label=label)
+                continue
+            if is_alone:
+                label = ""
+            if line.is_smoothed and len(line.y) >= LEAST_SMOOTHED * MEANS:
+                of_steps = "each step" if is_alone else ""
+                axes.plot(x, y, color=colour, linewidth=0.6, alpha=0.45, label=of_steps)
+                x, y, size = smooth(line.x, line.y)
+                label = f"{label}, mean of {size:,} steps".removeprefix(", ")
+            marker = ""
+            if not is_alone or len(x) == 1:
+                marker = MARKERS[line.number % len(MARKERS)]
+            dashes = DASHES[line.number % len(DASHES)]
+            (curve,) = axes.plot(x, y, color=colour, linewidth=1.4, linestyle=dashes, label=label)
+            curve.set(marker=marker, markersize=3.5, markevery=[len(x) - 1])
             if line.spread is not None:
-                axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=style["color"], capsize=3)
+                axes.errorbar(line.x, line.y, yerr=line.spread, fmt="none", ecolor=colour, capsize=3)
         kinds: set[str] = set()
         for mark in marks:
             label = "" if mark.kind in kinds else mark.kind  # once in the legend
@@ -100,36 +141,56 @@ def line_chart(title: str, lines: Sequence[Line], marks: Sequence[Mark] = (), *,
             else:
                 continue
             kinds.add(mark.kind)
+        if reach:
+            axes.set_xlim(-0.02 * reach, 1.02 * reach)
         axes.set_xlabel("samples seen", fontsize=8)
+        axes.xaxis.set_major_formatter(AMOUNT)
         if is_share:
             axes.yaxis.set_major_formatter(PERCENT)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _place: amount(value)))
-        if len(lines) > 1 or kinds:
-            axes.legend(fontsize=7, frameon=False, loc="best", handlelength=3.2)
-        return svg(figure, title)
+        # The legend stands below, where it hides no curve.
+        _, labels = axes.get_legend_handles_labels()
+        columns = max(1, min(3, LABELS // max(map(len, labels), default=1)))
+        rows = math.ceil(len(labels) / columns)
+        if rows:
+            legend = figure.legend(loc="lower left", ncols=columns, fontsize=8.5, frameon=False, borderaxespad=0.1)
+            for handle in legend.get_lines():
+                handle.set_linewidth(1.4)
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # a name may hold dollars
+        return drawn(figure, axes, title, HEIGHT + rows * LINE, below=0.45 + rows * LINE)
 
 
 def value_chart(title: str, named: Sequence[tuple[str, float, float, float]]) -> Markup:
     """Draw values (name, value, low, high) with their intervals, a row each, the first at the top."""
     with charted():
-        figure, axes = figure_of(title, height=0.9 + 0.26 * len(named), left=0.32)
+        figure, axes = figure_of()
         rows = np.arange(len(named))
         names, *columns = zip(*named, strict=True)
         value, low, high = np.array(columns, float)
         spread = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
         axes.errorbar(value, rows, xerr=spread, fmt="o", color=LINES[0], ecolor=INK, elinewidth=1, capsize=3, ms=4)
-        axes.set_yticks(rows, [name[:LONGEST_LABEL] for name in names], fontsize=7)
+        axes.set_yticks(rows, np.array(names, f"U{LONGEST_LABEL}"), fontsize=8, parse_math=False)
         axes.set_ylim(len(named) - 0.5, -0.5)  # the first at the top
         axes.xaxis.set_major_formatter(PERCENT)
-        return svg(figure, title)
+        return drawn(figure, axes, title, 0.8 + 0.24 * len(named), left=0.48)
 
 
-def figure_of(title: str, height: float = SIZE[1], left: float = 0.12) -> tuple[Figure, Axes]:
-    """Return an empty chart; its title is the same text that is read out."""
-    figure = Figure(figsize=(SIZE[0], height), dpi=72)
-    bottom = 0.45 / height
-    axes = figure.add_axes((left, bottom, 0.97 - left, 1 - bottom - 0.28 / height))
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.tick_params(labelsize=7)
+def figure_of() -> tuple[Figure, Axes]:
+    """Return an empty chart."""
+    figure = Figure(dpi=72)
+    axes = figure.add_subplot()
+    axes.tick_params(labelsize=8)
     axes.grid(color=GRID, linewidth=0.6)
     return figure, axes
+
+
+def drawn(figure: Figure, axes: Axes, title: str, height: float, left: float = 0.13, below: float = 0.3) -> Markup:
+    """Return the chart in so many inches, the axes a share of the width from the left, and inches from below.
+
+    Its title is the same text that is read out.
+    """
+    width = 0.97 - left
+    figure.set_size_inches(WIDTH, height)
+    axes.set_position((left, below / height, width, 1 - (below + 0.28) / height))
+    axes.set_title(title, fontsize=10, loc="left", x=-(left - 0.015) / width, parse_math=False)
+    return svg(figure, title)

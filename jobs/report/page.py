@@ -20,23 +20,30 @@ import numpy as np
 from data import page
 from data.checks import one_line
 from data.errors import PatchlineError
+from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage
 from jobs.report import charts
 from jobs.report.charts import Line, Mark
 from jobs.report.comparing import differences, part
-from jobs.report.pictures import Album
+from jobs.report.pictures import SAMPLES, Album, Gallery
 from jobs.report.reading import DRAW, REPORT, REPORT_VALUES, Run, Stage, read_run
 from jobs.stages.study_chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
-from pipeline.monitoring.telemetry import account, amount, duration
+from pipeline.monitoring.telemetry import amount, duration
 
 DETAILED = 6  # trained stages of a run that are shown whole, the newest; a sweep may have hundreds
 MOST_ROWS = 200  # of a table
 MOST_LINES = 12  # of a chart
-# In the order in which people look: the name of a chart, and the value of metrics.jsonl that it shows.
-CURVES = {"loss": "loss", "learning rate": "lr", "gradient norm": "grad_norm", "images/s": "images_per_s"}
+MOST_CLASSES = 30  # by their accuracy, the worst
+# In the order in which people look: the title of a chart, and the value of metrics.jsonl that it shows.
+CURVES = {
+    "training loss": "loss",
+    "learning rate": "lr",
+    "gradient norm of training": "grad_norm",
+    "images/s of training": "images_per_s",
+}
 OF_STEPS = ("loss", "grad_norm")  # known of every step, the others of every report
 FAILURES = ("evaluate_failed", "checkpoint_failed", "evaluate_skipped")
 
@@ -52,6 +59,18 @@ class Evaluated(NamedTuple):
     judged: int | None
     draws: int
     deviation: float  # between the draws
+
+
+class OfClass(NamedTuple):
+    """How well a class is known, and what its other samples are taken for most often, and how often."""
+
+    name: str
+    right: int
+    samples: int
+    low: float
+    high: float
+    taken_for: str
+    times: int
 
 
 def write_report(
@@ -95,6 +114,7 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
         "details": [stage_values(stage, album) for stage in detailed],
         "made": made,
         "analyses": album.analyses(run.path),
+        "most_classes": MOST_CLASSES,
         "amount": amount,
         "duration": duration,
     }
@@ -133,8 +153,11 @@ def verdict(run: Run) -> str:
     if stage.task and len(attempts) > len(stage.starts):
         waits = "; it waits for its workers to start"
         for line in reversed(stage.log_lines):
-            if line.startswith("[driver] "):
-                waits += f": {line.removeprefix('[driver] ')}"
+            _, is_drivers, text = line.partition("[driver] ")
+            if is_drivers:
+                # A command's first line of a stage says where that is, and nothing of a wait.
+                if not text.startswith(f"{stage.name}: key "):
+                    waits += f": {text}"
                 break
     return f"Running {run.end}: {where}{to_go}{waits}."
 
@@ -142,6 +165,9 @@ def verdict(run: Run) -> str:
 def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     """Return what is shown of a trained stage, beside the stage itself."""
     # 1. The curves with what happened on the way, and the same in numbers.
+    reach = 0.0
+    if stage.reports:
+        reach = float(stage.reports[-1]["samples_seen"])
     happened = []
     for start in stage.starts[1:]:
         happened.append(Mark(stage.samples_at(start["step"]), "restart"))
@@ -152,11 +178,11 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     for name, lines in curves(stage).items():
         marks = list(happened)
         for spike in stage.of_kind("spike"):
-            at_spike = {"loss": spike["recent"][-1]["loss"], "gradient norm": spike["grad_norm"]}
-            if name in at_spike:
-                height = at_spike[name] if math.isfinite(at_spike[name]) else None
+            at_spike = {"loss": spike["recent"][-1]["loss"], "grad_norm": spike["grad_norm"]}
+            height = at_spike.get(CURVES[name], math.nan)
+            if math.isfinite(height):
                 marks.append(Mark(stage.samples_at(spike["step"]), "spike", height))
-        drawn.append(charts.line_chart(name, lines, marks))
+        drawn.append(charts.line_chart(name, lines, marks, reach=reach))
         # The steps that went on: first, last, least and greatest value, as metrics.jsonl has them.
         value = lines[0].y
         finite = np.flatnonzero(np.isfinite(value))
@@ -170,14 +196,36 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         by_name.setdefault(row.name, []).append(row)
     lines = []
     for number, (name, rows) in enumerate(by_name.items()):
-        points = [(stage.samples_at(row.step), row.value, row.low, row.high) for row in reversed(rows)]
+        points = []
+        for row in reversed(rows):
+            points.append((stage.samples_at(row.step), row.value, row.low, row.high))
         x, value, low, high = np.array(points).T
         spread = np.maximum([value - low, high - value], 0)
         lines.append(Line(name, x, value, number=number, spread=spread))
     if evaluated and evaluated[0].step != evaluated[-1].step:
-        title = "evaluations, accuracy with 95 % intervals"
-        drawn.append(charts.line_chart(title, lines[:MOST_LINES], is_share=True))
-    # 3. What went wrong, and the sets with their largest classes.
+        title = "held-out evaluations, 95 % intervals"
+        if len(by_name) == 1:
+            title = f"held-out {evaluated[0].name}, 95 % intervals"
+        drawn.append(charts.line_chart(title, lines[:MOST_LINES], reach=reach, is_share=True))
+    # 3. Samples and classes of the newest evaluation.
+    judged = None
+    classes: list[OfClass] = []
+    path = stage.folder / artifacts.EXAMPLES
+    if path.exists():
+        try:
+            examples = artifacts.read_record(path)
+            judged_set = load_index(examples["set"])
+            judged = album.judged(stage, examples, judged_set)
+            # Records of before 2026-11-23 have no counts.
+            for label, samples, right, other, times in examples.get("classes", []):
+                taken_for = judged_set.class_name(other) if times else ""
+                interval = wilson(right / samples, samples)
+                name = judged_set.class_name(label)
+                classes.append(OfClass(name, right, samples, *interval, taken_for, times))
+        except (PatchlineError, OSError, ValueError, LookupError, TypeError) as error:
+            judged = Gallery(SAMPLES, [], f"they cannot be shown: {str(error) or repr(error)}")
+    classes.sort(key=lambda of_class: (of_class.right / of_class.samples, -of_class.samples))
+    # 4. What went wrong, and the sets with their largest classes.
     failures = []
     for record in stage.of_kind(*FAILURES):
         why = one_line(str(record.get("error") or record.get("reason")))
@@ -192,14 +240,15 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
         # Parts of one set share its tars, and differ in their samples.
         if index.origin is not None:
             sets[-1]["parent"] = os.path.normpath(index.tables / index.origin.index / "..")
-    seconds = asdict(account(stage.records))
+    seconds = asdict(stage.account)
     return {
         "stage": stage,
         "charts": drawn,
         "numbers": numbers,
         "evaluations": evaluated,
         "spikes": album.spikes(stage),
-        "judged": album.judged(stage),
+        "judged": judged,
+        "classes": classes,
         "stopped": seconds.pop("stopped"),
         "seconds": seconds,
         "failures": failures,
@@ -213,7 +262,8 @@ def curves(stage: Stage) -> dict[str, list[Line]]:
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
     for name, field in CURVES.items():
         kept = stage.steps if field in OF_STEPS else reports
-        charted[name] = [Line(name, kept["samples_seen"], kept[field], kept["step"])]
+        is_of_steps = field in OF_STEPS
+        charted[name] = [Line(name, kept["samples_seen"], kept[field], kept["step"], is_smoothed=is_of_steps)]
         for attempt in np.unique(stage.lost.attempt):
             lost = stage.lost[stage.lost.attempt == attempt]
             if field in OF_STEPS:
@@ -287,9 +337,10 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
     lines: list[Line] = []
     for other in run.stages:
         if other.name in names and other.reports:
-            lines.append(Line(other.name, other.steps.samples_seen, other.steps.loss, number=len(lines)))
+            steps = other.steps
+            lines.append(Line(other.name, steps.samples_seen, steps.loss, number=len(lines), is_smoothed=True))
     if lines:
-        values["losses"] = charts.line_chart("loss of the runs", lines[:MOST_LINES])
+        values["losses"] = charts.line_chart("training loss of the runs", lines[:MOST_LINES])
     return values
 
 
@@ -346,6 +397,7 @@ def compare_stage(name: str, of_runs: Mapping[str, Stage]) -> dict[str, Any]:
     # Of each run a line in every chart, how far it has come, and its newest evaluation.
     charted: dict[str, list[Line]] = {}
     rows = []
+    metric = ""
     results = []
     for number, (run_name, stage) in enumerate(of_runs.items()):
         if number < MOST_LINES:
@@ -354,11 +406,13 @@ def compare_stage(name: str, of_runs: Mapping[str, Stage]) -> dict[str, Any]:
         evaluated = evaluations(stage)
         newest = [row for row in evaluated if row.step == evaluated[0].step]
         rows.append((run_name, stage, newest))
-        for row in newest[:1]:
-            results.append((f"{run_name} {row.name}", row.value, row.low, row.high))
+        for row in newest:
+            metric = metric or row.name  # one that all of them may have
+            if row.name == metric:
+                results.append((run_name, row.value, row.low, row.high))
     drawn = []
     for chart, lines in charted.items():
-        drawn.append(charts.line_chart(chart, lines, marks if chart == "loss" else ()))
+        drawn.append(charts.line_chart(chart, lines, marks if CURVES[chart] == "loss" else ()))
     if results:
-        drawn.append(charts.value_chart("the newest evaluation, 95 %", results))
+        drawn.append(charts.value_chart(f"held-out {metric}, the newest, 95 %", results))
     return {"name": name, "base": base_name, "others": others, "charts": drawn, "rows": rows}

@@ -7,22 +7,23 @@ What cannot be read costs the page a picture, and the page says so.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from data.errors import PatchlineError
 from data.images.decode import BadImage, decode
-from data.index.document import load_index
+from data.index.index import Index
 from data.page import jpeg
 from data.remote.cache import CacheConfig
 from data.shards.reader import ShardReader
 from jobs.report.reading import Stage
 from jobs.terminal import COMMAND, as_typed
-from pipeline import artifacts
 
+SAMPLES = "Samples with predictions"
 MOST = 240  # pictures of a page; a thumbnail has about 4 kB
 OF_SPIKE = 16  # of the global batch
 SPIKES = 3  # the newest of a stage, whose batches are shown
@@ -58,21 +59,17 @@ class Album:
         self.left = MOST
         self.with_replay = with_replay  # imports torch, and decodes: a few seconds
 
-    def judged(self, stage: Stage) -> Gallery | None:
+    def judged(self, stage: Stage, examples: Mapping[str, Any], index: Index) -> Gallery:
         """Return samples of the newest evaluation with their predictions, the confident mistakes first."""
-        path = stage.folder / artifacts.EXAMPLES
-        if not path.exists():
-            return None
-        title = "Samples with predictions"
-        pictures = []
+        of_set = "/".join(Path(examples["set"]).parts[-2:])
+        remark = f"of step {examples['step']} on {of_set}: the confident mistakes first, then right ones"
+        pictures: list[Picture] = []
+        if index.remote and not self.with_replay:
+            how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
+            return Gallery(SAMPLES, pictures, f"its images lie in a store; to see them: {how}")
         try:
-            examples = artifacts.read_record(path)
-            index = load_index(examples["set"])
             settings = {**stage.record["config"]["data"]["cache"], "attempts": 2}
             reader = ShardReader(index, cache=CacheConfig(**settings), by_range=True)
-            if index.remote and not self.with_replay:
-                how = as_typed(f"{COMMAND} report {stage.address.rpartition('/')[0]}")
-                return Gallery(title, [], f"its images lie in a store; to see them: {how}")
             for example in islice(examples["samples"], self.left):
                 key, encoded, _ = reader.read(example["shard"], example["sample"])
                 names = [index.class_name(label) for label in example["labels"]]
@@ -82,12 +79,10 @@ class Album:
                 if is_wrong:
                     caption = f"✗ {said}, it is {', '.join(names)}"
                 pictures.append(Picture(jpeg(decode(encoded)), caption, key, is_wrong))
-            self.left -= len(pictures)
         except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
-            return Gallery(title, pictures, f"the others cannot be shown: {str(error) or repr(error)}")
-        of_set = "/".join(Path(examples["set"]).parts[-2:])
-        remark = f"of step {examples['step']} on {of_set}: the confident mistakes first, then right ones"
-        return Gallery(title, pictures, remark)
+            remark = f"the others cannot be shown: {str(error) or repr(error)}"
+        self.left -= len(pictures)
+        return Gallery(SAMPLES, pictures, remark)
 
     def spikes(self, stage: Stage) -> list[Gallery]:
         """Return the newest spikes, each with images of its batch as the model saw them."""

@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from data.checks import one_line
 from data.errors import DataError, UsageError
@@ -29,12 +31,14 @@ from data.index.index import Index
 from data.storage import Folder, Storage
 from jobs.ownership import judge
 from pipeline import artifacts
-from pipeline.monitoring.telemetry import Record, duration, read_metrics
+from pipeline.monitoring.telemetry import Account, Record, account, counted, duration, read_metrics
 
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
 LEASE_PERIODS = 1.2  # for which a lease of another machine is watched: 6 s, for `report` is not to wait for longer
 DRAW = "-seed-"  # in the name of a value that is of a single draw of the shots
+CLOCK = "%Y-%m-%d %H:%M"
+DATE = len("2026-11-23 ")
 LOG_TAIL = 1 << 20  # bytes at the end of a log.txt that are looked through
 # A row a step, and a row a report, with the names of metrics.jsonl.
 STEP = np.dtype([("step", int), ("samples_seen", float), ("loss", float), ("grad_norm", float), ("attempt", int)])
@@ -69,6 +73,8 @@ class Stage:
     kept_reports: list[Record] = field(default_factory=list)
     steps: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # that went on, in their order
     lost: np.recarray[Any, Any] = field(default_factory=lambda: np.recarray(0, STEP))  # that were taken again
+    account: Account = field(default_factory=Account)  # where the wall time went
+    setup: dict[str, str] = field(default_factory=dict)  # of a trained stage: what is trained, how and where
     incidents: list[Incident] = field(default_factory=list)
     problem: str = ""  # why the rest could not be read
     result: str = ""  # what the stage came to, or how far it is
@@ -102,10 +108,11 @@ class Stage:
         self.lost = np.concatenate(lost[::-1]).view(np.recarray)
 
     def samples_at(self, step: int) -> float:
-        """Return how many samples were seen at a step, counted on from the nearest that is known."""
+        """Return how many samples were seen at a step, counted on from the next that is known."""
         if not len(self.steps):
             return 0.0
-        nearest = self.steps[np.argmin(np.abs(self.steps.step - step))]
+        place = int(np.searchsorted(self.steps.step, step))
+        nearest = self.steps[min(place, len(self.steps) - 1)]
         return float(nearest.samples_seen + (step - nearest.step) * self.record["config"]["batch_size"])
 
     @property
@@ -256,6 +263,9 @@ def read_stage(folder: Path, address: str) -> Stage:
         stage.reports = stage.of_kind("train")
         stage.read_steps()
         stage.read_incidents()
+        stage.account = account(stage.records)
+        if stage.task:
+            stage.setup = setup_of(stage)
     except (DataError, OSError, ValueError, KeyError, TypeError) as error:
         stage.problem = one_line(str(error)) or type(error).__name__
         stage.task = {}
@@ -281,6 +291,81 @@ def read_stage(folder: Path, address: str) -> Stage:
                 results.append(f"{name} {value:.2%}")
         stage.result = ", ".join(results)
     return stage
+
+
+def setup_of(stage: Stage) -> dict[str, str]:
+    """Return what a stage trains, how, when and where: in words, from its config and from its attempts."""
+    config = stage.record["config"]
+    model = stage.record["model"]
+    optim = config["optim"]
+    augment = config["data"]["augment"]
+    # 1. The model; its parameters are counted in the weights, without torch.
+    architecture = [str(config["model"].get("name", model["family"]))]
+    for name in ("patch", "width", "depth", "heads", "units"):
+        if name in model:
+            size = str(model[name])
+            if name == "patch":
+                size = " × ".join(map(str, model[name]))
+            architecture.append(f"{name} {size}")
+    parameters = 0
+    with suppress(OSError, SafetensorError), safe_open(stage.folder / artifacts.WEIGHTS, "numpy") as weights:
+        for name in weights.keys():  # noqa: SIM118 (no mapping)
+            parameters += math.prod(weights.get_slice(name).get_shape())
+    if parameters:
+        architecture.append(f"{parameters:,} parameters")
+
+    job = stage.task["job"]
+    first_weights = job.get("init") or "random"
+
+    # 2. How long, and at which rate.
+    batch = counted(config["batch_size"], "image")
+    steps = f"batches of {batch}, none yet"
+    if stage.reports:
+        last = stage.reports[-1]
+        steps = f"{last['step']:,} of {last['steps']:,}, in batches of {batch}: {last['samples_seen']:,} images seen"
+    schedule = optim["schedule"]
+    rate = f"{optim['lr']:g} at the peak, {schedule['decay']}"
+    if schedule["warmup_steps"]:
+        rate += f" after {counted(schedule['warmup_steps'], 'step')} of warm-up"
+    optimizer = f"{optim['name']}, weight decay {optim['weight_decay']:g}"
+    if optim["clip"]:
+        optimizer += f", gradients clipped at {optim['clip']:g}"
+
+    # 3. What becomes of an image.
+    changes = [f"{augment['crop']} crop"]
+    if augment["crop"] == "inception":
+        changes[0] += f" of at least {augment['min_area']:.0%}"
+    elif augment["crop"] == "none":
+        changes = []
+    if augment["flip"]:
+        changes.append("flip")
+    if augment["randaug_layers"]:
+        changes.append(f"RandAugment({augment['randaug_layers']}, {augment['randaug_magnitude']:g})")
+    for name in ("mixup", "label_smoothing"):
+        if config[name]:
+            changes.append(f"{name.replace('_', ' ')} {config[name]:g}")
+
+    # 4. When and where; attempts that were alike count once.
+    when = time.strftime(CLOCK, time.localtime(artifacts.started_s(stage.folder)))
+    if stage.records:
+        ended = time.strftime(CLOCK, time.localtime(stage.records[-1]["time"]))
+        when += f" to {ended.removeprefix(when[:DATE])}"
+    places: list[str] = []
+    for start in stage.starts:
+        place = f"{counted(start['world'], 'worker')} on {start.get('hardware') or 'unknown hardware'}"
+        if place not in places[-1:]:
+            places.append(place)
+    return {
+        "date and time": when,
+        "model": ", ".join(architecture),
+        "first weights": first_weights.removeprefix(f"{job.get('run')}/"),
+        "image size": " × ".join(map(str, model["image_size"])) + " pixels",
+        "steps": steps,
+        "learning rate": rate,
+        "optimizer": optimizer,
+        "augmentation": ", ".join(changes) or "none",
+        "device": ", then ".join(places) or "none yet",
+    }
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -123,17 +123,18 @@ class RunLog:
             if age > QUIET_S:
                 text += f"  {duration(age)} ago"
             self.show_progress(max(step, last["step"]), last["steps"], text)
-        else:
-            self.show_progress(0, None, f"{name}: before the first step")
-        if is_working or time.monotonic() - self.spoke <= QUIET_S:
             return
 
-        # Of a group without a step: each wait once.
+        # Of a group without a step: what it waits for, on the bar at once, as a line after a silence, each once.
         started = len(list(attempt_folder.glob("rank-*.json")))
-        wait = f"[{name}] {started} workers are up, waiting for the first step"
+        wait = f"{started} workers are up, waiting for the first step"
         if not started:
             limit = duration(self.start_timeout_s)
-            wait = f"[{name}] waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
+            wait = f"waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
+        self.show_progress(0, None, f"{name}: {wait.partition(', for up to')[0]}")
+        if time.monotonic() - self.spoke <= QUIET_S:
+            return
+        wait = f"[{name}] {wait}"
         if (wait, attempt_folder) != self.last_wait:
             self(wait)
         self.last_wait = (wait, attempt_folder)
@@ -260,9 +261,16 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
     weights = f"{run}/{stage.name}"
     commands = [["report", run, "--open"]]
     if evaluated is not None:
-        is_below = Path(evaluated).is_relative_to(Path.cwd())
-        commands.append(["evaluate", weights, os.path.relpath(evaluated) if is_below else evaluated])
+        if Path(evaluated).is_relative_to(Path.cwd()):
+            evaluated = os.path.relpath(evaluated)
+        # A set of the run's own goes by its stage's name, as the weights do.
+        made_by = STAGE_FOLDER.fullmatch(Path(evaluated).parent.name)
+        if made_by is not None and Path(evaluated).parents[1] == Path(run):
+            evaluated = f"{run}/{made_by['name']}/{Path(evaluated).name}"
+        commands.append(["evaluate", weights, evaluated])
     commands.append(["export", weights, "exported", "--format", "timm" if is_vit else "safetensors"])
     log("next, for example:")
     for command in commands:
         log(f"  {COMMAND} {shlex.join(command)}")
+    if best and stage.kind.trains and stage.config.init is None:
+        log("to do better: more images, or `new` with more --minutes, or with trained weights as --init")

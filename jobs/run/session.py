@@ -12,12 +12,13 @@ In order (`run_campaign`):
 7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/report/kept.py).
 """
 
+import os
 import shutil
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 from data.errors import Preempted
 from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
-from jobs.cluster_config import ClusterConfig
+from jobs.cluster_config import ClusterConfig, cores
 from jobs.monitor.status_poller import StatusPoller
 from jobs.monitor.trackers import facts_of, start_trackers
 from jobs.ownership import Lease
@@ -42,6 +43,7 @@ from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_e
 from jobs.run.sync import synced
 from jobs.stages.sweep import DIVERGED
 from jobs.terminal import typed_command
+from pipeline.monitoring.telemetry import counted
 
 Poll = Callable[[Path, int], None]  # given an attempt's folder and number
 
@@ -57,18 +59,20 @@ def run_campaign(
     """Run a campaign under this process's name, or go on with it, and print the closing table; returns its rows.
 
     `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
-    `also` is called with every poll of a worker group. `quiet` prints nothing; log.txt has the lines.
+    `also` is called with every poll of a worker group. `quiet` prints nothing, log.txt has the lines; and it keeps no
+    page, which costs a replay of ten steps a fifth of its time.
     """
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
     # What the lease has to say is shown, and not kept: the log.txt of a run that another command owns is not ours.
     lease = Lease(campaign.storage, log.show)
     session = Session(campaign, log, lease, fresh=fresh, also=also)
+    kept = nullcontext() if quiet else kept_page(campaign.run, log)
     try:
         # The lease comes first: the status.json of a run that another process owns is not ours to write.
         with (
             lease,
             synced(campaign.storage, lease, log) as put_files,
-            kept_page(campaign.run, log) as page,
+            kept as page,
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
             if page is not None:
@@ -171,13 +175,16 @@ class Session:
         if cluster.backend == "ray":
             info = connect(cluster)
             kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
-            log(f"ray: {info.nodes} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
+            log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
             if info.dashboard:
                 log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
             from jobs.monitor.gauges import Gauges  # ray takes seconds to import
 
             self.pollers.append(StatusPoller("monitoring", [Gauges(self.lease).show], log))
         nodes_of(cluster).warm_up()
+        load = os.getloadavg()[0]
+        if cluster.backend == "processes" and load > 2 * cores():
+            log(f"busy: other programs run here (load {load:.0f} on {cores()} cores), it will take longer than planned")
         warn_of_unused_gpus(cluster, log)
 
     def poll(self, attempt_folder: Path, number: int, step: int) -> None:

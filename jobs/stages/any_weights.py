@@ -11,7 +11,6 @@ import json
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors
 
@@ -65,14 +64,8 @@ def digest_of(path: str, say: Callable[[str], None]) -> str:
 def load(path: str, overrides: Mapping[str, object]) -> "models.Model":
     """Load the model behind a path; `overrides` are what its file cannot tell. Raises DataError, which names it."""
     refuse_other_pixels(path)
-    # JSON and YAML have lists where a model's config has tuples.
-    options: dict[str, Any] = {}
-    for name, value in overrides.items():
-        if isinstance(value, list):
-            value = tuple(value)
-        options[name] = value
     try:
-        return models.load(path, **options)
+        return models.load(path, **overrides)
     except UNREADABLE as error:
         raise DataError(f"cannot load {path}: {error}") from None
 

@@ -3,6 +3,7 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypedDict
@@ -13,7 +14,6 @@ from data.index.document import SUFFIX, load_index
 from data.index.index import Index
 from data.index.names import Names, Numbering
 from data.index.shard import table_path
-from data.index.tar import Refusals
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
@@ -33,7 +33,7 @@ from jobs.stages.sets import (
     source_names,
     subset_rule,
 )
-from pipeline.artifacts import DONE
+from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.monitoring.telemetry import counted
 
@@ -181,7 +181,7 @@ def report_set(name: str, index: Index, context: Context) -> None:
     """Log how large a set is, and what packing or indexing has passed over."""
     classes = "without labels" if index.classes == 0 else f"{index.classes} classes"
     context.log(f"{name}: {index.samples} samples in {counted(len(index.shards), 'shard')}, {classes}")
-    for line in Refusals(Counter(index.refused), index.first_refused).lines():
+    for line in index.refused.lines("refused: "):
         context.log(f"{name}: {line}")
 
 
@@ -266,21 +266,30 @@ def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
         lines.append(f"  bring them back from a copy, or {removal}")
         lines.append("  and run its recipe again: the stage packs the same set anew")
         raise DataError("\n".join(lines))
+    packed_at = recorded_s(folder / DONE, "finished")
     for name, set_config in stage.config.sets.items():
         if set_config.source != "folder" or set_config.keep:
             continue
-        root = Path(set_config.path)
-        # A folder's time changes with what it holds; to list a million images takes long.
-        folders = [root, *(path for path in root.glob("[!.]*") if path.is_dir())]
-        if not any(path.exists() and path.stat().st_mtime > done["finished"] for path in folders):
-            continue
-        images = 0
-        for path in [root] if set_config.unlabelled else folders[1:]:
-            images += len(images_below(path, Counter()))
-        before = packed[name]["samples"]  # those counted that cannot be decoded
-        if images != before:
-            text = f"{stage.name}: {root} holds {counted(images, 'image')}, and held {before} when it was packed"
-            yield CheckResult("WARN", "files", f"{text}: {name} stays as it is; for another set type run=FOLDER")
+        # The stage needs its source no more: one that cannot be looked at must not stop what reads the set.
+        with suppress(OSError):
+            images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
+            before = packed[name]["samples"]  # those counted that cannot be decoded
+            if images is not None and images != before:
+                found = f"{set_config.path} holds {counted(images, 'image')}, and held {before} when it was packed"
+                text = f"{stage.name}: {found}: {name} stays as it is; for another set type run=FOLDER"
+                yield CheckResult("WARN", "files", text)
+
+
+def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
+    """Return how many images a folder holds; None where it has not changed since a moment, in seconds since 1970."""
+    # A folder's time changes with what it holds; to list a million images takes long.
+    folders = [root, *(path for path in root.glob("[!.]*") if path.is_dir())]
+    if not any(path.exists() and path.stat().st_mtime > moment for path in folders):
+        return None
+    images = 0
+    for path in [root] if unlabelled else folders[1:]:
+        images += len(images_below(path, Counter()))
+    return images
 
 
 KIND = StageKind(

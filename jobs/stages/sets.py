@@ -9,6 +9,7 @@ Classes are numbered once for all sets of a stage, so that a class has one id in
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import ClassVar, Literal
 
 from data.checks import at_least
@@ -329,7 +330,7 @@ def check_apart(cfg: SetConfig, folder: Path) -> None:
         raise DataError(
             f"{folder} lies in the source that it would be packed from, {cfg.path}\n"
             "  expected a folder apart from it: the shards would be taken for images, or tars, of the source\n"
-            f"  type another one, for example {source.parent / f'{source.stem}-shards'}"
+            f"  type another one, for example {quote(str(source.parent / f'{source.stem}-shards'))}"
         )
 
 

@@ -55,7 +55,7 @@ def run(
     Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
     # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-    from jobs.stages.async_evaluation import AsyncEvaluation
+    from jobs.stages.spare_worker import SpareWorker
     from pipeline.checkpoints.saver import check_disk_space
     from pipeline.evaluation.best import best_of, evaluations_of
     from pipeline.health import EXCLUDED_STEPS
@@ -77,14 +77,18 @@ def run(
     if cfg.law is not None:
         foretold = foretell(cfg, context)
 
-    # 2. Commits are evaluated beside training where the recipe asks for it, and where they can be read.
-    evaluations: AsyncEvaluation | None = None
-    if cfg.evaluate_on == "spare" and cfg.evaluate_every and (cfg.data.evaluate or cfg.probe.train):
+    # 2. Commits are evaluated and spikes searched beside training where the recipe asks for it, and where checkpoints
+    # can be read.
+    spare: SpareWorker | None = None
+    is_evaluated_beside = cfg.evaluate_on == "spare" and cfg.evaluate_every and (cfg.data.evaluate or cfg.probe.train)
+    if is_evaluated_beside or cfg.health.on_spike == "bisect":
         if campaign.storage.is_shared:
-            evaluations = AsyncEvaluation(cfg, context)
+            spare = SpareWorker(cfg, context)
         else:
-            name = context.stage.name
-            context.log(f"{name}: evaluate_on=spare reads checkpoints in a shared folder; here they are in a store")
+            context.log(
+                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect read checkpoints in a shared "
+                "folder; here they are in a store"
+            )
 
     # 3. Attempts, until one has taken all steps.
     outcome = supervise(
@@ -94,10 +98,10 @@ def run(
         worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
         handed_on=(EXCLUDED_STEPS,),
-        accompany=None if evaluations is None else evaluations.beside,
+        accompany=None if spare is None else spare.beside,
     )
-    if evaluations is not None:
-        evaluations.finish()
+    if spare is not None:
+        spare.finish()
     # The records are all here now, also those of evaluations beside training.
     outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))
     if foretold is not None and STOPPED not in outcome:

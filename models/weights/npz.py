@@ -234,28 +234,20 @@ def canonical(stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def infer(stored: dict[str, Tensor], overrides: ConfigFields) -> ModelConfig:
     """Return the config these keys and shapes belong to; `overrides` wins."""
-    # A hybrid has a ResNet too, but its root is called conv_root.
-    if any(key.startswith(("resnet/", "root_block/")) for key in stored):
-        # The published files and those of big_vision have other names and pooling.
-        if any(key.startswith("resnet/") for key in stored):
-            root = "resnet/root_block/standardized_conv2d/kernel"
-            head = "resnet/head/conv2d/bias"
-            pool_padding = "zero"
-        else:
-            root = "root_block/conv_root/kernel"
-            head = "head/bias"
-            pool_padding = "-inf"
-        known: ConfigFields = {
-            "width": stored[root].shape[3],
-            "units": units_of(stored),
-            "classes": 0,
-            "pool_padding": pool_padding,
-        }
-        if head in stored:
-            known["classes"] = stored[head].numel()
-        return checked(BiTConfig, known | overrides)
+    # The published files of BiT and those of big_vision have other names and pooling. A hybrid has a ResNet too, whose
+    # root is called conv_root.
+    known: ConfigFields = {}
+    for root, head, pool_padding in (
+        ("resnet/root_block/standardized_conv2d/kernel", "resnet/head/conv2d/bias", "zero"),
+        ("root_block/conv_root/kernel", "head/bias", "-inf"),
+    ):
+        if root in stored:
+            known["width"] = stored[root].shape[3]
+            known["units"] = units_of(stored)
+            known["classes"] = stored[head].numel() if head in stored else 0
+            known["pool_padding"] = pool_padding
+            return checked(BiTConfig, known | overrides)
 
-    known = {}
     query = f"{FIRST_BLOCK}/MultiHeadDotProductAttention_0/query/kernel"
     if query in stored:
         known["heads"] = stored[query].shape[1]  # (D, heads, D/heads)

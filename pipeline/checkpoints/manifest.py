@@ -11,7 +11,7 @@ torch, which takes 1.4 CPU-seconds to import. The checkpoints themselves: pipeli
 
 import errno
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -63,6 +63,8 @@ class Manifest:
     key: str  # of the stage
     code: str  # version of the code that wrote it
     bad_samples: int = 0
+    # Ranges of samples that weigh nothing, each behind the step from which on (pipeline/masking.py).
+    masked: Sequence[Sequence[int]] = ()
     metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
     files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA

@@ -175,7 +175,7 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
 
 def table(document: Entry) -> list[str]:
     """Return a document's values as lines: set, value, interval, deviation between draws, samples, leaks."""
-    rows = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
+    rows: list[tuple[str, ...]] = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
     trained_on = {compared["digest"] for compared in document["weights"]["trained_on"]["sets"]}
     for result in document["results"]:
         leaks = result["leaks"]
@@ -202,6 +202,10 @@ def table(document: Entry) -> list[str]:
             interval = f"{entry['low']:.2%} to {entry['high']:.2%}"
             samples = f"{entry['samples']:,}"
             rows.append((result["set"]["name"], name, f"{entry['value']:.2%}", interval, deviation, samples, verdict))
+    # A column that says nothing of any value is left out.
+    for column, nothing in ((6, NOT_CHECKED), (4, "-")):
+        if all(row[column] == nothing for row in rows[1:]):
+            rows = [(*row[:column], *row[column + 1 :]) for row in rows]
     # Each column is as wide as its widest cell.
     widths = [0] * len(rows[0])
     for row in rows:

@@ -7,7 +7,7 @@
 Which images are alike depends on the weights: to a classifier, images of a class are. Look at the page first.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from data.index.index import Index
 from data.leaks.search import Embeddings, Match, ShardMatches, key_of, matches_of
 from data.remote.cache import CacheConfig
 from data.seal import Journal
+from data.shards.parallel import Progress
 from data.shards.reader import ShardReader
 from pipeline.evaluation.features import normalise
 
@@ -33,14 +34,14 @@ BATCH = 64  # images that go through the model at once
 def find_alike(
     model: nn.Module,
     weights: tuple[str, str],  # their path and digest
-    train: Sequence[Index],
-    test: Sequence[Index],
+    train: Collection[Index],
+    test: Collection[Index],
     folder: Path,
     *,
     cosine: float,
     device: torch.device,
     cache: CacheConfig | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Progress | None = None,
 ) -> Embeddings:
     """Find the pairs whose features have a cosine of at least `cosine`; safe to kill and run again.
 

@@ -41,7 +41,7 @@ class FeatureStore:
     def __init__(self, index: Index, folder: Path) -> None:
         self.index = index
         self.folder = folder  # where the file without a name takes its room
-        self.starts = np.append(0, np.cumsum(index.shard_samples))
+        self.starts = index.starts
         self.is_there = np.zeros(index.samples, bool)
         self.all_labels = np.empty((0, 1), np.int64)  # (N, L) from the first batch on, padded with −1
         self.all_predictions: np.ndarray | None = None  # (N, K), the best class first

@@ -155,7 +155,8 @@ class Request:
     # fewshot, whose curves go on as they began. Otherwise it may be any of the sample's labels.
     first_label: bool = False
     leaked: Sequence[int] | None = None  # samples of the test set that a leak check names; None: no leak check
-    examples: int = 0  # samples that the result shows with their predictions, of protocols of the head
+    # Samples that the result shows with their predictions, beside counts by class; of protocols of the head.
+    examples: int = 0
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,7 @@ def result_of(request: Request, stores: Mapping[str, FeatureStore], device: torc
     result = document.result_of(outcome, protocol, test, train, request.leaked)
     if request.examples:
         result["examples"] = examples_of(test, request.examples)
+        result["class_counts"] = class_counts(test)
     return result
 
 
@@ -365,3 +367,27 @@ def examples_of(test: FeatureStore, most: int) -> list[document.Entry]:
         example |= {"predicted": int(predicted[row]), "confidence": float(confidences[row])}
         examples.append(example)
     return examples
+
+
+def class_counts(test: FeatureStore) -> list[list[int]]:
+    """Return a row for each class with samples: label, samples, right ones, what most others are taken for, how many.
+
+    A sample with several labels counts in each of their classes. Of a class without mistakes the last two are −1 and 0.
+    """
+    predicted = test.predictions[:, 0].astype(int)
+    sample, column = np.nonzero(test.labels >= 0)
+    label = test.labels[sample, column]
+    is_right = (test.labels == predicted[:, None]).any(axis=1)[sample]
+    samples = np.bincount(label)
+    right = np.bincount(label[is_right], minlength=len(samples))
+    # Each kind of mistake with its number, as one number: label and prediction.
+    classes = max(predicted.max(), label.max(initial=0)) + 1
+    mistakes, times = np.unique(label[~is_right] * classes + predicted[sample][~is_right], return_counts=True)
+    most_often: dict[int, list[int]] = {}
+    for place in np.argsort(-times, kind="stable").tolist():
+        mistaken, taken_for = divmod(int(mistakes[place]), int(classes))
+        most_often.setdefault(mistaken, [taken_for, int(times[place])])
+    rows = []
+    for row in np.flatnonzero(samples).tolist():
+        rows.append([row, int(samples[row]), int(right[row]), *most_often.get(row, [-1, 0])])
+    return rows

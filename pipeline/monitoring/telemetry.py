@@ -11,7 +11,7 @@
    steps each, 38 MB, take 0.6 s.
 4. `account` books the wall time of all attempts, from the records alone:
 
-       account(read_metrics(folder, None)).line()  →  "effective 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
+       account(read_metrics(folder, None)).line()  →  "steps took 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
 
 A loss or norm that is not finite is null in metrics.jsonl, because JSON has neither NaN nor infinity; the readers here
 give NaN back.
@@ -96,10 +96,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things as people say it: 1 node, 3 nodes."""
+    """Return a number of things as people say it: 1 node, 3 nodes, 2 stretches."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun}s"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def log_line(report: Record) -> str:
@@ -443,13 +444,13 @@ class Account:
         return self.compute / self.wall if self.wall else 0.0
 
     def line(self) -> str:
-        """Return "effective 91.2% of 4h10m" and the shares of the rest, the largest first."""
+        """Return "steps took 91.2% of 4h10m" and the shares of the rest, the largest first."""
         seconds = asdict(self)
         shares = []
         for name in reversed(sorted(seconds, key=seconds.__getitem__)):  # of two equal ones the later field comes first
             if name not in ("compute", "stopped") and seconds[name] > 0:
                 shares.append(f"{name} {seconds[name] / self.wall:.1%}")
-        line = f"effective {self.ratio:.1%} of {duration(self.wall)}"
+        line = f"steps took {self.ratio:.1%} of {duration(self.wall)}"
         if shares:
             line += f" ({', '.join(shares)})"
         if self.stopped >= 1:
@@ -466,7 +467,9 @@ def account(records: Sequence[Record]) -> Account:
     starts: list[Record] = []
     by_attempt: dict[int, list[Record]] = {}
     for record in records:
-        by_attempt.setdefault(record["attempt"], []).append(record)
+        # A stage's own account is its last record: without it, whoever books later finds the same seconds.
+        if record["kind"] != "effective":
+            by_attempt.setdefault(record["attempt"], []).append(record)
         if record["kind"] == "start":
             starts.append(record)
     # An attempt keeps the steps up to where a later one began; the one that fell back furthest counts.

@@ -44,7 +44,7 @@ def written_by_webdataset(folder: Path, count: int = 23, suffix: str = "tar") ->
 def test_what_shard_writer_writes_is_indexed_and_read_sample_by_sample(tmp_path):
     samples = written_by_webdataset(tmp_path / "theirs")
     index = build_index(tmp_path / "theirs", name="theirs")
-    assert index.shard_samples.tolist() == [7, 7, 7, 2] and index.class_counts == (8, 8, 7) and not index.refused
+    assert index.shard_samples.tolist() == [7, 7, 7, 2] and index.class_counts == (8, 8, 7) and not index.refused.counts
     reader = ShardReader(index)
     read = []
     for shard, count in enumerate(index.shard_samples.tolist()):

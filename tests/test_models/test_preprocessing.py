@@ -81,8 +81,8 @@ def test_an_image_file_becomes_the_same_pixels_and_logits(ops, format, files, tm
     theirs, pixels_of = opened(library, format, folder)
     ops = ops or SQUASHED
     remaining = REMAINING[preprocessing_of(ops, model.config).interpolation]
-    inexact = [line for line in capsys.readouterr().out.splitlines() if line.startswith("INEXACT")]
-    assert [f"others (by {remaining} of −1 … 1 in the mean" in line for line in inexact] == [True] * bool(remaining)
+    remarks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    assert [f"others (by {remaining} of −1 … 1 in the mean" in line for line in remarks] == [True] * bool(remaining)
     for name, file in files.items():
         expected = ours(file, ops)
         found = pixels_of(Image.open(file).convert("RGB"))
@@ -168,7 +168,7 @@ def test_an_npz_has_no_place_for_it_and_a_folder_of_ours_keeps_it(tmp_path, caps
         assert name in json.loads((tmp_path / folder / "provenance.json").read_text())["files"]
     assert main(["export", str(tmp_path / "again"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
     assert (
-        f"INEXACT  an .npz has no place for the preprocessing: tell its readers of {CROPPED}" in capsys.readouterr().out
+        f"note     an .npz has no place for the preprocessing: tell its readers of {CROPPED}" in capsys.readouterr().out
     )
     file = tmp_path / "again" / name
     file.write_text(file.read_text().replace("256", "248"))

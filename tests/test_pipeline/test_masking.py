@@ -23,22 +23,28 @@ def test_a_mask_holds_the_samples_of_its_ranges_and_no_others() -> None:
         ranges = []
         for _ in range(rng.randrange(6)):
             first = rng.randrange(30)
-            ranges.append([rng.randrange(5), first, first + rng.randrange(1, 12)])
-        masked = {(shard, sample) for shard, first, stop in ranges for sample in range(first, stop)}
+            ranges.append([rng.randrange(3), rng.randrange(5), first, first + rng.randrange(1, 12)])
         shard, sample = (part.ravel() for part in np.mgrid[:6, :45])
-        actual = Mask(ranges).of(shard, sample).tolist()
-        assert actual == [pair in masked for pair in zip(shard.tolist(), sample.tolist(), strict=True)], ranges
-        single = np.array(sorted(masked), np.int64).reshape(-1, 2)
-        assert Mask(ranges_of(*single.T)).of(shard, sample).tolist() == actual
+        mask = Mask(ranges[:2])
+        mask.add(ranges)
+        for step in (0, 1, 2, 3, 1):  # a replay goes back
+            masked = set()
+            for since, of_shard, first, stop in ranges:
+                masked |= {(of_shard, place) for place in range(first, stop) if step >= since}
+            actual = mask.of(step, shard, sample).tolist()
+            assert actual == [pair in masked for pair in zip(shard.tolist(), sample.tolist(), strict=True)], ranges
+            single = ranges_of(*np.array(sorted(masked), np.int64).reshape(-1, 2).T)
+            assert Mask(single).of(0, shard, sample).tolist() == actual
 
 
 def test_a_masked_sample_is_counted_neither_in_the_mean_nor_as_itself_in_the_ledger() -> None:
     planned = Ids(np.zeros(4, np.int64), np.array([0, 1, 1, 2]), np.array([5, 0, 7, 7]))
-    mask = Mask([[1, 0, 8]])
-    assert mask.left(planned) == 2
-    assert mask.in_ledger(planned).sample.tolist() == [5, -1, -8, 7]
-    assert Mask([[shard, 0, 99] for shard in range(3)]).left(planned) == 1
-    assert Mask().in_ledger(planned) is planned
+    mask = Mask([[5, 1, 0, 8]])
+    assert (mask.left(4, planned), mask.left(5, planned)) == (4, 2)
+    assert mask.in_ledger(5, planned).sample.tolist() == [5, -1, -8, 7]
+    assert mask.in_ledger(4, planned).sample.tolist() == planned.sample.tolist()
+    assert Mask([[0, shard, 0, 99] for shard in range(3)]).left(0, planned) == 1
+    assert Mask().in_ledger(0, planned) is planned
 
 
 @pytest.mark.parametrize("value", [math.inf, 40.0])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from data.errors import ConfigError
-from pipeline.losses import LOSSES, dense_targets, hits, mixup
+from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
 from tests.golden import GOLDEN
 
@@ -109,11 +109,6 @@ def test_padded_label_lists_become_multi_hot_targets():
     expected = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0]]).float()
     assert torch.equal(dense_targets(labels, 4), expected)
     assert torch.allclose(dense_targets(labels[:1], 4, smoothing=0.2), torch.tensor([[0.05, 0.05, 0.85, 0.05]]))
-
-
-def test_a_prediction_is_right_when_it_is_any_of_the_labels():
-    logits = torch.eye(4)[[1, 1, 2]]
-    assert hits(logits, torch.tensor([[1, -1], [0, 1], [0, 3]])).tolist() == [True, True, False]
 
 
 def test_mixup_blends_with_the_neighbour_by_the_larger_share():

@@ -13,7 +13,7 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import DEVICE, differences, other_code
-from pipeline.process_group import Arrival, Place, check_device_memory, log_differences, network_line
+from pipeline.process_group import Arrival, check_device_memory, log_differences, network_line
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests import hosts, preflights
 from tests.identities import worker
@@ -123,9 +123,9 @@ def test_a_clock_that_is_off_is_said_and_the_look_at_all_takes_a_tenth_of_a_seco
     ],
 )
 def test_the_network_line_names_interfaces_and_settings(backend, settings, expected, monkeypatch) -> None:
-    places = [Place(node, dict(word.split("=") for word in text.split())) for node, text in settings]
+    places = [(node, dict(word.split("=") for word in text.split())) for node, text in settings]
 
-    def gather(gathered: list[Place], own: Place) -> None:
+    def gather(gathered: list[object], own: object) -> None:
         gathered[:] = places
 
     monkeypatch.setattr(dist, "get_world_size", lambda: len(places))

@@ -32,10 +32,11 @@ from data.shards.leaks import (
 )
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from pipeline.evaluation import embedding
+from tests.archives import make_subset
 from tests.tars import write_tar
 from tests.test_pipeline.checkpoints.test_disk_space import IN_A_NAME_SPACE, can_mount
 
@@ -183,7 +184,7 @@ def expected() -> dict[tuple[str, str], str]:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, sets, workers, monkeypatch):
     train, test = sets
-    leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", workers=workers)
+    leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", workers=workers)
     assert found(leaks) == expected()
     assert {pair.distance for pair in leaks.pairs if pair.kind == "exact"} == {0.0}
     assert max(pair.distance for pair in leaks.pairs) < 0.1
@@ -193,7 +194,7 @@ def test_copies_crops_and_mirror_images_are_found_and_nothing_else(tmp_path, set
     assert [path.name for path in (tmp_path / "leaks").iterdir()] == ["leaks.json"]
     # The other way round the pairs are the same; such a test set shows the same thing eight times.
     monkeypatch.setattr(search, "MOST_ALIKE", 0.1)
-    back = find_leaks([("test", test)], [("train", train)], tmp_path / "back")
+    back = find_leaks({"test": test}, {"train": train}, tmp_path / "back")
     assert {(test_key, train_key): kind for (train_key, test_key), kind in found(back).items()} == expected()
 
 
@@ -202,9 +203,9 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     looked_at = []
     search_shard = search.search_shard
 
-    def counted(job):
-        looked_at.append(job.shard.shards[0].name)
-        return search_shard(job)
+    def counted(shard, *settings):
+        looked_at.append(shard.shards[0].name)
+        return search_shard(shard, *settings)
 
     def stop_at_two(done, total):
         if done == 2:
@@ -212,7 +213,7 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
 
     monkeypatch.setattr(search, "search_shard", counted)
     with pytest.raises(KeyboardInterrupt):
-        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop_at_two)
+        find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", report=stop_at_two)
     # The kill cut the last line of the journal: its shard is looked through once more.
     journal = tmp_path / "leaks" / "leaks.partial"
     journal.write_text(journal.read_text()[:-20])
@@ -225,17 +226,17 @@ def test_a_killed_search_goes_on_with_the_shards_that_are_left(tmp_path, sets, m
     rotten.write_bytes(content)
     signed = []
     sign_shard = search.sign_shard
-    monkeypatch.setattr(search, "sign_shard", lambda job: (signed.append(job.path), sign_shard(job)))
-    leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks")
+    monkeypatch.setattr(search, "sign_shard", lambda *job: (signed.append(job[1]), sign_shard(*job)))
+    leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
     names = [shard.name for shard in train.shards]
     assert looked_at == [*names[:2], *names[1:]]
     assert signed == [rotten]
     assert found(leaks) == expected()
     # A search of another setting takes nothing over.
     with pytest.raises(KeyboardInterrupt):
-        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", report=stop_at_two)
+        find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", report=stop_at_two)
     looked_at.clear()
-    find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", fits=0.999)
+    find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", fits=0.999)
     assert looked_at == names
 
 
@@ -279,9 +280,9 @@ def test_of_images_that_are_all_alike_only_equal_pixels_are_believed(tmp_path, c
     assert "of 435 pairs of different test images are alike at first sight" in said and "--fits 1" in said
     assert not (tmp_path / "leaks" / "leaks.json").exists()
     with pytest.raises(DataError, match="do not tell copies from others"):
-        find_leaks([("train", train)], [("test", test)], tmp_path / "leaks")
+        find_leaks({"train": train}, {"test": test}, tmp_path / "leaks")
     # The way out that it names, against the arrays themselves.
-    leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", fits=1.0)
+    leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", fits=1.0)
     equal = set()
     for number in (*range(30, 40), 3, 7):
         for other in range(30):
@@ -319,7 +320,7 @@ def test_copies_that_are_padded_framed_or_letterboxed_are_found(tmp_path):
             Sample(f"one-side{number}", jpeg(framed(image[:, ::-1], 114, 0, 0, 0, 160)), (0,)),
             Sample(f"double{number}", jpeg(framed(framed(image, 0, 9, 9, 9, 9), 250, 30, 10, 20, 20)), (0,)),
         ]
-    leaks = find_leaks([("train", pack(train, tmp_path / "train"))], [("test", test)], tmp_path / "leaks")
+    leaks = find_leaks({"train": pack(train, tmp_path / "train")}, {"test": test}, tmp_path / "leaks")
     ways = ("square", "frame", "one-side", "double")
     assert set(found(leaks)) == {(f"{way}{number}", f"t{number}") for number in range(12) for way in ways}
 
@@ -343,7 +344,7 @@ def test_several_sets_keep_their_own_samples_apart(tmp_path, sets):
     train, test = sets
     few = make_subset(train, tmp_path / "few", Rule(part="-12:"))
     other = pack([Sample("t0", jpeg(painting(3)), (0,))], tmp_path / "other", name="test")
-    leaks = find_leaks([("few", few), ("t", test)], [("other", other), ("test", test)], tmp_path / "leaks")
+    leaks = find_leaks({"few": few, "t": test}, {"other": other, "test": test}, tmp_path / "leaks")
     of_copies = {(pair.train[1], pair.test_set, pair.test[1]) for pair in leaks.pairs if pair.train_set == 0}
     assert ("crop3", 0, "t0") in of_copies and ("crop3", 1, "t3") in of_copies
     assert np.flatnonzero(in_pairs(leaks, other, "test")).tolist() == [0]
@@ -365,7 +366,7 @@ def test_the_command_writes_a_document_a_report_and_a_page(tmp_path, sets, capsy
     assert f"--but {tmp_path}/leaks/leaks.json" in printed
     subset = ["subset", str(train.tables), "--but", f"{tmp_path}/leaks/leaks.json", "--output", str(tmp_path / "clean")]
     assert main(subset) == 0
-    clean = find_leaks([("clean", load_index(tmp_path / "clean"))], [("test", test)], tmp_path / "again")
+    clean = find_leaks({"clean": load_index(tmp_path / "clean")}, {"test": test}, tmp_path / "again")
     assert clean.pairs == () and clean.looked_at["train"] == 32
 
 
@@ -385,7 +386,7 @@ def test_planted_copies_of_photographs_are_found(tmp_path):
             train.append(Sample(f"{way}-{number}", copy, (0,)))
             names.append((f"{way}-{number}", key))
     copies = pack(train, tmp_path / "train", shard_samples=100)
-    leaks = find_leaks([("train", copies)], [("test", photographs)], tmp_path / "leaks")
+    leaks = find_leaks({"train": copies}, {"test": photographs}, tmp_path / "leaks")
     assert set(found(leaks)) <= set(names)
     assert len(found(leaks)) >= 0.99 * len(names)
 
@@ -439,7 +440,7 @@ def test_features_find_what_pixels_do_not_and_a_killed_search_of_them_goes_on(tm
     left = []
     embeddings = embedding.find_alike(*args, **options, report=lambda done, total: left.append(total))
     assert left == [len(train.shards) - 1] * (len(train.shards) - 1)
-    leaks = find_leaks([("train", train)], [("test", test)], tmp_path / "leaks", embeddings=embeddings)
+    leaks = find_leaks({"train": train}, {"test": test}, tmp_path / "leaks", embeddings=embeddings)
     assert leaks.settings["embedding"] == {"weights": "w", "digest": "d" * 64, "cosine": 0.9}
     assert expected().items() <= found(leaks).items(), "pairs of the pixels stay what they are"
 
@@ -461,11 +462,11 @@ def test_what_a_killed_search_of_other_training_sets_left_is_ignored(tmp_path):
     options = {"cosine": 0.999, "device": torch.device("cpu")}
     embedding.find_alike(Thumb(), ("w", "d" * 64), [other], [test], folder, **options)
     with pytest.raises(KeyboardInterrupt):
-        find_leaks([("other", other)], [("test", test)], folder, report=stop)
+        find_leaks({"other": other}, {"test": test}, folder, report=stop)
     left = [len((folder / name).read_text().splitlines()) for name in ("leaks.partial", "embedding.partial")]
     assert left == [2, 3], "a line for the setting, and one a shard"
     embeddings = embedding.find_alike(Thumb(), ("w", "d" * 64), [train], [test], folder, **options)
-    leaks = find_leaks([("train", train)], [("test", test)], folder, embeddings=embeddings)
+    leaks = find_leaks({"train": train}, {"test": test}, folder, embeddings=embeddings)
     assert found(leaks)["copy", "s2"] == "exact"
     assert {train_key for train_key, _ in found(leaks)} == {"copy", "x"} and leaks.looked_at["train"] == 2
 

@@ -28,9 +28,10 @@ from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import digits
 from jobs.__main__ import main
+from tests.archives import make_subset
 
 
 @pytest.fixture(autouse=True)
@@ -233,7 +234,7 @@ def test_the_doctor_names_a_sample_that_rotted_and_repair_leaves_it_out(made, tm
     path = Path(made.location(0))
     flip(path, image_start(path, 4) + 200)
     report = check(made)
-    assert report.bad == {"not the bytes that were indexed": 1} and report.good == 49
+    assert report.bad.counts == {"not the bytes that were indexed": 1} and report.good == 49
     repaired = repair(made, tmp_path / "repaired")
     original = contents_by_tarfile(made)
     assert [image for _, image, _ in read_all(repaired)] == [image for _, image, _ in original[:4] + original[5:]]

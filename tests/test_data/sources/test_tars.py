@@ -48,7 +48,7 @@ def test_what_is_no_sample_is_counted_as_an_index_counts_it(tmp_path, caplog, co
         add("e.jpg", type=tarfile.SYMTYPE, linkname="a.jpg")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "t.tar").write_bytes(buffer.getvalue())
-    indexed = build_index(tmp_path / "in", output=tmp_path / "index", name="t").refused
+    indexed = build_index(tmp_path / "in", output=tmp_path / "index", name="t").refused.counts
     assert indexed == {
         "repeated member": 1,
         "empty sample": 1,

@@ -92,9 +92,13 @@ def test_what_cannot_be_analysed_is_refused_by_name(tmp_path, photos, capsys):
     assert "found family axial" in capsys.readouterr().err
     weights = saved(tmp_path)
     assert main(["analyze", weights, str(photos / "notes.txt"), *output]) == 64
-    assert "give image files, folders of them or tar shards" in capsys.readouterr().err
-    (photos / "0.png").write_bytes(b"broken")
-    assert main(["analyze", weights, str(photos), *output]) == 65
-    assert "0.png: not a JPEG, PNG or WebP" in capsys.readouterr().err
+    assert "expected image files (jpg, jpeg, png, webp), folders of them or tar shards" in capsys.readouterr().err
+    assert main(["analyze", weights, str(photos), *output, "--limit", "0"]) == 64
+    assert main(["analyze", weights, str(photos / "absnt.png"), *output]) == 64
     assert main(["analyze", weights, str(photos / "absent.png"), *output]) == 64
+    (photos / "0.png").write_bytes(b"broken")
+    assert main(["analyze", weights, str(photos / "0.png"), *output]) == 65
+    assert "can be read: not a JPEG, PNG or WebP, first" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    assert main(["analyze", weights, str(photos), *output]) == 0
+    assert "left out 1 that cannot be read: not a JPEG, PNG or WebP, first" in capsys.readouterr().out

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -22,6 +21,7 @@ from data.shards.packing import pack
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.progress import ProgressMeter
+from tests.families import wait_until
 
 pytestmark = pytest.mark.quick
 
@@ -285,13 +285,6 @@ def alive(child: psutil.Process) -> bool:
     return child.is_running() and child.status() != psutil.STATUS_ZOMBIE
 
 
-def wait_for(claim: Callable[[], bool], most_s: float = 60) -> None:
-    deadline = time.monotonic() + most_s
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> None:
     """Ask a process to end, which it must do with 75, after saying so soon."""
     process.send_signal(number)
@@ -314,7 +307,7 @@ def test_a_stop_is_heard_soon_while_a_stage_packs(tmp_path, number):
         "  sets: {train: {source: digits, image_size: 16}}}"
     )
     process = started(["run", str(recipe)])
-    wait_for(lambda: any(tmp_path.glob("run/shards-*/train/.tmp-*.tar")))
+    wait_until(lambda: any(tmp_path.glob("run/shards-*/train/.tmp-*.tar")), timeout_s=60)
     stop(process, number)
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["exit_code"] == 75 and "stopped by" in status["message"]
@@ -329,7 +322,7 @@ def test_a_stop_is_heard_soon_while_tars_are_indexed(shards, tmp_path, capsys, w
     command = ["index", str(shards / "train"), "--output", str(tmp_path / "index"), "--workers", workers]
     process = started(command)
     journal = tmp_path / "index/train.index.json.partial"
-    wait_for(lambda: journal.exists() and len(journal.read_text().splitlines()) > 1)
+    wait_until(lambda: journal.exists() and len(journal.read_text().splitlines()) > 1, timeout_s=60)
     children = psutil.Process(process.pid).children()
     stop(process, signal.SIGTERM)
     assert not any(map(alive, children))
@@ -340,9 +333,9 @@ def test_a_stop_is_heard_soon_while_tars_are_indexed(shards, tmp_path, capsys, w
 
 def test_processes_that_index_end_with_a_command_that_is_killed(shards, tmp_path):
     process = started(["index", str(shards / "train"), "--output", str(tmp_path), "--workers", "2"])
-    wait_for(lambda: len(psutil.Process(process.pid).children()) == 2)
-    wait_for(lambda: any(tmp_path.glob("*.npy")))
+    wait_until(lambda: len(psutil.Process(process.pid).children()) == 2, timeout_s=60)
+    wait_until(lambda: any(tmp_path.glob("*.npy")), timeout_s=60)
     children = psutil.Process(process.pid).children()
     process.kill()
-    wait_for(lambda: not any(map(alive, children)), most_s=10)
+    wait_until(lambda: not any(map(alive, children)))
     process.wait()

@@ -226,7 +226,7 @@ def test_a_recipe_that_is_there_stays(tmp_path, capsys):
 def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path, capsys):
     folder = class_folders(tmp_path / "input", three_digits())
     new(folder, "--model", "mu/8", "--minutes", "0.0001")
-    assert "more than was to be taken: fewer than 10 steps train nothing" in capsys.readouterr().out
+    assert "longer than --minutes asks for: fewer than 10 steps train nothing" in capsys.readouterr().out
     Path("recipe.yaml").unlink()
     stage = new(folder, "--model", "mu/8").stages[-1]
     assert stage.model == models.config_of("mu/8", 64, 3)
@@ -312,8 +312,13 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
         pass
     cases: list[tuple[str, dict[str, bytes], int, str]] = [
         ("empty", {}, 65, "no images here or below"),
-        ("no-images", {"a/readme.txt": b"x", "b/x.heic": b"x"}, 65, "no images here or below\n  1 × .txt are no jpg"),
-        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic are no jpg"),
+        (
+            "no-images",
+            {"a/readme.txt": b"x", "b/x.heic": b"x"},
+            65,
+            "no images here or below\n  1 × .txt, 1 × .heic: no jpg",
+        ),
+        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: no jpg"),
         ("all-cut", {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)}, 65, "none of the 10 images that were"),
         ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "--unlabelled trains without labels"),
         ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in 'c'"),
@@ -324,9 +329,9 @@ def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
             "日本 犬 8",
         ),
         ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "too few images of most classes"),
-        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read (truncated)"),
+        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read: 1 × truncated, first "),
         ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
-        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif are no jpg, jpeg, png, webp"),
+        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: no jpg, jpeg, png, webp"),
         (
             "hidden",
             {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},

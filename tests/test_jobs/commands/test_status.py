@@ -32,7 +32,7 @@ def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
 def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
     (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
     (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
-    with pytest.raises(UsageError, match="runs beside it: digits"):
+    with pytest.raises(UsageError, match=r"runs here: .*digits"):
         status(tmp_path / "digit")
 
 
@@ -49,7 +49,7 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     lease.take()
     end, stage = shown()
     assert f" on {socket.gethostname()} (process {os.getpid()}): python -m jobs run x.yaml" in end
-    assert end.startswith("end  running, started 20") and "started, no step yet" in stage
+    assert end.startswith("now  running, started 20") and "started, no step yet" in stage
     lease.record["pid"] = 2**22 + 1  # above Linux's largest pid
     lease.renew()
     end, stage = shown()

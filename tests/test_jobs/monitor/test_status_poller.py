@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.monitor import status_poller
 from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
 from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
+from tests.families import wait_until
 
 pytestmark = pytest.mark.quick
 
@@ -93,13 +93,6 @@ def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(s
 
 
 # ------------------------------------------------------------------------ the poller
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_the_poller_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:

@@ -266,7 +266,7 @@ def test_labels_that_are_all_names_are_collected_and_captions_are_not(tmp_path, 
     assert main(["index", str(tmp_path), "--name", "t"]) == 0
     index = load_index(tmp_path)
     assert index.names == ("great white", "shark", "tench") and index.class_counts == (1, 1, 3)
-    assert index.refused == {}
+    assert not index.refused.counts
     batches = list(EvaluationSet(index, "resize(16)", batch_size=4, max_labels=2))
     assert batches[0].labels.tolist() == [[2, -1], [1, 2], [0, -1], [2, -1]]
     assert main(["index", str(tmp_path), "--name", "t", "--classes", "2"]) == 65

@@ -12,9 +12,10 @@ import pytest
 from data.index.document import load_index
 from data.index.index import shared_samples
 from data.shards.packing import pack
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import digits
 from jobs.__main__ import main
+from tests.archives import make_subset
 
 RECIPE = """
 run: {run}

@@ -18,23 +18,40 @@ from data.index.document import load_index, write_index
 from data.page import jpeg
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import Sample, digits
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.ownership import Lease
 from jobs.report import kept, page
-from jobs.report.charts import thin
+from jobs.report.charts import smooth, thin
 from jobs.report.kept import kept_page
 from jobs.report.page import write_report
 from jobs.report.reading import read_run
 from jobs.run.log import write_status
 from pipeline import artifacts
+from tests.archives import make_subset
 from tests.browser import CHROMIUM, Browser
 from tests.paged_runs import add, change, incident, make_run, report, start
 from tests.stores import store
 
 MARKUP = "<script>window.hacked=1</script><img src=x onerror=window.hacked=2>"
+# Words of a page that go on in the next line; names and paths may break behind a dash or a stroke.
+BROKEN = """(() => {
+    const broken = []
+    const nodes = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT)
+    while (nodes.nextNode()) {
+        for (const word of nodes.currentNode.data.matchAll(/[^\\s\\/-]+/g)) {
+            const range = document.createRange()
+            range.setStart(nodes.currentNode, word.index)
+            range.setEnd(nodes.currentNode, word.index + word[0].length)
+            const lines = new Set([...range.getClientRects()].map(box => Math.round(box.top)))
+            if (lines.size > 1 && word[0].length < 33) broken.push(word[0])
+        }
+    }
+    return broken
+})()"""
+CUT = "[...document.querySelectorAll('.wide')].filter(table => table.scrollWidth > table.clientWidth).length"
 HOSTILE = (MARKUP, "\"quoted' & so", "\u202eflesti", "שלום עולם", "x" * 300)
 SPIKE = {"kind": "spike", "step": 14, "grad_norm": 321.5, "limit": 12.0, "ids": [[0, 0, 1]]}
 SPIKE["recent"] = [{"step": 14, "loss": 9.5, "grad_norm": 321.5, "ledger": "0" * 12}]
@@ -103,7 +120,8 @@ def test_the_numbers_of_the_page_are_those_of_metrics_jsonl(restarted, tmp_path,
             for behind, loss in enumerate(reversed(record["losses"])):
                 losses[record["step"] - behind] = loss
                 norms[record["step"] - behind] = record["grad_norms"][-1 - behind]
-    for name, values in {"loss": losses, "gradient norm": norms, "learning rate": rates}.items():
+    curves = {"training loss": losses, "gradient norm of training": norms, "learning rate": rates}
+    for name, values in curves.items():
         by_value = sorted(values, key=lambda step: (values[step], step))
         most = min(step for step in values if values[step] == max(values.values()))
         steps = [min(values), max(values), by_value[0], most]
@@ -175,6 +193,56 @@ def test_a_browser_shows_the_page_without_a_request_and_hostile_names_as_text(tm
         assert "\u202e" not in text
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_on_a_phone_no_table_is_cut_and_no_word_is_broken(restarted, tmp_path, shards):
+    samples = [{"shard": 0, "sample": 7, "labels": [1], "predicted": 2, "confidence": 0.75}]
+    document = {"step": 24, "set": str(shards / "test"), "samples": samples, "classes": [[3, 40, 30, 8, 6]]}
+    artifacts.write_record(restarted / artifacts.EXAMPLES, document)
+    other = make_run(tmp_path / "another $run$ of a name", shards)
+    change(other / "stage.json", "config", "loss", value="softmax")
+    pages = [write_report([restarted.parent], tmp_path / "page.html", with_replay=False)]
+    pages.append(write_report([restarted.parent, other.parent], tmp_path / "compared.html"))
+    with Browser(tmp_path) as browser:
+        for file in pages:
+            for width in (400, 500):
+                browser.open(file, width=width)
+                browser.value("document.querySelectorAll('details').forEach(part => part.open = true)")
+                assert browser.value("document.documentElement.scrollWidth") <= width
+                assert browser.value(BROKEN) == [] and browser.value(CUT) == 0
+        assert "another $run$ of a name" in browser.value("document.querySelector('svg').textContent")
+
+
+def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(restarted, tmp_path, shards):
+    rows = [[0, 36, 36, -1, 0], [3, 40, 30, 8, 6], [8, 10, 9, 1, 1]]
+    document = {"step": 24, "set": str(shards / "test"), "samples": [], "classes": rows}
+    artifacts.write_record(restarted / artifacts.EXAMPLES, document)
+    shown = Tables(write_report([restarted.parent], tmp_path / "page.html", with_replay=False).read_text())
+    for name, words in (
+        ("model", "mu/8, patch 8 × 8, width 32, depth 1, heads 2"),
+        ("first weights", "random"),
+        ("image size", "16 × 16 pixels"),
+        ("steps", "28 of 28, in batches of 16 images: 448 images seen"),
+        ("device", "2 workers on Xeon"),
+    ):
+        assert shown.row(words) == [words], name
+    assert str(restarted.parent) in shown.text
+    low, high = binomtest(30, 40).proportion_ci(method="wilson")
+    of_class = [f"{low:.2%} to {high:.2%}, of 40 samples", "class 8, 6 of 10 mistakes"]
+    assert shown.row("class 3", "75.0 %")[2:] == of_class
+    by_class = [row[0].strip() for row in shown.rows if len(row) == 4 and "samples" in row[2]]
+    assert by_class[-3:] == ["class 3", "class 8", "class 0"]
+
+
+def test_a_smoothed_curve_is_the_mean_of_so_many_steps_each_and_leaves_a_gap_where_nothing_is_finite():
+    y = np.random.default_rng(0).normal(size=1000)
+    y[3] = np.inf
+    y[28:42] = np.nan
+    x, means, size = smooth(np.arange(1000.0), y)
+    assert size == 14 and len(x) == len(means) == 72
+    assert means[0] == pytest.approx(np.delete(y[:14], 3).mean()) and means[-1] == pytest.approx(y[994:].mean())
+    assert np.flatnonzero(np.isnan(means)).tolist() == [2] and x[0] == 6.5
+
+
 def test_a_page_of_a_million_steps_is_small_and_keeps_what_stands_out(tmp_path, shards, capsys):
     folder = make_run(tmp_path / "run", shards)
     random = np.random.default_rng(0)
@@ -194,7 +262,7 @@ def test_a_page_of_a_million_steps_is_small_and_keeps_what_stands_out(tmp_path, 
     with capsys.disabled():
         print(f"\n1,000,000 steps: {len(text.encode()):,} bytes in {time.process_time() - began:.2f} s of CPU")
     assert len(text.encode()) < 2_000_000
-    row = Tables(text).row("loss")
+    row = Tables(text).row("training loss")
     assert row[3:] == ["0.25 (step 123,457)", "77.5 (step 654,322)"]
 
 
@@ -223,6 +291,9 @@ def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, sha
     (folder / "attempts" / "attempt-000002").mkdir()
     (folder / "log.txt").write_text("step 25\n[driver] waiting for 2 GPUs\n")
     assert verdict().endswith("it waits for its workers to start: waiting for 2 GPUs.")
+    with open(folder / "log.txt", "a") as log:
+        log.write("[driver] pretrain: key 1a2b3c4d, in runs/run/pretrain-1a2b3c4d\n")
+    assert verdict().endswith("it waits for its workers to start.")
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 2**22 + 1  # above any real one: its process was killed
     lease.take()
@@ -313,7 +384,7 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     shown = Tables(text)
     assert shown.row("optim.lr=0.01") == ["optim.lr=0.01", "91.23%", "90.12% to 92.34%", "± 0.45%", "3"]
     assert shown.row("optim.lr=0.3")[1] == "diverged" and "Chosen: optim.lr=0.01" in shown.text
-    assert 'aria-label="grid: accuracy, 95 %"' in text and 'aria-label="loss of the runs"' in text
+    assert 'aria-label="grid: accuracy, 95 %"' in text and 'aria-label="training loss of the runs"' in text
     assert shown.row("test", "top-1")[2:] == ["87.65%", "85.00% to 90.00%", "1,234"]
     assert "runs/digits/finetune, over 2 images" in shown.text
     assert 'alt="attention.png"' in text and 'alt="inside.png"' in text
@@ -374,16 +445,31 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     weights, config = models.load_weights(folder)
     model = models.from_config(config)
     model.load_state_dict(weights)
-    examples = json.loads((folder / artifacts.EXAMPLES).read_text())["samples"]
     reader = ShardReader(load_index(shards / "test"))
+    record = json.loads((folder / artifacts.EXAMPLES).read_text())
+    examples = record["samples"]
+    taken_for = np.zeros((10, 10), int)
+    outputs = {}
+    for number, shard in enumerate(reader.index.shards):
+        for sample in range(shard.samples):
+            _, image, label = reader.read(number, sample)
+            pixels = torch.from_numpy(decode(image)).permute(2, 0, 1)[None] / 127.5 - 1
+            with torch.no_grad():
+                output = model.eval()(pixels).softmax(1)[0]
+            taken_for[int(label), int(output.argmax())] += 1
+            outputs[number, sample] = (int(label), output)
     for example in examples:
-        _, image, label = reader.read(example["shard"], example["sample"])
-        pixels = torch.from_numpy(decode(image)).permute(2, 0, 1)[None] / 127.5 - 1
-        with torch.no_grad():
-            output = model.eval()(pixels).softmax(1)[0]
-        assert example["labels"] == [int(label)]
+        label, output = outputs[example["shard"], example["sample"]]
+        assert example["labels"] == [label]
         assert example["predicted"] == int(output.argmax())
         assert example["confidence"] == pytest.approx(float(output.max()), abs=1e-5)
+    # So are the counts by class: its samples, right ones, and what most of the others are taken for.
+    for label, samples, right, other, times in record["classes"]:
+        mistakes = taken_for[label].copy()
+        mistakes[label] = 0
+        assert [samples, right, times] == [taken_for[label].sum(), taken_for[label, label], mistakes.max()]
+        assert other == (mistakes.argmax() if times else -1)
+    assert len(record["classes"]) == 10
     is_wrong = [example["predicted"] not in example["labels"] for example in examples]
     mistakes = [example["confidence"] for example in examples if example["predicted"] not in example["labels"]]
     hits = [example["confidence"] for example in examples if example["predicted"] in example["labels"]]

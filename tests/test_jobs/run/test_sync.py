@@ -278,7 +278,7 @@ def test_a_driver_behind_a_dead_link_is_seen_to_be_gone_is_followed_and_ends_wit
         network["h0"].run(["python", "-c", BUCKET])
         first = drive("h0")
         wait_for(log_of("h0"), "checkpoint step 20 committed")
-        assert "end  running, started 20" in (told := network["h1"].run(f"python -m jobs status {run}")), told
+        assert "now  running, started 20" in (told := network["h1"].run(f"python -m jobs status {run}")), told
 
         network["h0"].black_hole()
         began = time.monotonic()

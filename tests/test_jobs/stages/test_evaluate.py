@@ -19,7 +19,7 @@ from data.index.document import load_index
 from data.seal import seal
 from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
-from data.shards.subset import Rule, make_subset
+from data.shards.subset import Rule
 from data.sources.samples import DIGITS, digits
 from jobs.__main__ import main
 from jobs.cluster.worker import Task
@@ -36,6 +36,7 @@ from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of
 from tests import ranks
+from tests.archives import make_subset
 from tests.golden import GOLDEN
 from tests.recipes import TINY
 

@@ -1,5 +1,6 @@
 """The pack stage, after it has finished: what it says of a source that holds something else now."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from data.sources.samples import digits
 from jobs.__main__ import main
+from pipeline import artifacts
 
 RECIPE = """
 run: {folder}/run
@@ -17,7 +19,9 @@ shards: {{kind: pack, sets: {{train: {{path: {folder}/images}}}}}}
 
 
 @pytest.mark.quick
-def test_images_that_came_or_went_after_packing_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_came_or_went_after_packing_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = list(digits(train=False, image_size=16))[:5]
     for number, sample in enumerate(samples[:4]):
         path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"
@@ -38,3 +42,31 @@ def test_images_that_came_or_went_after_packing_are_said(tmp_path: Path, capsys:
         assert main([command, str(recipe)]) == 0
         said = capsys.readouterr().out
         assert f"{tmp_path}/images holds 6 images, and held 5 when it was packed: train stays as it is" in said
+
+    # A source that cannot be read any more, as on a file server that has gone, stops nothing of what was packed.
+    def stale(*args: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("jobs.stages.pack.images_below", stale)
+    assert main(["run", str(recipe)]) == 0
+    assert "when it was packed" not in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_a_set_packed_before_the_time_was_recorded_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = next(iter(digits(train=False, image_size=16))).image
+    path = tmp_path / "images" / "class0" / "0.png"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(image)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=tmp_path))
+    assert main(["run", str(recipe)]) == 0
+    (done,) = (tmp_path / "run").glob("shards-*/done.json")
+    values = artifacts.read_record(done)
+    del values["finished"]
+    artifacts.write_record(done, values)
+    path.with_name("1.png").write_bytes(image)
+    later = time.time() + 10
+    os.utime(path.parent, (later, later))
+    assert main(["run", str(recipe)]) == 0
+    assert "holds 2 images, and held 1 when it was packed" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Evaluates the commits of one trained stage beside training (`evaluate_on: spare`), one at a time.
+"""Works beside the training of one stage: evaluates its commits (`evaluate_on: spare`) and searches its spikes
+(`health.on_spike: bisect`), one at a time.
 
 1. While an attempt runs, a thread asks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
    leaves a file that says so. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
@@ -8,8 +9,12 @@
 3. A worker that dies or hangs costs training nothing: that is logged, and the step is tried again. It is also tried
    again, as often as that happens, where somebody wants the place.
 4. Records lie in the stage's folder until rank 0 reports them.
-5. When the attempt ends badly, so does the evaluation, at once; its request stays for the next attempt, or the next
-   command. When training has ended well, the stage waits for what is still requested, with the workers' own places.
+5. Where no evaluation waits, a spike is searched (pipeline/search.py) in a folder of its own, from the commit before
+   it, which is linked as soon as the request is seen. What comes out lies in the stage's folder: with its next save
+   rank 0 masks the samples that are named (pipeline/health.py). A search that fails is not tried again.
+6. When the attempt ends badly, so does the evaluation, at once; its request stays for the next attempt, or the next
+   command. When training has ended well, the stage waits for the evaluations that are still requested, with the
+   workers' own places; a search would come too late.
 """
 
 import dataclasses
@@ -18,7 +23,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,15 +32,20 @@ from data.checks import one_line
 from data.errors import Preempted
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.placement import SparePlace, spare_place_of
-from jobs.cluster.worker import Task
+from jobs.cluster.worker import Task, WorkerFunction
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.resolved_recipe import Context
-from pipeline.checkpoints.manifest import committed, step_of
-from pipeline.evaluate import TRIES, AsyncOutcome, evaluate_commit
+from pipeline import artifacts
+from pipeline.artifacts import SEARCHES
+from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
+from pipeline.evaluate import TRIES, evaluate_commit
 from pipeline.evaluation import async_evaluation
-from pipeline.monitoring.telemetry import Telemetry, duration
+from pipeline.health import found_samples, names_of
+from pipeline.monitoring.telemetry import Telemetry, counted, duration
 from pipeline.monitoring.watchdog import Watch
+from pipeline.replay import TrainedStage
+from pipeline.search import search
 from pipeline.training_config import TrainConfig
 
 POLL_S = 1.0  # between two polls of the thread
@@ -46,15 +56,15 @@ NICE = 19  # the lowest priority: what training leaves of the cores
 
 
 class Ended(Exception):
-    """The evaluation is not wanted any more: its attempt has ended."""
+    """What is done beside training is not wanted any more: its attempt has ended."""
 
 
 class NoPlace(Exception):
     """The place that seemed to be free is not, or is not any more."""
 
 
-class AsyncEvaluation:
-    """Evaluates commits of a stage, from attempt to attempt."""
+class SpareWorker:
+    """Evaluates commits and searches spikes of a stage, from attempt to attempt."""
 
     def __init__(self, cfg: TrainConfig, context: Context) -> None:
         self.cfg = cfg
@@ -63,8 +73,8 @@ class AsyncEvaluation:
         self.place: SparePlace | None = None  # one for all attempts: its agent has imported torch
         self.deaths: Counter[int] = Counter()  # by step: of workers that were to evaluate it
         self.is_given_up = False  # a worker has died as often as it may
-        self.number = 0  # of evaluations that this command has begun
-        self.running: int | None = None  # the step that is being evaluated
+        self.number = 0  # of evaluations and searches that this command has begun
+        self.running: int | None = None  # the step that is being evaluated; None: none is, a spike may be searched
         self.has_ended = threading.Event()  # the attempt, or the wait for the last evaluations
         self.training_has_ended = False
         self.thread = threading.Thread()
@@ -73,7 +83,7 @@ class AsyncEvaluation:
 
     @contextmanager
     def beside(self, task: Task, attempt_folder: Path, cluster: ClusterConfig) -> Iterator[None]:
-        """Evaluate commits while an attempt runs."""
+        """Evaluate commits and search spikes while an attempt runs."""
         self.task = task
         self.attempt_folder = attempt_folder
         self.cluster = dataclasses.replace(cluster, workers=1)
@@ -133,6 +143,10 @@ class AsyncEvaluation:
             self.end()
             self.report_records()
             self.place.close()
+        for step in self.spikes():
+            self.put_outcome(step, {"error": "training has ended"}, "not searched to its end, training has ended")
+        if self.cfg.evaluate_on == "training":
+            return
         # Checkpoints stayed beyond `keep` because they were to be evaluated.
         try:
             self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.requested(self.stage))
@@ -164,14 +178,14 @@ class AsyncEvaluation:
                     return
             except Exception as error:
                 # The head may be away, or the disk be full: the next poll tries again.
-                trouble = f"no evaluation beside training for now: {type(error).__name__}: {error}"
+                trouble = f"nothing is done beside training for now: {type(error).__name__}: {error}"
             if trouble not in ("", self.trouble) and not has_ended.is_set():
                 self.context.log(trouble)
             self.trouble = trouble or self.trouble
             has_ended.wait(WAIT_POLL_S if self.training_has_ended else POLL_S)
 
     def poll(self) -> None:
-        """Offer a place where one is free, and have the next step evaluated there."""
+        """Offer a place where one is free, and have the next step evaluated there, or the next spike searched."""
         assert self.place is not None
         is_free = self.place.is_free()
         # The answer may have taken so long that another attempt runs: its workers must not ask this thread.
@@ -183,9 +197,12 @@ class AsyncEvaluation:
         else:
             offer.unlink(missing_ok=True)
         waiting = self.waiting(at_most=2)
+        spikes = self.spikes()
         # What was requested before it was given up has its tries when training has ended.
         if waiting and is_free and (self.training_has_ended or not self.is_given_up):
             self.evaluate(waiting[0])
+        elif spikes and is_free and not self.training_has_ended:
+            self.search(spikes[0])
 
     def waiting(self, at_most: int) -> list[int]:
         """Return the committed steps that wait to be evaluated, the oldest first; skip those that are too many."""
@@ -212,36 +229,24 @@ class AsyncEvaluation:
         folder = self.stage / async_evaluation.FOLDER / name
         folder.mkdir()
         task = {**self.task, "checkpoint": str(checkpoint), "folder": str(folder)}
-        watch = Watch(1, self.cfg.stall_s, self.cluster.start_timeout_s)
-        group = WorkerGroup(self.place, self.cluster, folder)
         self.running = step
-        failure: WorkerGroupError | None = None
+        # 2. Its work, of which the log says nothing more where the worker does not fail.
         try:
-            # 2. Its work, which ends where somebody wants the place, or the attempt ends.
-            if not self.place.take():
-                raise NoPlace("what seemed to be free was not")
-            outcome = cast(AsyncOutcome, group.run(evaluate_nicely, task, lambda: self.poll_worker(group, watch)))
+            outcome, failure = self.run_there(f"evaluate step {step}", evaluate_nicely, task, folder)
+        finally:
+            self.running = None
+        if outcome is not None:
             for remark in outcome["remarks"]:
                 self.context.log(remark)
             where: dict[str, Any] = {"where": "spare", "node": outcome["node"], "seconds": outcome["seconds"]}
             remark = f"  beside training, on {outcome['node']} in {outcome['seconds']:.2f}s"
             record = async_evaluation.evaluation_record(step, outcome["values"], where, remark)
             async_evaluation.put_record(self.stage, step, record)
-        except Ended:
-            pass
-        except NoPlace as reason:
-            self.context.log(f"evaluate step {step}: put off, {reason}; tried again where a place is free")
-        except WorkerGroupError as error:
-            failure = error
-        finally:
-            self.running = None
-            self.place.give_back()
-        # 3. Of a worker that did not fail the log says nothing more.
         if failure is None:
             shutil.rmtree(folder, ignore_errors=True)
             return
 
-        # 4. A worker that asked for an exit code knew what it wanted: to try again would end in the same way.
+        # 3. A worker that asked for an exit code knew what it wanted: to try again would end in the same way.
         self.deaths[step] += 1
         if failure.exit_code is None and self.deaths[step] < TRIES:
             self.context.log(
@@ -258,13 +263,95 @@ class AsyncEvaluation:
             line += "; the next ones are judged in the loop"
         async_evaluation.put_record(self.stage, step, {"kind": "evaluate_failed", "values": values, "line": line})
 
+    def spikes(self) -> list[int]:
+        """Return the steps whose search is requested, the oldest first; the commit before each is kept for it."""
+        steps = []
+        for request in sorted((self.stage / SEARCHES).glob("step-*.requested")):
+            step = int(request.stem.removeprefix("step-"))
+            steps.append(step)
+            # At once: a later save may remove the commit.
+            stage = TrainedStage(self.stage)
+            stage.link_start(stage.commit_before(step), request.with_suffix("") / self.stage.name)
+        return steps
+
+    def search(self, step: int) -> None:
+        """Have a spike searched and leave what came out; where the place is wanted, the request stays."""
+        # 1. The stage as a replay has it: a run of its own, with the commit before the step.
+        request = artifacts.read_record(self.stage / SEARCHES / f"step-{step:010d}.requested")
+        run = self.stage / SEARCHES / f"step-{step:010d}"
+        self.number += 1
+        claim = run / ATTEMPTS / f"{self.number:06d}.json"
+        claim.parent.mkdir(exist_ok=True)
+        claim.touch()
+        directory = run / self.stage.name
+        folder = attempt_folder(directory, self.number)
+        folder.mkdir(parents=True)
+        # Without what is known already: a sample that has made several spikes is searched once.
+        masked = [[0, *sample["range"]] for sample in found_samples(self.stage)]
+        own = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step, "masked": masked}
+        task = {**self.task, "job": {**self.task["job"], **own, "device_bytes": None}, "search": request}
+
+        # 2. The search.
+        self.context.log(f"step {step}: its spike is searched beside training")
+        outcome, failure = self.run_there(f"step {step}: search", search_nicely, task, folder)
+        if failure is not None:
+            line = f"the search beside training FAILED ({one_line(failure.cause)}), nothing is masked"
+            self.put_outcome(step, {**request, "error": failure.cause}, line)
+        if outcome is None:
+            return
+
+        # 3. What it came to, in a line.
+        if outcome["is_found"]:
+            line = (
+                f"its spike goes with {counted(len(outcome['samples']), 'sample')}, without which {request['metric']} "
+                f"is {outcome['value_without']:.3g}: {names_of(outcome['samples'])}; masked from the next checkpoint on"
+            )
+        elif outcome["is_spike"]:
+            line = f"no single sample is behind its spike, {len(outcome['rows'])} are at the least: nothing is masked"
+        else:
+            line = "taken again, without what is masked already, it has no spike"
+        self.put_outcome(step, {**request, **outcome}, line)
+
+    def put_outcome(self, step: int, outcome: Mapping[str, Any], line: str) -> None:
+        """Leave what a search has come to, and take back its request."""
+        run = self.stage / SEARCHES / f"step-{step:010d}"
+        artifacts.write_record(run.with_suffix(".json"), outcome)
+        run.with_suffix(".requested").unlink(missing_ok=True)
+        shutil.rmtree(run, ignore_errors=True)
+        self.context.log(f"step {step}: {line}")
+
+    def run_there(
+        self, what: str, function: WorkerFunction, task: Task, folder: Path
+    ) -> tuple[dict[str, Any] | None, WorkerGroupError | None]:
+        """Run a worker on the place, until somebody wants the place or the attempt ends.
+
+        Returns its outcome, or its failure, or neither.
+        """
+        assert self.place is not None
+        watch = Watch(1, self.cfg.stall_s, self.cluster.start_timeout_s)
+        group = WorkerGroup(self.place, self.cluster, folder)
+        try:
+            if not self.place.take():
+                raise NoPlace("what seemed to be free was not")
+            outcome = group.run(function, task, lambda: self.poll_worker(group, watch))
+            return cast(dict[str, Any], outcome), None
+        except Ended:
+            return None, None
+        except NoPlace as reason:
+            self.context.log(f"{what}: put off, {reason}; tried again where a place is free")
+            return None, None
+        except WorkerGroupError as error:
+            return None, error
+        finally:
+            self.place.give_back()
+
     def poll_worker(self, group: WorkerGroup, watch: Watch) -> None:
-        """Look at the worker that evaluates, and skip requests that have become too many.
+        """Look at the worker, and skip requests of evaluations that have become too many.
 
         Raises Ended, NoPlace where somebody wants the place, and WorkerGroupError where the worker is stuck.
         """
         assert self.place is not None
-        if self.has_ended.is_set():
+        if self.has_ended.is_set() or (self.training_has_ended and self.running is None):
             raise Ended
         if self.place.is_wanted():
             raise NoPlace("somebody wants the place")
@@ -281,3 +368,9 @@ def evaluate_nicely(task: Task) -> object:
     # On a place of its own it takes nothing from anybody; but cores are shared by whoever is on the machine.
     os.nice(NICE)
     return evaluate_commit(task)
+
+
+def search_nicely(task: Task) -> object:
+    """Search one spike at the lowest priority."""
+    os.nice(NICE)
+    return search(task)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from data.bucket import Bucket
 from data.index.document import load_index
@@ -24,14 +25,16 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.commands.demo import step_losses
-from jobs.stages.async_evaluation import AsyncEvaluation, NoPlace
+from jobs.stages.spare_worker import NoPlace, SpareWorker
 from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation import async_evaluation
 from pipeline.evaluation.worker import EvaluationStopped
+from pipeline.health import Health
+from pipeline.masking import Mask
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import HealthConfig, TrainConfig
 from tests import worker_functions
 from tests.drives import assert_same, finish, said, stage, start
 
@@ -177,6 +180,7 @@ class Scripted:
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
         self.judged: list[int] = []
+        self.searched: list[tuple[int, Any]] = []  # the step of each, and what it does without
         self.has_room = True
         self.has_training_ended = False
 
@@ -197,10 +201,15 @@ class Scripted:
 
     def run(self, function: Any, task: dict[str, Any], folder: Path, on_tick: Callable[[], None]) -> Any:
         on_tick()
-        self.judged.append(step_of(Path(task["checkpoint"])))
         outcome = self.outcomes.pop(0) if self.outcomes else None
+        if "search" in task:
+            self.searched.append((task["search"]["step"], task["job"]["masked"]))
+        else:
+            self.judged.append(step_of(Path(task["checkpoint"])))
         if isinstance(outcome, Exception):
             raise outcome
+        if outcome is not None:
+            return outcome
         return {"values": {"accuracy": 0.5, "judged": 4}, "node": "n1", "seconds": 1.5, "remarks": []}
 
 
@@ -226,7 +235,7 @@ def scripted_groups(monkeypatch) -> None:
         kind = ScriptedGroup if isinstance(place, Scripted) else WorkerGroup
         return kind(place, cluster, folder)
 
-    monkeypatch.setattr("jobs.stages.async_evaluation.WorkerGroup", group_on)
+    monkeypatch.setattr("jobs.stages.spare_worker.WorkerGroup", group_on)
 
 
 class Stage:
@@ -240,7 +249,7 @@ class Stage:
         context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
-        self.evaluations = AsyncEvaluation(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
+        self.evaluations = SpareWorker(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
         self.evaluations.place = places  # type: ignore[assignment]
         self.places = places
         # What an attempt leaves to the calls that a test makes itself, without a thread.
@@ -285,6 +294,55 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
     assert not made.answers() and not async_evaluation.requested(tmp_path)
+
+
+def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_once(tmp_path, monkeypatch) -> None:
+    """The second search fails, the third is put off once, the fourth is too late; none of them ends the training."""
+    sample = {"slot": 5, "shard": "a.tar", "sample": 7, "key": "k7", "range": [0, 7, 8], "is_twin": False}
+    named = {"is_spike": True, "is_found": True, "rows": [5], "samples": [sample], "value_without": 0.25}
+    innocent = {"is_spike": True, "is_found": False, "rows": [1, 2, 3], "samples": []}
+    died = WorkerGroupError(0, "n1", "killed by SIGKILL", exit_code=70)
+    places = Scripted(named, died, NoPlace("somebody wants the place"), innocent)
+    made = Stage(tmp_path, places)
+    made.evaluations.cfg = TrainConfig(steps=100, health=HealthConfig(on_spike="bisect"))
+    made.evaluations.task = {"config": {}, "job": {"masked": []}}
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
+    monkeypatch.setattr("pipeline.health.read_excluded", lambda folder: [])
+    reported = []
+
+    def report(kind: str, values: Any, line: str) -> None:
+        reported.append((kind, line))
+
+    telemetry: Any = SimpleNamespace(attempt=1, report=report, log=reported.append)
+    health = Health(made.evaluations.cfg, tmp_path, checkpoints_in(tmp_path), telemetry)
+    for step in range(1, 20):
+        health.count_step(step, 1.0, 0.1 if step != 18 else 2.0, "", [])
+    assert "not searched, because no place beside training is free" in reported[-1][1]
+    (made.attempt / async_evaluation.SPARE_FILE).touch()
+    for step in range(20, 28):
+        health.count_step(step, 1.0, 0.1 if step % 2 else 2.0, "", [])
+    assert [line.count("it is searched beside training") for _, line in reported[1:]] == [1, 1, 1, 1]
+
+    for _ in range(4):
+        made.evaluations.poll()
+    assert [step for step, _ in places.searched] == [20, 22, 24, 24]
+    assert [masked for _, masked in places.searched] == [[], *[[[0, 0, 7, 8]]] * 3]
+    said = "\n".join(made.said)
+    assert "step 20: its spike goes with 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in said
+    assert "step 22: the search beside training FAILED (killed" in said
+    assert "step 24: no single sample is behind its spike, 3 are at the least: nothing is masked" in said
+    made.evaluations.finish()
+    assert "step 26: not searched to its end, training has ended" in made.said
+    assert sorted(path.name for path in (tmp_path / "searches").iterdir()) == [
+        f"step-00000000{step}.json" for step in (20, 22, 24, 26)
+    ]
+
+    mask = Mask()
+    for step in (30, 40):
+        health.mask_found(mask, step)
+    assert mask.ranges == [(30, 0, 7, 8)]
+    assert reported[5:] == [("masked", "step 30: 1 sample masked from here on, 1 in all: a.tar k7")]
 
 
 def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
@@ -357,7 +415,7 @@ def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> 
 def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("jobs.stages.async_evaluation.END_S", 0.01)
+    monkeypatch.setattr("jobs.stages.spare_worker.END_S", 0.01)
     made = Stage(tmp_path, Scripted())
     asked = threading.Event()
     has_answer = threading.Event()
