@@ -18,6 +18,8 @@ some seconds late.
 A start takes the newest checkpoint that is whole (`choose`); pipeline/checkpoints/restore.py loads it.
 """
 
+import os
+import shutil
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import refusal, size_text, wait_until_seen
+from data.files import MANIFEST, refusal, size_text, wait_until_seen, write_whole
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     ChunkedRecord,
@@ -201,6 +203,23 @@ class StageCheckpoints:
         if left:
             raise OSError(f"{', '.join(left)}: could not be deleted whole, the next start tries again")
         return removed
+
+    def adopt(self, source: Path, key: str | None = None) -> None:
+        """Make a checkpoint of another folder of this disk one of these, whole or not at all; of the stage `key`.
+
+        Its files have two names from then on: nobody writes into them. Raises CheckpointError, OSError.
+        """
+        manifest = look_at(Folder(source.parent), source.name)
+        staged = self.local / f".tmp-{source.name}-linked"
+        try:
+            shutil.copytree(source, staged, copy_function=os.link)
+        except OSError:  # another disk, one that knows no second names, or what a killed start has left
+            shutil.rmtree(staged, ignore_errors=True)
+            shutil.copytree(source, staged)
+        if key is not None:
+            # Written beside the old one, and renamed: the other folder keeps its own.
+            write_whole(staged / MANIFEST, sealed(replace(manifest, key=key)))
+        staged.rename(self.local / source.name)
 
     # ------------------------------------------------------------------------ a start
 
