@@ -32,7 +32,7 @@ from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NoLabel, parse_labels, some
 from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, is_image, mapped, walk
+from data.index.tar import IMAGES, first_part, is_image, mapped, walk
 from data.sources.folders import (
     HIDDEN,
     IMAGE_COLUMNS,
@@ -290,7 +290,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
 
 def train_and_test(parts: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return the parts to train on and to evaluate on, of those that are there by their words; None for none."""
-    return parts.get(first_of(TRAIN, list(parts)) or ""), parts.get(first_of(TEST, list(parts)) or "")
+    return first_part(TRAIN, parts, None), first_part(TEST, parts, None)
 
 
 def one_place(places: Sequence[str]) -> str:
