@@ -108,10 +108,11 @@ class Stage:
         self.lost = np.concatenate(lost[::-1]).view(np.recarray)
 
     def samples_at(self, step: int) -> float:
-        """Return how many samples were seen at a step, counted on from the nearest that is known."""
+        """Return how many samples were seen at a step, counted on from the next that is known."""
         if not len(self.steps):
             return 0.0
-        nearest = self.steps[np.argmin(np.abs(self.steps.step - step))]
+        place = int(np.searchsorted(self.steps.step, step))
+        nearest = self.steps[min(place, len(self.steps) - 1)]
         return float(nearest.samples_seen + (step - nearest.step) * self.record["config"]["batch_size"])
 
     @property
