@@ -257,6 +257,7 @@ A recipe's top level holds these keys:
 | `run` | `runs/<the recipe's name>` | path | the run directory, on a disk that all nodes share |
 | `cluster` | see below | section | how many workers run the stages, and on what |
 | `trackers` | see below | section | W&B and MLflow, each used where it is told where |
+| `budget` | `null` | number, or `null` | exaFLOPs that all trained stages may take together (scaling.md) |
 | any other | none | section | a stage: its name is the key, its kind is the key too unless it says `kind: …` |
 
 A recipe writes only what differs from the defaults. The same keys can be typed after a command, with dots between the

@@ -177,6 +177,7 @@ class Campaign:
     stages: tuple[Stage, ...]
     trackers: TrackersConfig = TrackersConfig()  # noqa: RUF009 (frozen)
     remote: str | None = None  # URL of the run in an object store; None: all nodes share `run`
+    budget: float | None = None  # exaFLOPs that all trained stages together may take; None: any
 
     @property
     def storage(self) -> Storage:

@@ -7,7 +7,8 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 3. `evaluate_unfinished`: at the start of an attempt, the commits whose evaluation a stop or a kill cut short;
 4. `evaluate_at_the_end`: of the weights that the stage ends with; a failure ends the stage.
 
-Whether the stage ends early for lack of a better evaluation (`patience`) is decided here too: `has_lost_patience`.
+Whether the stage ends early, for lack of a better evaluation (`patience`) or below what a law foretold of it, is
+decided here too: `ends_early`.
 """
 
 import os
@@ -175,24 +176,31 @@ def evaluate_between(worker: Worker, progress: Progress) -> bool:
     return True
 
 
-def has_lost_patience(worker: Worker, progress: Progress) -> bool:
-    """Collective: tell whether the stage ends here, because `patience` evaluations have not been better than the best.
+def ends_early(worker: Worker, progress: Progress) -> bool:
+    """Collective: tell whether the stage ends here: `patience` evaluations have not been better than the best, or two
+    are worse than what was foretold.
 
     It is told by the records alone, also at the start of an attempt.
     """
     cfg = worker.cfg
-    if cfg.keep_best is None or cfg.patience == 0 or progress.step >= worker.steps:
+    job = worker.job
+    if progress.step >= worker.steps or (not cfg.patience and job.foretold is None):
         return False
     is_over = [False]
     if worker.rank == 0:
-        since = evaluations_since_best(Path(worker.job.directory), cfg.keep_best)
-        if since is not None and since[0] >= cfg.patience:
+        reason = job.hopeless
+        since = None
+        if cfg.patience and cfg.keep_best is not None:
+            since = evaluations_since_best(Path(job.directory), cfg.keep_best)
+        if not reason and since is not None and since[0] >= cfg.patience:
             count, best = since
-            is_over = [True]
-            worker.telemetry.log(
+            reason = (
                 f"{counted(count, 'evaluation')} without a better {cfg.keep_best} than {best['value']:.4f} at step "
-                f"{best['step']}, patience is {cfg.patience}: the stage ends at step {progress.step} of {worker.steps}"
+                f"{best['step']}, patience is {cfg.patience}"
             )
+        if reason:
+            is_over = [True]
+            worker.telemetry.log(f"{reason}: the stage ends at step {progress.step} of {worker.steps}")
     dist.broadcast_object_list(is_over, src=0)
     return is_over[0]
 
@@ -281,7 +289,8 @@ def evaluate_unfinished(worker: Worker, progress: Progress) -> bool:
             due = set()
             for step in commits - recorded:
                 # The last step is evaluated at the end, in any case.
-                is_amid = 0 < step <= progress.step and step < worker.steps
+                # That with which a branch begins is its trunk's.
+                is_amid = (cfg.begin or 0) < step <= progress.step and step < worker.steps
                 if has_sets and is_amid and cfg.evaluate_every and step % cfg.evaluate_every == 0:
                     due.add(step)
             if is_spare:

@@ -8,7 +8,6 @@
 Nothing is written into the stage's folder.
 """
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from data.index.index import Index
 from data.order import Mixture, Order
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
+from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.token_dropping import phase_at, phases
 from pipeline.training_config import TrainConfig, steps_of, training_loader, training_order
@@ -186,18 +186,9 @@ class TrainedStage:
         Nothing is done that was done. Raises OSError.
         """
         target.mkdir(parents=True, exist_ok=True)
-        checkpoints = target / "checkpoints"
-        if start and not any(checkpoints.glob("step-*")):
-            # Made under another name: a checkpoint is there whole, or not at all. Nobody writes into its files.
-            source = self.commits[start]
-            staged = checkpoints / f".tmp-{source.name}-linked"
-            shutil.rmtree(staged, ignore_errors=True)
-            try:
-                shutil.copytree(source, staged, copy_function=os.link)
-            except OSError:  # another disk, or one that knows no second names
-                shutil.rmtree(staged, ignore_errors=True)
-                shutil.copytree(source, staged)
-            staged.rename(checkpoints / source.name)
+        checkpoints = checkpoints_in(target / "checkpoints")
+        if start and not checkpoints.committed():
+            checkpoints.adopt(self.commits[start])
         if (self.folder / artifacts.EXCLUDED_STEPS).exists():
             shutil.copy(self.folder / artifacts.EXCLUDED_STEPS, target / artifacts.EXCLUDED_STEPS)
 

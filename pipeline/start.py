@@ -40,7 +40,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import engine_settings
 from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.best import steps_of_best
+from pipeline.evaluation.best import Foretold, steps_of_best
 from pipeline.health import Health
 from pipeline.masking import Mask
 from pipeline.monitoring.telemetry import Telemetry, Window, counted, read_metrics
@@ -84,11 +84,17 @@ class Job:
     device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
     until: int | None = None  # the step that a replay ends with; None: the last of the stage
     masked: Sequence[Sequence[int]] = ()  # what a replay does without: (step, shard, first, stop) in the joined sets
+    foretold: dict[str, Any] | None = None  # what a law says of its evaluations (best.Foretold)
 
     @property
     def storage(self) -> Storage:
         """Return where the run keeps its files."""
         return open_storage(Path(self.run), self.remote)
+
+    @property
+    def hopeless(self) -> str:
+        """Return why the stage is to end early by what was foretold of it; "" while it is not. Rank 0 alone."""
+        return "" if self.foretold is None else Foretold(**self.foretold).hopeless(Path(self.directory))
 
     @property
     def attempt_folder(self) -> Path:
@@ -373,11 +379,15 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     arithmetic = worker.arithmetic
     # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
     if manifest is not None:
-        ignored = f", init {job.init} ignored" if job.init else ""
+        ignored = ""
+        if job.init:
+            ignored = f", init {job.init} ignored"
         text = (
             f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}){ignored}"
         )
+        if manifest.step == cfg.begin:
+            text = f"a branch: goes on from step {manifest.step} of {job.init} with its optimizer and order of samples"
         if manifest.masked:
             text += f", {counted(sum(stop - first for *_, first, stop in manifest.masked), 'sample')} masked"
     elif job.init:

@@ -39,10 +39,10 @@ from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
 from pipeline.engine.exact import ExactEngine
 from pipeline.evaluate import (
+    ends_early,
     evaluate_at_the_end,
     evaluate_between,
     evaluate_unfinished,
-    has_lost_patience,
     request_async,
 )
 from pipeline.evaluation import async_evaluation
@@ -78,6 +78,7 @@ class StageResult(TypedDict):
     world: int
     files: dict[str, FileRecord]  # the weights and their model, as rank 0 read them back
     kept: NotRequired[Kept]  # of a stage that hands on the best weights instead of the last
+    stopped: NotRequired[str]  # why it ended before its last step, as hopeless
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
@@ -107,7 +108,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
 
     # An attempt may have been killed between its last evaluation and its end.
-    was_over = has_lost_patience(worker, progress)
+    was_over = ends_early(worker, progress)
     is_over = was_over
     while progress.step < worker.last_step and not is_over:
         # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
@@ -140,8 +141,8 @@ def train(task: Mapping[str, Any]) -> StageResult:
         is_last = step == worker.last_step
         has_line = step % cfg.log_every == 0 or step == first_step or is_last or stopping
         is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
-        # An evaluation beside training reads the checkpoint, and that of the best is handed on.
-        needs_commit = cfg.evaluate_on == "spare" or cfg.keep_best is not None
+        # An evaluation beside training reads the checkpoint; those of the best, and of a hopeless end, are handed on.
+        needs_commit = cfg.evaluate_on == "spare" or cfg.keep_best is not None or worker.job.foretold is not None
         is_planned = step % cfg.save_every == 0 or (is_evaluated and needs_commit)
         # A commit amid non-finite steps would pass for progress since the last time that the run went back.
         is_saved = (is_planned and health.skipped_in_a_row == 0) or is_last or stopping
@@ -165,7 +166,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
                     report_training(worker, progress, rate, has_line=False)
                     begin_save(worker, progress)
             else:
-                is_over = has_lost_patience(worker, progress)
+                is_over = ends_early(worker, progress)
         if stopping and not is_last:
             # A save of this step has begun above: it is committed before the workers end.
             if saver.in_flight:
@@ -454,4 +455,6 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     }
     if kept is not None:
         result["kept"] = kept
+    if progress.step < worker.steps and worker.job.hopeless:
+        result["stopped"] = worker.job.hopeless
     return result

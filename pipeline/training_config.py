@@ -123,6 +123,12 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)  # what is trained on, and how it is read
     model: dict[str, Any] = field(default_factory=dict)  # name, image_size, classes, …; or what differs from init's
     init: str | None = None  # weights to start from: a folder, or "@stage"; None: random
+    # a branch: go on from this commit of the stage that `init` names, with its moments and the order of its samples;
+    # all values are that stage's, but for the steps and the cool-down (docs/scaling.md); null: weights alone, step 0
+    begin: int | None = None
+    # "@figure/figure.json" of a figure with a fit: what it foretells is logged before the first step and compared after
+    # the last; where its fit is of curves, two evaluations in a row that are worse than its interval end the stage
+    law: str | None = None
     new_head: bool = False  # replace the head by one zero-initialised layer (paper, B.1.1) even where classes agree
     optim: OptimConfig = field(default_factory=OptimConfig)  # optimizer and learning rate
     objective: Literal["classification", "masked"] = "classification"  # masked: predict masked patches (paper, B.1.2)
@@ -167,13 +173,13 @@ class TrainConfig:
     stall_s: float = 600.0  # without any worker entering a new phase; then the attempt ends and the next begins
 
     RESUME: ClassVar[Tags] = tags(
-        forbid="data model init new_head optim objective loss label_smoothing mixup thinning polyak steps passes "
-        "batch_size precision seed keep_best patience",
+        forbid="data model init begin law new_head optim objective loss label_smoothing mixup thinning polyak steps "
+        "passes batch_size precision seed keep_best patience",
         warn="micro_batch uneven exact_parts zero checkpoint_blocks activation_gb compile deepspeed evaluate_every "
         "probe",
         free="evaluate_on log_every save_every keep keep_every health max_skipped max_failed_saves timeout_s stall_s",
     )
-    LATER: ClassVar[tuple[str, ...]] = ("thinning", "keep_best", "patience")
+    LATER: ClassVar[tuple[str, ...]] = ("begin", "law", "thinning", "keep_best", "patience")
 
     @property
     def labels_read(self) -> int:
@@ -190,6 +196,8 @@ class TrainConfig:
         )
         require(0 <= self.label_smoothing < 1, f"label_smoothing is {self.label_smoothing}, expected 0 to 1")
         require(0 <= self.polyak < 1, f"polyak is {self.polyak}, expected 0 (off) to less than 1, for example 0.9999")
+        at_least(self, 1, "begin")
+        require(self.begin is None or self.init is not None, "begin is a step of the stage that init names: give init")
         at_least(self, 0, "mixup evaluate_every keep_every checkpoint_blocks patience")
         require(
             self.patience == 0 or self.keep_best is not None,

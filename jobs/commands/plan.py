@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import models
+from data.checks import few
 from data.files import memory_text
 from data.index.names import some
 from jobs.commands.plan_training import TrainedStage, bill, span
@@ -30,18 +31,10 @@ from jobs.recipe.render import choice_text
 from jobs.recipe.sweeps import resolve_sweep
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.stages import sweep
+from jobs.stages.study import compute_of
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
 from pipeline.plan.cost import HOUR_S, Assumptions
-
-MOST_NAMED = 4  # stages in a line
-
-
-def few(names: list[str]) -> str:
-    """Return the names of stages, of many the first."""
-    if len(names) > MOST_NAMED:
-        return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
-    return ", ".join(names)
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
@@ -57,6 +50,15 @@ def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -
         f"run directory  {campaign.storage.address()}",
         f"cluster        {workers} workers ({cluster.backend})",
     ]
+    compute = compute_of(campaign)
+    text = f"{compute.planned:.4g} exaFLOPs"
+    if compute.uncounted:
+        text += f"; NOT counted: {few(compute.uncounted)}"
+    if compute.apart != compute.planned:
+        text += f", {compute.planned / compute.apart:.0%} of the {compute.apart:.4g} of as many runs from step 0"
+    if campaign.budget is not None:
+        text += f", of a budget of {campaign.budget:g}"
+    made.lines.append(f"compute        {text}")
     for stage in campaign.stages:
         made.add_stage(stage)
     fits, time, cost = made.sum_up()

@@ -132,6 +132,8 @@ class TrainedStage:
             self.add("steps", f"{cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
             return
         self.steps = steps_of(cfg, samples or 0)
+        # A branch takes those behind its begin.
+        self.taken = range(cfg.begin or 0, self.steps)
         self.add_data(samples)
 
         # 3. What the steps compute.
@@ -139,11 +141,11 @@ class TrainedStage:
             self.add("model", "not known: the weights that it starts from are missing")
             return
         self.model = self.stage.model
-        whole = models.training_flops(self.model, self.steps * cfg.batch_size)
+        whole = models.training_flops(self.model, len(self.taken) * cfg.batch_size)
         self.flops = whole
         if cfg.thinning.is_on:
             in_order = phases(cfg.thinning, self.steps, self.model)
-            self.flops = flops_of(in_order, self.model, range(self.steps), cfg.batch_size)
+            self.flops = flops_of(in_order, self.model, self.taken, cfg.batch_size)
             share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
             self.add("compute", f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
             for phase in in_order:
@@ -173,13 +175,16 @@ class TrainedStage:
     def add_data(self, samples: int | None) -> None:
         """Say how long a stage trains, when it is evaluated, and where its samples come from."""
         cfg = self.cfg
-        images = self.steps * cfg.batch_size
+        images = len(self.taken) * cfg.batch_size
         passes = "data is not there yet"
         if samples:
             passes = f"{images / samples:.2f} passes over {samples:,} samples"
             if not self.all_there:
                 passes += " (as the recipe says; the data is not there yet)"
-        self.add("steps", f"{self.steps:,} ({amount(images)} images, {passes})")
+        steps = f"{self.steps:,}"
+        if cfg.begin is not None:
+            steps = f"{len(self.taken):,}, from {cfg.begin:,} of {cfg.init} to {self.steps:,}"
+        self.add("steps", f"{steps} ({amount(images)} images, {passes})")
         if cfg.evaluate_every and cfg.evaluate_on == "spare":
             self.add(
                 "judge",
@@ -317,13 +322,14 @@ class TrainedStage:
         )
         # An evaluation is a forward pass, a third of a training step's work for an image.
         evaluations_s = self.evaluated_images() / (3 * rate.images_per_s)
-        work_s = self.steps * step_s + evaluations_s
-        between_s = min(cfg.save_every, self.steps) * work_s / self.steps
+        steps = len(self.taken)
+        work_s = steps * step_s + evaluations_s
+        between_s = min(cfg.save_every, steps) * work_s / steps
         mtbf_s = None if self.assumed.mtbf_hours is None else self.assumed.mtbf_hours * HOUR_S
         without_failures_s, _ = seconds_with_failures(work_s, between_s, trial, None)
         seconds, self.failures = seconds_with_failures(work_s, between_s, trial, mtbf_s)
         self.least_s = self.most_s = seconds
-        text = f"{duration(without_failures_s)} for {self.steps:,} steps"
+        text = f"{duration(without_failures_s)} for {steps:,} steps"
         if evaluations_s:
             text += f" and evaluations ({duration(evaluations_s)}, a third of a step's time an image)"
         if mtbf_s is not None:
@@ -333,8 +339,8 @@ class TrainedStage:
         if mtbf_s is None:
             return
         best_s = best_save_seconds(trial, mtbf_s)
-        best_every = min(max(1, round(best_s / work_s * self.steps)), self.steps)
-        with_best_s, _ = seconds_with_failures(work_s, best_every * work_s / self.steps, trial, mtbf_s)
+        best_every = min(max(1, round(best_s / work_s * steps)), steps)
+        with_best_s, _ = seconds_with_failures(work_s, best_every * work_s / steps, trial, mtbf_s)
         text = f"every {cfg.save_every:,} steps; "
         if with_best_s < (1 - LEAST_GAIN) * seconds:
             sooner = "at all" if math.isinf(seconds) else f"{1 - with_best_s / seconds:.0%} sooner"
@@ -349,9 +355,9 @@ class TrainedStage:
 
     def add_estimate(self, gpu: Gpu) -> None:
         """Say what the steps' FLOPs take at the least and at the most of a GPU's peak that is to be expected."""
-        flops_of_an_image = self.flops / (self.steps * self.cfg.batch_size)
-        low, high = estimated_rates(flops_of_an_image, gpu, self.world)
-        images = self.steps * self.cfg.batch_size + self.evaluated_images() / 3
+        trained_images = len(self.taken) * self.cfg.batch_size
+        low, high = estimated_rates(self.flops / trained_images, gpu, self.world)
+        images = trained_images + self.evaluated_images() / 3
         self.least_s = images / high
         self.most_s = images / low
         self.add(
@@ -359,7 +365,7 @@ class TrainedStage:
             f"ESTIMATE, not measured: {amount(low)} to {amount(high)} images/s, 20 to 40 % of the peak of "
             f"{self.world} {gpu.name}; {TRY} measures it",
         )
-        text = f"{span(self.least_s, self.most_s)} for {self.steps:,} steps, without saves and failures"
+        text = f"{span(self.least_s, self.most_s)} for {len(self.taken):,} steps, without saves and failures"
         money = bill(self.least_s * self.world / HOUR_S, self.most_s * self.world / HOUR_S, self.assumed.price)
         self.add("finish", f"{text}; {money}")
 
@@ -372,5 +378,5 @@ class TrainedStage:
                 images += index.samples
         times = 1  # at the end
         if self.cfg.evaluate_every and self.cfg.evaluate_on == "training":
-            times += (self.steps - 1) // self.cfg.evaluate_every
+            times += (self.steps - 1) // self.cfg.evaluate_every - self.taken.start // self.cfg.evaluate_every
         return images * times

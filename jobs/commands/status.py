@@ -28,6 +28,7 @@ class DoneRecord(TypedDict):
     metrics: NotRequired[dict[str, float]]
     summary: NotRequired[str]  # of a sweep's table
     diverged: NotRequired[str]  # of a run of a sweep: how it ended
+    stopped: NotRequired[str]  # of a hopeless stage, why it ended early
 
 
 def status(run: Path, store: "Bucket | None" = None) -> None:
@@ -60,7 +61,10 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
         end = f"unknown: {path} is torn or altered; the next command writes it anew"
 
     # 3. A line a stage, with what a sweep has chosen for it.
-    lines = [f"run  {run}", f"{'now' if end.startswith('running') else 'end'}  {end}"]
+    label = "end"
+    if end.startswith("running"):
+        label = "now"
+    lines = [f"run  {run}", f"{label}  {end}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
         line = f"{folder.name:{width}} {stage_line(folder, has_ended=has_ended)}"
@@ -120,6 +124,8 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
         if "diverged" in outcome:
             return f"DIVERGED after {took}: {outcome['diverged']}"
         line = f"done in {took}"
+        if "stopped" in outcome:
+            line = f"STOPPED after {took}: {outcome['stopped']}"
         if "summary" in outcome:
             line += f"  {outcome['summary']}"
         for name, value in async_evaluation.without_single_seeds(outcome.get("metrics", {})).items():

@@ -108,6 +108,8 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         evaluate_every=0,
         keep_best=None,
         patience=0,
+        begin=None,
+        law=None,
         evaluate_on="training",
         data=dataclasses.replace(cfg.data, evaluate=None),
         probe=ProbeConfig(),

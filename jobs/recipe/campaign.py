@@ -2,8 +2,8 @@
 
 How a recipe becomes a campaign, in order (`load`):
 1. `read_recipe` reads the YAML file, once a command.
-2. `parse` takes out `run`, `cluster` and `trackers`; any other section is a stage, whose kind is its name or its
-   `kind:`. A section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key
+2. `parse` takes out `run`, `cluster`, `trackers` and `budget`; any other section is a stage, whose kind is its name or
+   its `kind:`. A section with `sweep` becomes many (sweeps.py); each becomes the frozen config of its kind: a wrong key
    stops here. Stages are put in order: a stage that names another's output ("@stage" or "@stage/part") comes after it.
 3. Each stage gets its model, and its key: the digest of its "forbid" fields and of its inputs (key.py).
 4. The choices that sweeps have made already are put into the configs that wait for them (sweeps.py).
@@ -29,12 +29,14 @@ from jobs.recipe import key, sweeps
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Reads, Stage, StageKind, reference
 from jobs.stages.kinds import KINDS
+from jobs.stages.study import check_budget
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import ConfigDataclass, Recipe, read_recipe, require
+from pipeline.values import read_number
 
-NOT_STAGES = ("run", "cluster", "trackers")  # keys of a recipe that belong to the whole campaign
+NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that belong to the whole campaign
 
 
 def load(recipe: Path, overrides: list[str]) -> Campaign:
@@ -65,6 +67,7 @@ def resolve(recipe: Recipe) -> Campaign:
     there = Available(campaign, looks_at_files=False)
     for stage in campaign.stages:
         refuse(validate(stage, there))
+    check_budget(campaign)
     return campaign
 
 
@@ -84,6 +87,11 @@ def parse(recipe: Recipe) -> Campaign:
     # 2. The sections: those of the whole campaign, and the stages.
     cluster = config.build(ClusterConfig, recipe.values.get("cluster", {}), "cluster")
     trackers = config.build(TrackersConfig, recipe.values.get("trackers", {}), "trackers")
+    budget = recipe.values.get("budget")
+    if budget is not None:
+        typed = budget
+        budget = read_number(budget, "budget", whole=False)
+        require(budget is not None and budget > 0, f"budget is {typed}, expected exaFLOPs, more than 0")
     sections = dict(recipe.values)
     for name in NOT_STAGES:
         sections.pop(name, None)
@@ -119,7 +127,7 @@ def parse(recipe: Recipe) -> Campaign:
         if cluster.scratch:
             scratch = Path(cluster.scratch).expanduser()
         folder = (scratch / local_name(remote)).resolve()
-    return Campaign(folder, cluster, ordered, trackers, remote)
+    return Campaign(folder, cluster, ordered, trackers, remote, budget)
 
 
 def read_section(name: str, section: object) -> tuple[StageKind, ConfigDataclass]:

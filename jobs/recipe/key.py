@@ -165,7 +165,7 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
                 f"{field_name} is {value}: that is no weights\n"
                 f"  expected @stage, of one of the kinds {', '.join(makers)}, or a folder of weights"
             )
-    elif reads not in (Reads.OUTCOME, Reads.TABLE):
+    elif reads not in (Reads.OUTCOME, Reads.TABLE, Reads.FILE):
         sets = parent.kind.sets(parent.config)
         require(
             bool(sets),

@@ -56,6 +56,8 @@ Config = TypeVar("Config")  # a dataclass, or a dict of some
 TABLE = "sweep"  # the kind of stage that makes the table (jobs/stages/sweep.py)
 GRID = "grid"  # the last part of the name of a grid's table
 FINAL = "final"  # the last part of the name of the run with the best values, where there are no seeds
+# Of a trunk: how long it is, and what its branches take from its weights.
+NOT_INHERITED = ("steps", "passes", "begin", "law", "model", "new_head")
 EACH_RUN = re.compile(r"@(?P<sweep>[^/*]+)\.\*(?P<part>(/.*)?)")  # "@pretrain.*", "@shards.*/train"
 NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # what may not stand in a stage's name
 
@@ -129,7 +131,7 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
         if isinstance(section, Mapping) and section.get("sweep") is None:
             section = {key: value for key, value in section.items() if key != "sweep"}
         if not isinstance(section, Mapping) or ("sweep" not in section and not stars):
-            sections[name] = Written(section, name)
+            sections[name] = Written(with_trunk(section, sections), name)
             continue
         where = f"{name}.sweep"
         # 1. One section for every run of the sweeps that it reads, and one alone where it reads none.
@@ -139,7 +141,7 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
         stages: dict[str, Written] = {}
         runs: dict[str, Run] = {}
         for suffix, parent in parents.items():
-            base: dict[str, object] = {"kind": name, **starred_as(section, suffix)}
+            base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
             require(varies or parent is not None, f"{where}: nothing varies: give each, grid or seeds")
@@ -170,6 +172,34 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
             sections[run_name] = written
         tables_above[name] = runs
     return sections
+
+
+def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
+    """Return the section of a branch with the values of its trunk, where it has none of its own; others as they are.
+
+    The sections `above` are those of all stages before it, as they would stand in a recipe that spells everything out.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    # How far a branch goes may vary in a sweep: each of its runs begins at another step.
+    candidates: list[object] = [section]
+    sweep = section.get("sweep")
+    if isinstance(sweep, Mapping) and isinstance(sweep.get("each"), Mapping):
+        candidates += sweep["each"].values()
+    begins = any(isinstance(fields, Mapping) and fields.get("begin") for fields in candidates)
+    link = reference(str(section.get("init")))
+    if not begins or link is None or link[0] not in above:
+        return dict(section)
+    trunk: Any = above[link[0]].values
+    kind = KINDS.get(str(trunk.get("kind", link[0])))
+    if kind is None or not kind.trains:
+        return dict(section)
+    inherited = {name: value for name, value in trunk.items() if name not in NOT_INHERITED}
+    own = {name: value for name, value in section.items() if name != "sweep"}
+    whole = with_fields(inherited, flat(own, link[0]), link[0])
+    if "sweep" in section:
+        whole["sweep"] = section["sweep"]
+    return whole
 
 
 def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:

@@ -111,7 +111,8 @@ class Replays:
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
-        cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, health=HealthConfig())
+        cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, law=None)
+        cfg = replace(cfg, health=HealthConfig())
         # What the run did without, from where it did, and what this replay does without from its start.
         weightless = [*stage.masked(last), *masked]
         if not evaluates:

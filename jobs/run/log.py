@@ -24,7 +24,7 @@ from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
 from jobs.progress import activity
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stages.sweep import DIVERGED
+from jobs.stages.sweep import DIVERGED, STOPPED
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
 from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.monitoring.telemetry import append_whole, counted, duration, last_metrics
@@ -208,6 +208,8 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
                 parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
         elif DIVERGED in row:
             parts = ["diverged"]
+        elif STOPPED in row:
+            parts = ["not run"]
         elif "summary" in row:
             parts = [row["summary"]]
         elif "sets" in row:
@@ -217,6 +219,9 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
             for name in ("kept", "resized", "new", "dropped"):
                 if row.get(name):
                     parts.append(f"{row[name]} {name}")
+
+        if STOPPED in row and metrics:
+            parts.append("stopped")
 
         # 2. The line.
         images_seen = "-"
@@ -244,7 +249,7 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
         made = campaign.stage(row["stage"])
         accuracy = row.get("metrics", {}).get("accuracy", 0.0)
         is_first = stage is None or made.source != stage.source
-        if made.kind.makes_weights and DIVERGED not in row and (is_first or accuracy > best):
+        if made.kind.makes_weights and not {DIVERGED, STOPPED} & row.keys() and (is_first or accuracy > best):
             stage = made
             best = accuracy
     if stage is None:

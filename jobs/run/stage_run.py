@@ -4,7 +4,8 @@ In order:
 1. the stages it reads must have finished, and what they made must fit it;
 2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
 3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
-4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges;
+4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges, and
+   what goes on from a stage that was stopped as hopeless is not run;
 5. `provenance.json` is written: config, inputs with their digests, code, environment;
 6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
    finished, and the session (jobs/run/session.py) skips it.
@@ -25,6 +26,7 @@ from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.stages import sweep
 from jobs.terminal import typed_command
 from pipeline import artifacts
+from pipeline.evaluation.best import STOPPED
 from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.versions import code_version
 
@@ -40,6 +42,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     stage = context.stage
     directory = context.directory
     # 1. Nothing is written before this and 2 have passed: a start that is refused leaves the run as it was.
+    stopped = ""  # why what the stage starts from has ended early
     for field, value in stage.parents.items():
         link = reference(value)
         if link is None:
@@ -53,6 +56,8 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         if sweep.DIVERGED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
             reason = parent_outcome[sweep.DIVERGED]
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {reason}")
+        if STOPPED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
+            stopped = f"{parent} was stopped"
     # 2. Once more: data that stages before it made is there only now.
     there = Available(campaign)
     refuse(validate(stage, there, fresh=fresh))
@@ -76,7 +81,12 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     # 4. What the outputs of its model are called is known now that its sets are there.
     context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
     try:
-        outcome = dict(stage.kind.run(stage.config, context))
+        if stopped:
+            # Nothing is spent on what goes on from a hopeless run; the tables behind it go on without.
+            context.log(f"{stage.name}: not run: {stopped}")
+            outcome: dict[str, Any] = {STOPPED: stopped}
+        else:
+            outcome = dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
         # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
         if not stage.is_run or error.kind != Diverged.__name__:

@@ -31,7 +31,7 @@ def with_new_evaluations(campaign: Campaign) -> Campaign:
     for stage in campaign.stages:
         stages.append(stage)
         done = campaign.done(stage)
-        if not stage.kind.trains or done is None or sweep.DIVERGED in done:
+        if not stage.kind.trains or done is None or {sweep.DIVERGED, sweep.STOPPED} & done.keys():
             continue
         cfg: TrainConfig = stage.config
         changed = set(changed_warnings(campaign.directory(stage), stage))

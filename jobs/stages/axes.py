@@ -13,6 +13,7 @@ from pathlib import Path
 
 import models
 from jobs.resolved_recipe import Stage, index_if_made
+from models import ModelConfig
 from pipeline import artifacts
 from pipeline.monitoring.telemetry import account, amount, read_metrics
 from pipeline.token_dropping import flops_of, phases
@@ -36,17 +37,31 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
             index = index_if_made(source["path"]) if name.endswith("train") and name.startswith("data.") else None
             if index is not None:
                 axes["images"] = axes.get("images", 0) + index.samples
-    steps = reports[-1]["step"]
-    # Which step sees how many patches depends on the steps that were planned: the stage may have ended early.
-    in_order = phases(cfg.thinning, reports[-1]["steps"], model)
-    axes["exaflops"] = flops_of(in_order, model, range(steps), cfg.batch_size) / 1e18
+    # The stage may have ended early, and a step that was given up has seen no samples.
+    axes |= axes_at(cfg, model, reports[-1]["step"], reports[-1]["steps"])
     axes["samples"] = reports[-1]["samples_seen"]
-    axes["steps"] = steps
     spent = account(records)
     axes["seconds"] = spent.compute + spent.data + spent.checkpoint
+    own_samples = axes["samples"] - (cfg.begin or 0) * cfg.batch_size
     if axes["seconds"] > 0:
-        axes["images_per_s"] = axes["samples"] / axes["seconds"]
+        axes["images_per_s"] = own_samples / axes["seconds"]
     return axes
+
+
+def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict[str, float]:
+    """Return the axes of a stage of `steps` steps after one of them, which need not have been taken.
+
+    Those of a branch are of all steps from 0 on, as of a run of its own.
+    """
+    # Which step sees how many patches depends on the steps that were planned.
+    in_order = phases(cfg.thinning, steps, model)
+    return {
+        "parameters": models.parameters_of(model),
+        "gmacs": models.macs_of(model) / 1e9,
+        "exaflops": flops_of(in_order, model, range(step), cfg.batch_size) / 1e18,
+        "samples": step * cfg.batch_size,
+        "steps": step,
+    }
 
 
 def table_of(axes_of_row: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -282,7 +282,14 @@ def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
             spread = float(values_at.std(ddof=1))
         place = axes[x] * step / axes["steps"]
         point = Point(series=row.name, row=row.name, x=place, y=y, low=y, high=y, runs=len(curves), axes={})
-        yield point | {"low": y - spread, "high": y + spread}
+        point |= {"low": y - spread, "high": y + spread}
+        for axis in cfg.fit:
+            if axis not in axes:
+                raise DataError(f"the runs of {row.name!r} of {row.table} have no {axis}{did_you_mean(axis, axes)}")
+            # What grows with the steps has grown so far.
+            grows = axis in ("exaflops", "samples", "steps", "seconds")
+            point["axes"][axis] = axes[axis] * step / axes["steps"] if grows else axes[axis]
+        yield point
 
 
 def fitted(cfg: Config, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
@@ -305,6 +312,7 @@ def fitted(cfg: Config, points: Sequence[Point], *, is_share: bool) -> dict[str,
         "of": of,
         "parameters": law.parameters(),
         "noise": law.noise,
+        "law": law.record(),  # for stages that it foretells (jobs/stages/study.py)
         "largest": {
             "row": points[number]["row"],
             "foretold": foretold,

@@ -17,7 +17,8 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
    (pipeline/evaluation/intervals.py). The accuracies of training stages name no samples: they have no interval.
 3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
    run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails.
-4. Another table needs all its runs: a mean of those that went well would be a number of nothing.
+4. Another table needs all its runs: a mean of those that went well would be a number of nothing. A run that was stopped
+   as hopeless, below what a law foretold, has a row without a number.
 5. Runs of a kind that measures nothing, as resize, have a table of their axes alone.
 """
 
@@ -38,6 +39,7 @@ from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import async_evaluation, document, intervals
+from pipeline.evaluation.best import STOPPED
 
 DOCUMENT = "sweep.json"
 DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
@@ -82,9 +84,11 @@ class Result:
     values: Mapping[str, Any]  # of the grid, or chosen from one
     metrics: Mapping[str, float]
     diverged: str = ""  # the message of its end, where it has diverged
+    stopped: str = ""  # why it ended early, where it was hopeless
     steps: Mapping[str, int] = field(default_factory=dict)  # of the best evaluations, by metric, where these count
     axes: Mapping[str, float] = field(default_factory=dict)  # parameters, exaflops, samples, … (jobs/stages/axes.py)
     entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation, where it has one
+    foretold: Mapping[str, Any] = field(default_factory=dict)  # what a law said of it, and whether it was inside
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,9 @@ class Row:
     """The runs that differ by their seed alone, or the mean of several such rows."""
 
     name: str
-    means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged
+    means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged or was stopped
     values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
-    remark: str = ""  # "diverged", or the values that were chosen for the row, where they are not its name
+    remark: str = ""  # "diverged", "stopped", or the values that were chosen for the row, where they are not its name
     axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
 
 
@@ -138,6 +142,8 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     diverged: list[str] = []
     folders = set()
     for result in results:
+        if result.stopped:
+            context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
         if not result.diverged:
             continue
         context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
@@ -187,13 +193,16 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     else:
         parts = []
         for row in means or rows:
-            part = str(row.means[cfg.best])
+            part = str(row.means[cfg.best]) if row.means else "-"
             if row.name != context.stage.name:
                 part = f"{row.name} {part}"
             if row.remark:
                 part += f" ({row.remark})"
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
+    scores = [result.foretold["is_inside"] for result in results if result.foretold]
+    if scores:
+        summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
     if cfg.chosen_on_test and is_measured:
         summary += ", chosen on test"
     if cfg.evaluation == "best":
@@ -239,7 +248,8 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
     # Of a kind that measures nothing the table has the axes alone (`checks`).
     stage = context.campaign.stage(name)
     is_measured = any(stage.kind.metrics(stage.config))
-    if best not in metrics and is_measured and not diverged:
+    stopped = done.get(STOPPED, "")
+    if best not in metrics and is_measured and not diverged and not stopped:
         raise DataError(
             f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
@@ -251,7 +261,9 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
     if (folder / document.NAME).exists():
         entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
     axes = axes_of(stage, folder) | done.get("axes", {})
-    return Result(name, done["key"], cfg.row, cfg.seed, values, metrics, diverged, steps, axes, entries)
+    foretold = done.get("foretold", {})
+    key = done["key"]
+    return Result(name, key, cfg.row, cfg.seed, values, metrics, diverged, stopped, steps, axes, entries, foretold)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -261,10 +273,16 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     for result in results:
         runs_of.setdefault(result.row, []).append(result)
     for name, runs in runs_of.items():
-        # A run that has diverged has no metrics, and a mean of the others would be a number of nothing.
-        has_diverged = any(result.diverged for result in runs)
+        # A run that has diverged has no metrics, those of a stopped one are not of its end, and a mean of the others
+        # would be a number of nothing.
+        lost = ""
+        for result in runs:
+            if result.diverged:
+                lost = "diverged"
+            elif result.stopped:
+                lost = lost or STOPPED
         means: dict[str, Mean] = {}
-        if not has_diverged:
+        if not lost:
             means = means_by_metric([result.metrics for result in runs])
         for metric, mean in means.items():
             entries = [result.entries[metric] for result in runs if metric in result.entries]
@@ -278,10 +296,14 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
         # The rows of a grid are called by their values.
         remark = in_words(runs[0].values)
-        if has_diverged:
-            remark = "diverged"
-        elif remark == name:
+        if remark == name:
             remark = ""
+        if lost:
+            remark = lost
+        elif runs[0].foretold:
+            low, high = (100 * runs[0].foretold[end] for end in ("low", "high"))
+            inside = sum(result.foretold["is_inside"] for result in runs)
+            remark = f"foretold [{low:.2f}, {high:.2f}], {inside} of {len(runs)} inside"
         axes: dict[str, float] = {}
         for axis, mean in means_by_metric([result.axes for result in runs]).items():
             axes[axis] = mean.mean

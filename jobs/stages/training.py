@@ -32,11 +32,13 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
+from jobs.stages.study import branch_off, check_branch, foretell
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts, config
 from pipeline.config import require
+from pipeline.evaluation.best import STOPPED, Foretold
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
@@ -69,6 +71,11 @@ def run(
             f"data.drop: {len(cfg.data.drop)} shards, {dropped:,} of {samples:,} samples, are not read",
         )
     check_disk_space(cfg, context.model, context.checkpoints)
+    if cfg.begin is not None and not context.checkpoints.committed():
+        branch_off(cfg, cfg.begin, context)
+    foretold: Foretold | None = None
+    if cfg.law is not None:
+        foretold = foretell(cfg, context)
 
     # 2. Commits are evaluated and spikes searched beside training where the recipe asks for it, and where checkpoints
     # can be read.
@@ -86,7 +93,7 @@ def run(
     # 3. Attempts, until one has taken all steps.
     outcome = supervise(
         train,
-        partial(make_training_task, cfg, context, time.time(), until=until, masked=masked),
+        partial(make_training_task, cfg, context, time.time(), until=until, masked=masked, foretold=foretold),
         context,
         worlds=allowed_worlds(cfg, campaign.cluster),
         stall_s=cfg.stall_s,
@@ -97,6 +104,8 @@ def run(
         spare.finish()
     # The records are all here now, also those of evaluations beside training.
     outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))
+    if foretold is not None and STOPPED not in outcome:
+        outcome["foretold"] = foretold.score(outcome["metrics"], context.log)
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
         campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
@@ -111,6 +120,7 @@ def make_training_task(
     *,
     until: int | None = None,
     masked: Sequence[Sequence[int]] = (),
+    foretold: Foretold | None = None,
 ) -> Task:
     """Return the task of an attempt's workers, and leave it in task.json, from which `jobs replay` starts.
 
@@ -162,6 +172,7 @@ def make_training_task(
         device_bytes=device_bytes,
         until=until,
         masked=masked,
+        foretold=None if foretold is None else dataclasses.asdict(foretold),
     )
     task = {"config": config.plain(cfg), "job": dataclasses.asdict(job)}
     artifacts.write_record(context.directory / artifacts.TASK, task)
@@ -308,6 +319,10 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
         all_samples = sum(index.samples for index in sets)
     if cfg.steps is not None or all_samples is not None:
         check_schedule(cfg, steps_of(cfg, all_samples or 0), name)
+    if cfg.begin is not None:
+        check_branch(stage, there)
+    if cfg.law is not None:
+        require(cfg.data.evaluate is not None or cfg.probe.train is not None, f"{name}.law: nothing is evaluated")
 
     if not there.looks_at_files:
         return
@@ -439,6 +454,7 @@ TRAINED = StageKind(
         "data.mixture.*.train": Reads.SET,
         "data.evaluate": Reads.SET,
         "init": Reads.WEIGHTS,
+        "law": Reads.FILE,
         "probe.train": Reads.SET,
         "probe.test": Reads.SET,
     },

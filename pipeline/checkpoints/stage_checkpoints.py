@@ -18,14 +18,17 @@ some seconds late.
 A start takes the newest checkpoint that is whole (`choose`); pipeline/checkpoints/restore.py loads it.
 """
 
+import os
+import shutil
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from data.errors import CheckpointError, RunOwned, StorageError
-from data.files import refusal, size_text, wait_until_seen
+from data.files import MANIFEST, refusal, size_text, wait_until_seen, write_whole
 from data.storage import Folder, Storage
 from pipeline.checkpoints.manifest import (
     ChunkedRecord,
@@ -35,6 +38,7 @@ from pipeline.checkpoints.manifest import (
     manifest_in,
     newest_attempt,
     sealed,
+    sizes_in,
     step_of,
 )
 
@@ -200,6 +204,23 @@ class StageCheckpoints:
             raise OSError(f"{', '.join(left)}: could not be deleted whole, the next start tries again")
         return removed
 
+    def adopt(self, source: Path, key: str | None = None) -> None:
+        """Make a checkpoint of another folder of this disk one of these, whole or not at all; of the stage `key`.
+
+        Its files have two names from then on: nobody writes into them. Raises CheckpointError, OSError.
+        """
+        manifest = look_at(Folder(source.parent), source.name)
+        staged = self.local / f".tmp-{source.name}-linked"
+        try:
+            shutil.copytree(source, staged, copy_function=os.link)
+        except OSError:  # another disk, one that knows no second names, or what a killed start has left
+            shutil.rmtree(staged, ignore_errors=True)
+            shutil.copytree(source, staged)
+        if key is not None:
+            # Written beside the old one, and renamed: the other folder keeps its own.
+            write_whole(staged / MANIFEST, sealed(replace(manifest, key=key)))
+        staged.rename(self.local / source.name)
+
     # ------------------------------------------------------------------------ a start
 
     def choose(self, attempt: int, log: Log) -> tuple[str, Manifest] | None:
@@ -252,13 +273,10 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
 
     It names the workers whose files are not seen, by rank. Raises StorageError, OSError where the storage fails.
     """
-
-    def sizes() -> dict[str, int]:
-        return {name.removeprefix(f"{staged}/"): size for name, size in storage.list(staged).items()}
-
     expected = {file.name: file.bytes for file in written}
     # What rank 0 has written itself it sees at once: where that is gone, another start has swept the folder.
-    is_patient = not storage.sees_at_once and written[0].name in sizes()
+    is_patient = not storage.sees_at_once and written[0].name in sizes_in(storage, staged)
+    sizes = partial(sizes_in, storage, staged)
     unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)
     address = storage.address(staged)
     if not unseen:

@@ -5,9 +5,12 @@ same best and the same end as a stage that nothing befell.
 
 In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at step 60
 Out: {"accuracy": {"value": 0.93, "step": 40}}; with patience 1 the stage ends at step 60, and keep_best keeps step 40
+
+What a law foretells of these evaluations (`Foretold`) is compared here too, by the same records.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -15,6 +18,8 @@ from pipeline.evaluation.async_evaluation import OF_ONE_SEED
 from pipeline.monitoring.telemetry import Record, read_metrics
 
 NOT_SCORES = ("time", "seconds")  # of a record, the numbers that say when and how long
+STOPPED = "stopped"  # the entry of a done.json that says why a stage ended before its last step, as hopeless
+MOST_BELOW = 2  # evaluations in a row below what was foretold, after which a stage is hopeless: one may be chance
 
 
 class Best(TypedDict):
@@ -80,3 +85,43 @@ def evaluations_since_best(stage: Path, metric: str) -> tuple[int, Best] | None:
         return None
     later = [step for step in evaluations if step > best["step"]]
     return len(later), best
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """Holds what a law foretells of a stage's evaluations: the value at each of the steps, and its 90 % interval."""
+
+    metric: str
+    law: str  # its figure.json
+    stops: bool  # it is a law of curves: a stage that stays below it is hopeless
+    steps: Sequence[int]
+    values: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+
+    def hopeless(self, stage: Path) -> str:
+        """Return why a stage is to end early, in a sentence; "" while there is hope."""
+        below: list[int] = []
+        evaluations = evaluations_of(read_metrics(stage, None))
+        for step, low in zip(self.steps, self.lows, strict=True):
+            value = evaluations.get(step, {}).get(self.metric)
+            if value is None or not self.stops:
+                continue
+            below = [*below, step] if value < low else []
+            if len(below) == MOST_BELOW:
+                return (
+                    f"hopeless: {self.metric} {value:.4f} at step {step}, foretold at least {low:.4f}, and below it at "
+                    f"step {below[0]} too"
+                )
+        return ""
+
+    def score(self, metrics: Mapping[str, float], log: Callable[[str], None]) -> dict[str, float | bool | str]:
+        """Return, and log, whether the last evaluation lies where it was foretold."""
+        was, low, high = metrics[self.metric], self.lows[-1], self.highs[-1]
+        is_inside = low <= was <= high
+        log(
+            f"foretold {self.metric} {self.values[-1]:.4f} [{low:.4f}, {high:.4f}], was {was:.4f}: "
+            f"{'inside' if is_inside else 'OUTSIDE'}"
+        )
+        score: dict[str, float | bool | str] = {"metric": self.metric, "value": self.values[-1], "low": low}
+        return {**score, "high": high, "was": was, "is_inside": is_inside}

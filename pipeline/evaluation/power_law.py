@@ -3,7 +3,8 @@
 With parameters and training samples as x this is the third approach of Hoffmann et al. 2022 ("Chinchilla").
 
 1. Variable projection (Golub and Pereyra 1973): for given exponents, floor and amounts are a linear least-squares
-   problem, so that a search runs over the exponents alone. Deviations are relative.
+   problem, so that a search runs over the exponents alone. Deviations are relative. Floor and amounts are not negative,
+   as in Hoffmann et al.: on digits a law with a floor of −0.26 foretold accuracies above 100 %.
 2. Intervals are those of a parametric bootstrap, basic (Davison and Hinkley 1997, 5.2): the law is fitted to studies
    drawn from itself, with the noise of its residuals, which few points do not tell exactly: it is drawn too, as 1 / χ.
 3. Leave the largest out: the law of all other points says where the largest lies, before it is looked at.
@@ -12,7 +13,9 @@ With parameters and training samples as x this is the third approach of Hoffmann
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +50,13 @@ class Law:
         below, above = np.quantile(errors, TAILS, axis=0)
         return value - above, value - below
 
+    def record(self) -> dict[str, Any]:
+        """Return the law as plain data, of which `law_of` makes it again."""
+        values = asdict(self)
+        for name, value in values.items():
+            values[name] = np.asarray(value).tolist()
+        return values
+
     def parameters(self) -> dict[str, tuple[float, float, float]]:
         """Return value, low and high of floor, amounts and exponents."""
         below, above = np.quantile(self.drawn, TAILS, axis=0)
@@ -58,6 +68,14 @@ class Law:
         return dict(zip(names, map(tuple, rows.tolist()), strict=True))
 
 
+def law_of(record: Mapping[str, Any]) -> Law:
+    """Return the law that was recorded."""
+    values = dict(record)
+    for name in ("scale", "fitted", "drawn", "drawn_noise"):
+        values[name] = np.array(values[name])
+    return Law(**values)
+
+
 def values_of(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
     """Return the values (n,) of a law at x (n, k), divided by its scale."""
     amounts, exponents = np.split(parameters[1:], 2)
@@ -67,8 +85,13 @@ def values_of(parameters: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 def project(exponents: np.ndarray, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the parameters of the best law with these exponents, and its relative residuals (n,)."""
+    from scipy.optimize import nnls  # here, because a recipe is checked without it
+
     columns = np.column_stack([np.ones(len(x)), x**-exponents]) / y[:, None]
     linear = np.linalg.lstsq(columns, np.ones(len(y)))[0]
+    # No error and no loss falls below zero, and more of an axis makes none worse.
+    if linear.min() < 0:
+        linear = nnls(columns, np.ones(len(y)))[0]
     return np.concatenate([linear, exponents]), columns @ linear - 1
 
 

@@ -68,6 +68,8 @@ def key_of(cfg: TrainConfig, model: ModelConfig, sets: Sequence[str]) -> str:
         data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
         model={},
         init=None,
+        begin=None,
+        law=None,
         new_head=False,
         optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
         steps=1,

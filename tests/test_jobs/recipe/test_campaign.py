@@ -308,7 +308,7 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
 
     assert "measured here on this set" in said()
     monkeypatch.setattr("jobs.commands.plan_training.images_per_cpu_s", lambda *_: 1000.0)
-    monkeypatch.setattr("models.training_flops", lambda _, images: GPU_FLOPS / 3500 * images)
+    monkeypatch.setattr("models.training_flops", lambda _model, images, _kept=None: GPU_FLOPS / 3500 * images)
     line = said()
     assert "takes 3,500 images/s" in line and "CANNOT FEED IT" in line
     assert "pretrain.data.processes=4 cluster.cpus_per_worker=5," in line
