@@ -10,6 +10,7 @@
 """
 
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -60,6 +61,7 @@ EXAMPLES = {
     "export": "runs/photos/pretrain exported --format timm",
     "import": "vit_b16.npz weights/b16",
     "index": "shards/theirs",
+    "leaks": "shards/train --test shards/test --output leaks",
     "new": "photos",
     "pack": "folder photos/train shards/train",
     "replay": "runs/photos/pretrain step=120",
@@ -130,6 +132,8 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
             # In the place of what is spelt alike.
             message = message.partition(" Did you mean")[0]
             message += f"\n  {words[0]} is called {meant} here: {program()} {meant} --help"
+    if words and words[0].endswith(".yaml"):
+        message += f"\n  to run a recipe type {program()} run {shlex.quote(words[0])}"
     print(f"error: {message}", file=sys.stderr)
     option = getattr(error, "option_name", None)
     if option and words[0] in ("run", "plan", "submit", "trial", "preflight"):
@@ -137,7 +141,7 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
         if option in ("--minutes", "--model", "--init", "--unlabelled"):
             print(f"  {option} is an option of new, which writes the recipe", file=sys.stderr)
     parameter = getattr(error, "param", None)
-    if words and words[0] in EXAMPLES and parameter is not None:
+    if words and words[0] in EXAMPLES and (parameter is not None or context is None):
         print(f"  for example: {program()} {words[0]} {EXAMPLES[words[0]]}", file=sys.stderr)
     if parameter is not None and parameter.name == "recipe":
         names = ", ".join(name for name in campaigns.shipped() if "/" not in name)

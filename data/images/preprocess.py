@@ -59,7 +59,10 @@ def parse_ops(ops: str) -> tuple[tuple[Op, tuple[object, ...]], ...]:
             raise ValueError(f"preprocessing op {text!r} lacks a bracket; expected for example resize(224)")
         name, _, arguments = text.removesuffix(")").partition("(")
         if name not in OPS:
-            raise ValueError(f"preprocessing op {name!r} in {ops!r} is unknown; there are {', '.join(OPS)}")
+            raise ValueError(
+                f"preprocessing op {name!r} in {ops!r} is unknown; there are {', '.join(OPS)}\n"
+                "  expected some of these joined by |, for example resize_small(256)|central_crop(224)"
+            )
         values: tuple[object, ...] = ()
         if arguments:
             # The one argument that the original's strings name.

@@ -176,9 +176,8 @@ def pack(
         raise UsageError(f"{folder} is a run directory\n  type another folder for the set, as shards/{folder.name}")
     cfg = config.build(SetConfig, described, "pack")
     if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
-        raise DataError(
-            f"there is nothing at {path}{near_path(path)}\n  expected what {source} reads: images, or a table"
-        )
+        hint = "\n  expected first what is packed, and then the folder to write" if folder.is_dir() else near_path(path)
+        raise DataError(f"there is nothing at {path}{hint}\n  {source} reads images, or a table")
     check_apart(cfg, folder)
     numbering = Numbering()
     if not unlabelled:

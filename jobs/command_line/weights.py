@@ -118,6 +118,8 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
             f"there is no file or folder {', '.join(missing)}{near_path(missing[0])}\n"
             "  expected image files, folders of them or tar shards"
         )
+    if Path(output).is_file():
+        raise UsageError(f"--output {output} is a file\n  expected a folder, which is made where there is none")
     from data.index.tar import IMAGES
 
     # Of a path without an image it is told before torch is imported.
