@@ -8,6 +8,7 @@ pass.
 
 import math
 import re
+from collections.abc import Sequence
 
 from data.errors import ConfigError
 
@@ -43,6 +44,14 @@ def printable_lines(text: str) -> str:
 def one_line(text: str) -> str:
     """Return a text of several lines as one."""
     return "; ".join(map(str.strip, text.splitlines()))
+
+
+def few(texts: Sequence[str], most: int = 4, more: str = " and {} more") -> str:
+    """Return the first of many texts with commas between, and how many `more` there are."""
+    line = ", ".join(texts[:most])
+    if len(texts) > most:
+        line += more.format(len(texts) - most)
+    return line
 
 
 def at_least(config: object, least: int, names: str, section: str = "") -> None:

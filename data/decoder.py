@@ -65,6 +65,7 @@ MOST_PIXELS = 1 << 22  # of an image that is left encoded: 12 MB each once decod
 SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
 ROOT = Path(__file__).parents[1]
 RESTARTS = 3  # times that one micro-batch may cost a process its life
+MEASURED = 128  # images that are decoded to tell how fast it goes
 PAGE = 4096  # bytes; every micro-batch begins on a page of its own
 
 
@@ -245,16 +246,13 @@ class Decoder:
         return None
 
 
-def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig, most: int = 128) -> float | None:
-    """Measure how many images of the set's first shard one core decodes in a second; None if it cannot.
-
-    `most` images are decoded.
-    """
+def images_per_cpu_s(index: Index, image_size: int, cfg: AugmentConfig) -> float | None:
+    """Measure how many images of the set's first shard one core decodes in a second; None if it cannot."""
     filled_shards = np.flatnonzero(index.shard_samples)
     if len(filled_shards) == 0:
         return None
     shard = int(filled_shards[0])
-    images = min(most, index.shards[shard].samples)
+    images = min(MEASURED, index.shards[shard].samples)
     # `plan` asks this: it must not wait until a whole shard has been hashed.
     reader = ShardReader(index, verify=False)
     out = np.empty((image_size, image_size, 3), np.uint8)

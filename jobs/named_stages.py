@@ -139,11 +139,18 @@ def no_run(path: Path) -> UsageError:
             runs.setdefault(record.parents[1].resolve())
     listed = []
     for run in runs:
-        listed.append(shlex.quote(str(run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run)))
-    remark = ", which is a recipe" if path.suffix in (".yaml", ".yml") and path.is_file() else ""
+        # As short as it can be typed here.
+        if run.is_relative_to(Path.cwd()):
+            run = run.relative_to(Path.cwd())
+        listed.append(shlex.quote(str(run)))
+    remark = ""
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        remark = ", which is a recipe"
     text = f"no run at {path}{remark}\n  expected the folder that `run` says, or a stage's folder in it"
     if listed:
-        more = f", and {len(listed) - MOST_RUNS} more" if len(listed) > MOST_RUNS else ""
+        more = ""
+        if len(listed) > MOST_RUNS:
+            more = f", and {len(listed) - MOST_RUNS} more"
         return UsageError(f"{text}; runs here: {', '.join(listed[:MOST_RUNS])}{more}")
     return UsageError(f"{text}; there is none here, below or beside\n  python -m jobs run RECIPE makes one")
 
@@ -163,8 +170,10 @@ def near_path(path: str) -> str:
     if not close:
         return ""
     near = names[close[0]]
-    whole = near.joinpath(*rest)
-    return f"; did you mean {str(whole if whole.exists() else near)!r}?"
+    # With the rest of what was typed, where that is there too.
+    if near.joinpath(*rest).exists():
+        near = near.joinpath(*rest)
+    return f"; did you mean {str(near)!r}?"
 
 
 def find_trained(run: str) -> Path:

@@ -158,14 +158,18 @@ def folded(text: str, width: int) -> str:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        if command:
-            lines.append(f"{indent if words.strip() else words}{command}{arguments}")
+        if command and words.strip():
+            lines.append(f"{indent}{command}{arguments}")
+        elif command:
+            lines.append(line)
     return "\n".join(lines)
 
 
 def for_stream(text: str, stream: TextIO) -> str:
     """Return a text as a stream takes it: with long lines broken for a terminal, and as it is for any other."""
-    return folded(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+    if not stream.isatty():
+        return text
+    return folded(text, shutil.get_terminal_size().columns)
 
 
 def handle_of(stream: TextIO | None) -> int | None:

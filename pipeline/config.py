@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from data.checks import few
 from data.errors import ConfigError
 from models.checks import did_you_mean
 from pipeline.values import LONGEST, read_number, read_value, shown
@@ -329,9 +330,7 @@ def _read_section(
     """
     known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(section, Mapping):
-        listed = ", ".join(known[:MOST_NAMES])
-        if len(known) > MOST_NAMES:
-            listed += ", …"
+        listed = few(known, MOST_NAMES, ", …")
         example = ""
         for name, hint in get_type_hints(kind).items():
             # The key that was meant is likely the first that takes the value: data=shards is data.train=shards.

@@ -32,6 +32,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from data.checks import few
 from data.errors import ClusterError, UnlikeNodes
 from data.files import SAME_STORAGE, look_for
 from pipeline.engine.deepspeed import import_deepspeed
@@ -160,11 +161,9 @@ def network_line() -> str:
         for node, settings in places:
             by_node.setdefault(node, settings.get(name, default))
         shown = [f"{value} on {node}" for node, value in by_node.items()]
-        text = ", ".join(shown[:LONGEST_LIST])
+        text = few(shown, LONGEST_LIST, " and {} nodes more")
         if len(set(by_node.values())) == 1:
             text = next(iter(by_node.values()))
-        elif len(shown) > LONGEST_LIST:
-            text += f" and {len(shown) - LONGEST_LIST} nodes more"
         if name == chooser:
             parts.append(f"network: {label} over {text}")
         else:

@@ -379,7 +379,9 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
     arithmetic = worker.arithmetic
     # The order is that of the list at the top of this file. What loses is named, so that its effect is not looked for.
     if manifest is not None:
-        ignored = f", init {job.init} ignored" if job.init else ""
+        ignored = ""
+        if job.init:
+            ignored = f", init {job.init} ignored"
         text = (
             f"resumed from step {manifest.step} (attempt {manifest.attempt}, {manifest.world} workers, "
             f"ZeRO {manifest.zero}, ledger {manifest.ledger[:12]}){ignored}"

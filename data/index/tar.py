@@ -132,8 +132,8 @@ class Walk:
 
     def add(self, key: bytes, parts: dict[str, tuple[int, int]]) -> None:
         """Add the row of a sample, given (offset, size) of its members by extension."""
-        image, image_size = first_of(IMAGES, parts, ABSENT)
-        label, label_size = first_of(LABELS, parts, ABSENT)
+        image, image_size = first_part(IMAGES, parts, ABSENT)
+        label, label_size = first_part(LABELS, parts, ABSENT)
         # The sample stays without a label, so that it is counted as bad and not lost in silence.
         if label_size > MAX_LABEL:
             self.refused.add("label too large", key)
@@ -232,8 +232,8 @@ def walk(tar: memoryview | bytes, name: str, *, lenient: bool = False) -> Walk:
     return result
 
 
-def first_of(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
-    """Return what a sample has of the first of these extensions that it has; `absent` where it has none."""
+def first_part(extensions: Iterable[str], parts: Mapping[str, Part], absent: Part) -> Part:
+    """Return the first of these extensions' parts that there is; `absent` where there is none."""
     for extension in extensions:
         if extension in parts:
             return parts[extension]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.checks import printable
+from data.checks import few, printable
 from data.errors import DataError
 from data.index.index import Index, called
 from data.shards.leaks import SIDES, in_pairs, numbers_of, read_leaks
@@ -132,9 +132,7 @@ def rows_listed(index: Index, samples: Sequence[Listed], path: str) -> np.ndarra
     )
     for entries, problem, expected in problems:
         if entries:
-            first = ", ".join(entries[:MOST_SHOWN])
-            if len(entries) > MOST_SHOWN:
-                first += ", …"
+            first = few(entries, MOST_SHOWN, ", …")
             raise DataError(f"{path}: {len(entries):,} of its {problem}: {first}\n  expected {expected}")
     return np.concatenate(rows)
 

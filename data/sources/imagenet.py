@@ -27,7 +27,7 @@ from data.errors import DataError
 from data.index.names import Names, some
 from data.index.tar import IMAGES, Refusals, is_image, mapped, members
 from data.sources.folders import folder_classes
-from data.sources.members import GZIP_START, read_members
+from data.sources.members import is_compressed, read_members
 from data.sources.samples import Published, Sample, warn_of
 
 PAGE = "https://image-net.org/download.php"
@@ -212,11 +212,8 @@ def validation_wnids(path: Path) -> list[str]:
     The devkit numbers the synsets from 1 on in an order of its own, the 1,000 without children first; of the 1,860 in
     meta.mat only these are classes. Raises DataError where it holds others.
     """
-    if not path.is_dir():
-        with open(path, "rb") as file:
-            is_archive = file.read(len(GZIP_START)) == GZIP_START
-        if not is_archive:
-            return path.read_text().split()
+    if not path.is_dir() and not is_compressed(path):
+        return path.read_text().split()
 
     from scipy.io import loadmat
 

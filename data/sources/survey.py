@@ -32,7 +32,7 @@ from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NoLabel, parse_labels, some
 from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, is_image, mapped, walk
+from data.index.tar import IMAGES, first_part, is_image, mapped, walk
 from data.sources.folders import (
     HIDDEN,
     IMAGE_COLUMNS,
@@ -290,7 +290,7 @@ def parts_of(place: str) -> tuple[str, str | None]:
 
 def train_and_test(parts: Mapping[str, str]) -> tuple[str | None, str | None]:
     """Return the parts to train on and to evaluate on, of those that are there by their words; None for none."""
-    return parts.get(first_of(TRAIN, list(parts)) or ""), parts.get(first_of(TEST, list(parts)) or "")
+    return first_part(TRAIN, parts, None), first_part(TEST, parts, None)
 
 
 def one_place(places: Sequence[str]) -> str:
@@ -367,10 +367,9 @@ def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
     if path.is_dir():
         if len(list(path.glob(f"[!.]*{SUFFIX}"))) == 1 and not unlabelled:
             return look_at_index(path, report)
-        if any(path.glob("[!.]*.tar")):
-            return look_at_tars(place, unlabelled, report)
-        if any(path.glob("[!.]*.parquet")):
-            return look_at_parquet(place, unlabelled, report)
+        for suffix in (".tar", ".parquet"):
+            if any(path.glob(f"[!.]*{suffix}")):
+                return LOOKS[suffix](place, unlabelled, report)
         tables = list(filter(is_table, sorted(path.glob("[!.]*.csv"))))
         if len(tables) == 1:
             return look_at_table(str(tables[0]), unlabelled, report)
@@ -381,12 +380,8 @@ def look(place: str, unlabelled: bool, report: Report) -> FoundSet:
                     f"  type gzip -d {file} (or zstd -d), and the same command again"
                 )
         return look_at_folder(path, unlabelled, report)
-    if place.endswith(".tar"):
-        return look_at_tars(place, unlabelled, report)
-    if place.endswith(".parquet"):
-        return look_at_parquet(place, unlabelled, report)
-    if place.endswith(".csv"):
-        return look_at_table(place, unlabelled, report)
+    if path.suffix in LOOKS:
+        return LOOKS[path.suffix](place, unlabelled, report)
     way_out = "expected a folder, .tar, .parquet or .csv"
     if place.endswith((".zip", *COMPRESSED)):
         way_out = "unpack it, and name the folder"
@@ -562,3 +557,7 @@ def look_at_index(folder: Path, report: Report) -> FoundSet:
         image_set.open_some(images, OPENED // len(index.shards) + 1)
         report(index.samples)
     return image_set
+
+
+# What looks at a set of files, by what these files are called.
+LOOKS = {".tar": look_at_tars, ".parquet": look_at_parquet, ".csv": look_at_table}

@@ -29,7 +29,7 @@ from data.index.tar import (
     Refusals,
     check_nothing_excluded,
     compressed_in,
-    first_of,
+    first_part,
     mapped,
     split_name,
     walk,
@@ -139,8 +139,8 @@ def compressed_samples(path: Path, refused: Refusals) -> Iterator[RawSample]:
                 refused.add("label too large" if extension in LABELS else TOO_LARGE, key)
                 parts[extension] = b""
                 is_too_large = True
-        image = first_of(IMAGES, parts, b"")
-        label = first_of(LABELS, parts, b"")
+        image = first_part(IMAGES, parts, b"")
+        label = first_part(LABELS, parts, b"")
         if image or label:
             if not is_too_large:
                 yield RawSample(key.decode("utf-8", "replace"), image, label)

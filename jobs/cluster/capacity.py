@@ -19,10 +19,10 @@ import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.placement_group import placement_group_table
 
+from data.checks import few
 from jobs.cluster_config import ClusterConfig
 
 OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
-LONGEST_LIST = 4  # nodes or campaigns that a message names
 DRAINING = "DRAINING"  # the status of a node that was told to go
 
 Resources = Mapping[str, float]  # amount by Ray's name of the resource
@@ -120,10 +120,7 @@ def missing(workers: int, share: Mapping[str, int], open_to_us: Mapping[str, Res
 
     for title, texts in (("free", free), ("held", held)):
         if texts:
-            part = f"{title}: {', '.join(texts[:LONGEST_LIST])}"
-            if len(texts) > LONGEST_LIST:
-                part += f" and {len(texts) - LONGEST_LIST} more"
-            parts.append(part)
+            parts.append(f"{title}: {few(texts)}")
     return "; ".join(parts)
 
 

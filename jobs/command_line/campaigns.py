@@ -34,7 +34,10 @@ def minutes_of(text: str) -> float:
     number = read_number(text, "_s", whole=False)
     if number is None:
         raise typer.BadParameter(f"{text!r} is no time\n  expected minutes, as 10, or with a unit: 90s, 2min, 1h")
-    return number / 60 if text.strip().endswith(tuple(SECONDS)) else number
+    has_unit = text.strip().endswith(tuple(SECONDS))
+    if has_unit:
+        number /= 60
+    return number
 
 
 @commands.command()

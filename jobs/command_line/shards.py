@@ -157,7 +157,7 @@ def pack(
         "wnids": wnids,
         "real": real,
         "names": names,
-        "classes_of": find_set(classes_of) if classes_of else None,
+        "classes_of": classes_of and find_set(classes_of),
         "rename": renamed,
         "task": task,
         "partial": partial,

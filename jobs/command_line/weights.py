@@ -9,6 +9,7 @@ How `evaluate` does without a recipe:
 3. The document is copied to the output folder, and its table is printed.
 """
 
+import itertools
 import json
 import os
 from dataclasses import replace
@@ -121,8 +122,13 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
 
     # Of a path without an image it is told before torch is imported.
     images_or_tars = tuple(f".{suffix}" for suffix in (*IMAGES, "tar"))
-    files = (file for path in map(Path, images) for file in ([path] if path.is_file() else path.rglob("*.*")))
-    if not any(file.name.lower().endswith(images_or_tars) for file in files):
+    has_images = False
+    for path in map(Path, images):
+        for file in itertools.chain([path], path.rglob("*.*")):
+            if file.name.lower().endswith(images_or_tars):
+                has_images = True
+                break
+    if not has_images:
         raise UsageError(
             f"no images in {', '.join(images)}\n"
             f"  expected image files ({', '.join(IMAGES)}), folders of them or tar shards"

@@ -215,6 +215,9 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
         places["init"] = quoted(choice.init)
 
     passes = f"{choice.steps * choice.batch_size / sets.images:.3g}"
+    unit = "passes"
+    if passes == "1":
+        unit = "pass"
     seconds = duration(choice.steps * choice.batch_size / choice.rate)
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -244,7 +247,7 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
     write_whole(path, as_typed(text))
     echo(
         f"wrote {path}: {choice.steps:,} steps of {choice.batch_size} images, {passes} "
-        f"{'pass' if passes == '1' else 'passes'}, about {seconds} at {amount(choice.rate)} images/s on {machine.name}"
+        f"{unit}, about {seconds} at {amount(choice.rate)} images/s on {machine.name}"
     )
     if choice.is_over_time:
         echo(

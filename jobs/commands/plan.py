@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import models
+from data.checks import few
 from data.files import memory_text
 from data.index.names import some
 from jobs.commands.plan_training import TrainedStage, bill, span
@@ -34,15 +35,6 @@ from jobs.stages.study import compute_of
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
 from pipeline.plan.cost import HOUR_S, Assumptions
-
-MOST_NAMED = 4  # stages in a line
-
-
-def few(names: list[str]) -> str:
-    """Return the names of stages, of many the first."""
-    if len(names) > MOST_NAMED:
-        return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
-    return ", ".join(names)
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:

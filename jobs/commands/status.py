@@ -61,7 +61,10 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
         end = f"unknown: {path} is torn or altered; the next command writes it anew"
 
     # 3. A line a stage, with what a sweep has chosen for it.
-    lines = [f"run  {run}", f"{'now' if end.startswith('running') else 'end'}  {end}"]
+    label = "end"
+    if end.startswith("running"):
+        label = "now"
+    lines = [f"run  {run}", f"{label}  {end}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
         line = f"{folder.name:{width}} {stage_line(folder, has_ended=has_ended)}"

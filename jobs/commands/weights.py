@@ -136,7 +136,11 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     with torch.no_grad():
         largest = (outputs(model, image) - outputs(exported, image)).abs().max()
     # What a reader cannot get from the file; where the outputs are equal, the weights are exact.
-    label = "INEXACT" if largest else "note   "
+    label = "note   "
+    verdict = ": the weights are exact"
+    if largest:
+        label = "INEXACT"
+        verdict = ""
     remarks = [str(warning.message) for warning in inexact]
     if preprocessing and format == "npz":
         remarks.insert(0, f"an .npz has no place for the preprocessing: tell its readers of {preprocessing.ops}")
@@ -144,8 +148,7 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
         remarks.insert(0, "an .npz has no place for class names")
     for remark in remarks:
         echo(f"{label}  {remark}")
-    exactly = "" if largest else ": the weights are exact"
-    echo(f"checked  read back; outputs of one random image differ by {largest:.1e} at most{exactly}")
+    echo(f"checked  read back; outputs of one random image differ by {largest:.1e} at most{verdict}")
     if format in ("timm", "hf"):
         echo("open     the folder, not its tensors alone: its config.json selects the activation")
     echo(f"written  {path}")

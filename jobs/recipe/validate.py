@@ -15,6 +15,7 @@ Data that an earlier stage makes may not be there yet: `run` validates a stage o
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
 from data.index.index import shared_samples
 from jobs.named_stages import RECORD, stages_in
@@ -173,9 +174,7 @@ def beside_finished(campaign: Campaign, stages: Sequence[Stage]) -> Iterator[Che
         if not changes:
             continue
         reported.add(stage.source)
-        listed = ", ".join(list(changes.values())[:MOST_NAMED])
-        if len(changes) > MOST_NAMED:
-            listed += f", and {len(changes) - MOST_NAMED} more"
+        listed = few(list(changes.values()), MOST_NAMED, ", and {} more")
         text = f"{stage.name}: starts anew; {folders[0]}, stays as it is and differs by {listed}"
         if stage.kind.trains and stage.config.init is None:
             text += f"\n  to start from its weights, not from random ones, type {stage.source}.init={folders[0].path}"

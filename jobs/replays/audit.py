@@ -14,7 +14,6 @@ import math
 import random
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -33,7 +32,6 @@ from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
 from pipeline.monitoring.telemetry import account, counted, duration
 from pipeline.replay import TakenStep, TrainedStage
-from pipeline.versions import git_commit
 
 NAMED = 8  # states that a difference names, the largest first
 NOISE = 1e-8  # of the largest second moment of a parameter: what is less is of a gradient that is zero in theory
@@ -146,7 +144,7 @@ def audit(
                 finding.verdict = "unclear, because this machine has given two results"
         else:
             shutil.rmtree(folder)
-        echo(str(finding))
+        replays.say(str(finding))
 
     # 2. What it cost, as a share of the run, and the report.
     seconds = time.monotonic() - began
@@ -155,9 +153,6 @@ def audit(
     differing = [finding for finding in findings if finding.what]
     report = replays.folder / "audit.json"
     values = {
-        "commit": git_commit(),
-        "machine": socket.gethostname(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seed": seed,
         "share": steps / stage.steps,
         "seconds": round(seconds, 1),

@@ -85,7 +85,7 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     usual = statistics.median(recent)
     start = stage.commit_before(step)
     batch_size = stage.cfg.batch_size
-    echo(
+    replays.say(
         f"{replays.name}: step {step} from commit {start}, {metric} against the usual {usual:.4g} of {len(recent)} "
         f"steps before it; at most {2 * math.ceil(math.log2(batch_size))} times one step"
     )
@@ -120,19 +120,19 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
     shown = f"{metric} is {value}"
     samples = found_samples(stage, step, outcome, folder)
     if not outcome["is_spike"]:
-        echo(f"no spike: {shown}, usual is {usual:.4g}")
+        replays.say(f"no spike: {shown}, usual is {usual:.4g}")
     elif outcome["is_found"]:
-        echo(
+        replays.say(
             f"{shown} with {len(samples)} of {batch_size} samples and {outcome['value_without']:.4g} without, after "
             f"{outcome['replays']} times one step:"
         )
     else:
-        echo(
+        replays.say(
             f"no single sample: {shown}, and the smallest set found without which it is below {outcome['limit']:.4g} "
             f"has {len(samples)} of {batch_size}, after {outcome['replays']} times one step"
         )
     for sample in samples[:MOST_SHOWN]:
-        echo(
+        replays.say(
             f"  slot {sample['slot']}: {sample['shard']} {sample['key']}, labels {sample['labels']}; "
             f"{sample['picture']}"
         )
@@ -180,7 +180,7 @@ def bisect_shards(replays: Replays, first: int, last: int, metric: str) -> None:
             f"metric={metric}: {replays.name} was not evaluated on it\n  expected one that a run ends with"
         )
     images = load_index(judged_on).samples
-    echo(
+    replays.say(
         f"{replays.name}: {len(used)} shards in the steps {first + 1} to {last}; at most "
         f"{math.ceil(math.log2(len(used))) + 1} times {last - first} steps, each without half of the shards"
     )
@@ -208,16 +208,16 @@ def bisect_shards(replays: Replays, first: int, last: int, metric: str) -> None:
     noise = 2 * math.sqrt(max(2 * share * (1 - share), 0.0) / images)
     is_found = gap > noise and min(values_without) - max(values_with) > CLEAR * gap
     name = index.shards[shard].name
-    report = {"from": first, "to": last, "metric": metric, "noise": noise, "replays": taken}
-    replays.report(replays.folder / "bisect.json", {**report, "shard": name, "is_found": is_found})
     verdict = f"shard {name}"
     if not is_found:
         verdict = f"no single shard stands out, the likeliest is {name}"
-    echo(
+    replays.say(
         f"{verdict}: {metric} is {min(values_without):.4f} or more in {len(values_without)} replays without it, "
-        f"{max(values_with):.4f} or less in {len(values_with)} with it; {noise:.4f} is noise of {images:,} images\n"
-        f"  to do without it alone type python -m jobs without {stage.folder} --shards {name} --to {last}"
+        f"{max(values_with):.4f} or less in {len(values_with)} with it; {noise:.4f} is noise of {images:,} images"
     )
+    report = {"from": first, "to": last, "metric": metric, "noise": noise, "replays": taken}
+    replays.report(replays.folder / "bisect.json", {**report, "shard": name, "is_found": is_found})
+    echo(f"to do without it alone type python -m jobs without {stage.folder} --shards {name} --to {last}")
 
 
 def shard_behind(

@@ -12,6 +12,8 @@ Out: in that folder a run whose stage has the commit of step 150 and the records
 """
 
 import shutil
+import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +32,7 @@ from pipeline import artifacts, config
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.replay import TrainedStage
 from pipeline.training_config import HealthConfig, TrainConfig
-from pipeline.versions import code_version
+from pipeline.versions import code_version, git_commit
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
 
@@ -49,6 +51,8 @@ class Replays:
         self.record = artifacts.read_record(self.stage.folder / "stage.json")
         self.name = self.stage.folder.name
         self.overrides = overrides
+        self.command = command
+        self.said: list[str] = []  # what has come out, in lines
         run_folder = self.stage.folder.parent
         beside = run_folder.with_name(f"{run_folder.name}-{command}")
         self.folder = Path(output or beside).resolve()
@@ -137,14 +141,24 @@ class Replays:
         run_campaign(Campaign(folder, cluster, (again,)), quiet=not goes_on)
         return TrainedStage(target)
 
+    def say(self, line: str) -> None:
+        """Print a line of what has come out, which the report keeps and the run's page shows."""
+        echo(line)
+        self.said.append(line.strip())
+
     def report(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Write what has come out, with the run that was looked at and the code that looked."""
+        """Write what has come out, with the run that was looked at, and when, where and by which code it was."""
         made_by = {
             "run": str(self.stage.folder.parent),
             "stage": self.record["name"],
             "key": self.record["key"],
             "code_of_run": self.stage.job["code"],
             "code": code_version(),
+            "commit": git_commit(),
+            "machine": socket.gethostname(),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": self.command,
+            "said": self.said,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_record(path, {**made_by, **values})

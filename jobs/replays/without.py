@@ -88,7 +88,7 @@ def without(
     use = f"first used in step {first_use}"
     if first_use is None:
         use = "none of them was used"
-    echo(
+    replays.say(
         f"{replays.name}: {removed['samples']:,} of {index.samples:,} samples, {use}; {to - start:,} steps from commit "
         f"{start} to {to}, {(to - start) / stage.steps:.1%} of the run, about {duration((to - start) * step_s)}"
     )
@@ -104,14 +104,14 @@ def without(
         line = f"{name} {value:.4f} without them"
         if name in before:
             line += f", {before[name]:.4f} with them: they brought {before[name] - value:+.4f}"
-        echo(line)
+        replays.say(line)
     weights = outcome["files"][artifacts.WEIGHTS]["sha256"]
     echo(f"weights {weights[:12]}, ledger {manifest.ledger[:12]}")
     theirs = export(stage.commits[to], models.from_dict(stage.job["model"]))
     are_equal = manifest.ledger == read_manifest(stage.commits[to]).ledger
     for name, tensor in models.load_weights(again.folder)[0].items():
         are_equal = are_equal and torch.equal(tensor, theirs[name])
-    echo("equal to the run's, bit for bit" if are_equal else "the run's are others")
+    replays.say("equal to the run's, bit for bit" if are_equal else "the run's are others")
     commit_files = {}
     if start:
         for name, file in read_manifest(stage.commits[start]).files.items():

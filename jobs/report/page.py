@@ -114,6 +114,7 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
         "not_shown": run.trained[:-DETAILED],
         "details": [stage_values(stage, album) for stage in detailed],
         "made": made,
+        "replays": album.replays(run),
         "analyses": album.analyses(run.path),
         "most_classes": MOST_CLASSES,
         "amount": amount,

@@ -1,4 +1,5 @@
-"""The images of a run's page, as small JPEGs in base64: judged samples, the batch of a spike, figures of `analyze`.
+"""The images of a run's page, as small JPEGs in base64: judged samples, the batch of a spike, figures of `analyze`, and
+what was said and pictured of steps that were taken again.
 
 All of them together are `MOST` at the most, so that a page stays below two megabytes however many stages it shows.
 What cannot be read costs the page a picture, and the page says so.
@@ -20,8 +21,9 @@ from data.index.index import Index
 from data.page import jpeg
 from data.remote.cache import CacheConfig
 from data.shards.reader import ShardReader
-from jobs.report.reading import Stage
+from jobs.report.reading import Run, Stage
 from jobs.terminal import COMMAND, as_typed
+from pipeline import artifacts
 
 SAMPLES = "Samples with predictions"
 MOST = 240  # pictures of a page; a thumbnail has about 4 kB
@@ -32,6 +34,7 @@ FIGURES = {
     "attention.png": "what the class token attends to",
     "inside.png": "patch filters, positions, and how far each head looks",
 }
+REPLAYS = 20  # that are shown
 ANALYSES = 3  # folders of `analyze` that are shown
 
 
@@ -110,6 +113,36 @@ class Album:
                 remark = f"its batch cannot be rebuilt: {str(error) or repr(error)}"
             galleries.append(Gallery(title, pictures, remark))
         return galleries
+
+    def replays(self, run: Run) -> list[Gallery]:
+        """Return what replays of the run have said, whose folders lie beside it, and searches of its own spikes."""
+        folder = run.stages[0].folder.parent.resolve()
+        paths = list(folder.glob(f"*/{artifacts.SEARCHES}/step-*.json"))
+        for pattern in ("*/audit.json", "*/bisect.json", "*/step-*/bisect.json"):
+            paths += folder.parent.glob(pattern)
+        galleries = []
+        for path in sorted(paths):
+            pictures = []
+            title = str(path.relative_to(folder.parent))
+            try:
+                record = artifacts.read_record(path)
+                # A search of the run itself names no run.
+                if record.get("run", str(folder)) != str(folder):
+                    continue
+                title = f"{record.get('command', 'searched beside training')}, {record['date']}"
+                remark = "; ".join(record["said"])
+                for sample in record.get("samples", ())[: self.left]:
+                    if sample.get("picture"):
+                        image = decode((path.parent / Path(sample["picture"]).name).read_bytes())
+                        names = ", ".join(sample["labels"])
+                        pictures.append(
+                            Picture(jpeg(image), names, f"{sample['shard']}/{sample['key']}", is_wrong=True)
+                        )
+            except (PatchlineError, BadImage, OSError, ValueError, LookupError, TypeError) as error:
+                remark = f"it cannot be shown: {error}"
+            self.left -= len(pictures)
+            galleries.append(Gallery(title, pictures, remark))
+        return galleries[-REPLAYS:]
 
     def analyses(self, run: Path) -> list[Gallery]:
         """Return the figures that `analyze` has left in the run's folder or in a stage's."""

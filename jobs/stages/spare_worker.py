@@ -315,7 +315,8 @@ class SpareWorker:
     def put_outcome(self, step: int, outcome: Mapping[str, Any], line: str) -> None:
         """Leave what a search has come to, and take back its request."""
         run = self.stage / SEARCHES / f"step-{step:010d}"
-        artifacts.write_record(run.with_suffix(".json"), outcome)
+        date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        artifacts.write_record(run.with_suffix(".json"), {**outcome, "date": date, "said": [f"step {step}: {line}"]})
         run.with_suffix(".requested").unlink(missing_ok=True)
         shutil.rmtree(run, ignore_errors=True)
         self.context.log(f"step {step}: {line}")

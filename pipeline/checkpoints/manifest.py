@@ -64,7 +64,7 @@ class Manifest:
     code: str  # version of the code that wrote it
     bad_samples: int = 0
     # Ranges of samples that weigh nothing, each behind the step from which on (pipeline/masking.py).
-    masked: Sequence[Sequence[int]] = ()
+    masked: Sequence[Sequence[int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
     files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name
     schema: int = SCHEMA
@@ -166,13 +166,18 @@ def manifest_in(storage: Storage, checkpoint: str) -> Manifest:
     return manifest
 
 
+def sizes_in(storage: Storage, folder: str) -> dict[str, int]:
+    """Return the bytes of every file of a folder, by its name in there. Raises StorageError, OSError."""
+    return {name.removeprefix(f"{folder}/"): size for name, size in storage.list(folder).items()}
+
+
 def look_at(storage: Storage, checkpoint: str) -> Manifest:
     """Read the manifest, and look whether the files that it names are there, in their sizes, and no others.
 
     Raises CheckpointError naming the file and what differs; OSError, StorageError where the storage fails.
     """
     address = storage.address(checkpoint)
-    present = {name.removeprefix(f"{checkpoint}/"): size for name, size in storage.list(checkpoint).items()}
+    present = sizes_in(storage, checkpoint)
     # Not opened where it is no regular file: to read from a pipe would be to wait for ever.
     if MANIFEST not in present:
         raise Damaged(f"{address}/{MANIFEST}: no such file")

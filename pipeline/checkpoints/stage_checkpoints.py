@@ -23,6 +23,7 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from pipeline.checkpoints.manifest import (
     manifest_in,
     newest_attempt,
     sealed,
+    sizes_in,
     step_of,
 )
 
@@ -271,13 +273,10 @@ def check_seen(storage: Storage, staged: str, written: Sequence[WrittenFile], lo
 
     It names the workers whose files are not seen, by rank. Raises StorageError, OSError where the storage fails.
     """
-
-    def sizes() -> dict[str, int]:
-        return {name.removeprefix(f"{staged}/"): size for name, size in storage.list(staged).items()}
-
     expected = {file.name: file.bytes for file in written}
     # What rank 0 has written itself it sees at once: where that is gone, another start has swept the folder.
-    is_patient = not storage.sees_at_once and written[0].name in sizes()
+    is_patient = not storage.sees_at_once and written[0].name in sizes_in(storage, staged)
+    sizes = partial(sizes_in, storage, staged)
     unseen, waited_s = wait_until_seen(sizes, expected, is_patient=is_patient)
     address = storage.address(staged)
     if not unseen:

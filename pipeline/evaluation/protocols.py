@@ -120,13 +120,7 @@ class Protocol:
         """Return the settings as an instance of their class; None for a protocol without any."""
         if self.kind.settings is None:
             return None
-        options: dict[str, Any] = {}
-        for name, value in self.fields["options"].items():
-            options[name] = value
-            # JSON has lists where the settings have tuples.
-            if isinstance(value, list):
-                options[name] = tuple(value)
-        return self.kind.settings(**options)
+        return config.build(self.kind.settings, self.fields["options"], "options")
 
 
 PROTOCOLS: dict[str, ProtocolKind] = {

@@ -11,15 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from data.errors import ConfigError
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
-from tests.golden import GOLDEN
+from tests.golden import read_golden
 
 pytestmark = pytest.mark.quick
-
-
-def golden(name: str):
-    if not (GOLDEN / name).exists():
-        pytest.skip(f"golden data is absent: ../shared/golden/{name}")
-    return np.load(GOLDEN / name)
 
 
 def schedule_of(case: dict) -> ScheduleConfig:
@@ -34,7 +28,7 @@ def schedule_of(case: dict) -> ScheduleConfig:
 
 
 def test_every_golden_schedule_is_met():
-    arrays = golden("lr_schedules.npz")
+    arrays = read_golden("lr_schedules.npz")
     cases = json.loads(str(arrays["cases_json"]))
     for number, case in cases.items():
         total, peak = case["kwargs"]["total_steps"], case["kwargs"]["base"]
@@ -46,7 +40,7 @@ def test_every_golden_schedule_is_met():
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("kind", ["onehot", "multihot", "mixed"])
 def test_every_golden_loss_is_met(loss, kind):
-    arrays = golden("losses.npz")
+    arrays = read_golden("losses.npz")
     ours = LOSSES[loss](torch.from_numpy(arrays["logits"]), torch.from_numpy(arrays[f"labels_{kind}"]).float())
     np.testing.assert_allclose(ours.numpy(), arrays[f"{loss}_{kind}_per_example"], rtol=1e-5, atol=1e-5)
 
@@ -86,7 +80,7 @@ def config_of(meta: dict) -> tuple[OptimConfig, float, int]:
 
 @pytest.mark.parametrize("name", ["optim_pretrain_adam", "optim_pretrain_adam_headwd_noclip", "optim_finetune_sgd"])
 def test_every_step_of_the_original_optimizer_chain_is_met(name):
-    arrays = golden(f"{name}.npz")
+    arrays = read_golden(f"{name}.npz")
     cfg, clip, total = config_of(json.loads(str(arrays["meta_json"])))
     model, names = flat_model(arrays)
     parameters = dict(model.named_parameters())

@@ -85,7 +85,7 @@ def test_a_set_follows_another_one_s_numbering_by_command_and_says_which_classes
     capsys.readouterr()
     assert main(command) == 65
     said = capsys.readouterr().err
-    assert "lacks 1 of its 2 classes: 'kitty'" in said and "'airplane', 'bird', 'cat'" in said and "rename" in said
+    assert "lacks 1 of the 2 classes here: 'kitty'" in said and "'airplane', 'bird', 'cat'" in said and "rename" in said
     assert main([*command, "--rename", "kitty=cat"]) == 0
     assert labels_by_class(tmp_path / "b") == {"bird": {b"1"}, "kitty": {b"2"}}
     assert "class names: 'airplane', 'bird', 'cat'" in capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_renaming_merges_classes_and_two_classes_of_one_name_stay_apart():
     assert merged.labels((1, 2, 0), "a") == (0, 1)
     cranes = ("crane", "heron", "crane")
     assert number(cranes).ids is None and number(cranes, cranes).ids is None
-    with pytest.raises(DataError, match=r"lacks 1 of its 1 classes: 'crane'"):
+    with pytest.raises(DataError, match=r"lacks 1 of the 1 classes here: 'crane'"):
         number(("crane",), ("heron", "crane", "crane"))
     with pytest.raises(DataError, match=r"sample a has label 3, and there are 2 class names"):
         number((), ("a", "b")).labels((3,), "a")

@@ -3,12 +3,11 @@
 import math
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from jobs.__main__ import main
-from jobs.replays.bisect import shard_behind
+from data.errors import UsageError
+from jobs.replays.bisect import bisect, shard_behind
 
 pytestmark = pytest.mark.quick
 
@@ -22,9 +21,9 @@ pytestmark = pytest.mark.quick
         ("step=3 shard", "'shard' is not understood"),
     ],
 )
-def test_words_that_do_not_fit_are_refused(words: str, said: str, tmp_path: Path, capsys) -> None:
-    assert main(["bisect", str(tmp_path), *words.split()]) == 64
-    assert said in capsys.readouterr().err
+def test_words_that_do_not_fit_are_refused(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        bisect("run", words.split(), first=None, last=None, output=None)
 
 
 def test_a_shard_is_found_wherever_it_is_though_to_lack_data_costs_more_than_it_does() -> None:

@@ -20,6 +20,9 @@ from data.index.document import load_index
 from data.order import Order
 from jobs.cluster import fork_server
 from jobs.commands.checkpoints import whole_state
+from jobs.report.page import write_report
+from jobs.report.pictures import Album
+from jobs.report.reading import read_run
 from jobs.stages import training
 from pipeline import artifacts, train
 from pipeline.checkpoints.reader import Reader, verify
@@ -208,3 +211,20 @@ def test_a_step_without_a_spike_accuses_nobody(folder: Path) -> None:
     assert not record["is_spike"] and record["samples"] == []
     text = (folder / f"{list(COMMANDS).index('no spike')}.log").read_text()
     assert "as it is on record, to the bit" in text
+
+
+def test_the_page_of_the_run_shows_what_its_replays_have_said(folder: Path) -> None:
+    shown = Album(with_replay=False).replays(read_run(folder / "run"))
+    said = {gallery.title.partition(",")[0]: [] for gallery in shown}
+    for gallery in shown:
+        said[gallery.title.partition(",")[0]].append(gallery.remark)
+    audits = "\n".join(said["audit"])
+    assert "steps 11 to 15: equal in 5 losses and norms" in audits
+    flipped = "steps 6 to 10: silent corruption from step 8 on, first in the gradient of worker 1; most in "
+    assert f"{flipped}{FLIPPED}" in audits
+    without = "\n".join(said["without"])
+    assert "2 of 1,442 samples, first used in step 7" in without and "equal to the run's, bit for bit" in without
+    assert "step 12 from commit 10, loss against the usual" in said["bisect"][0] and "no spike" in said["bisect"][0]
+    assert not Album(with_replay=False).replays(read_run(folder / "start")), "those are of another run"
+    page = write_report([folder / "run"], folder / "page.html", with_replay=False).read_text()
+    assert "Steps that were taken again" in page and flipped in page

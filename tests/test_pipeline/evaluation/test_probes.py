@@ -31,7 +31,7 @@ from pipeline.evaluation.probes import (
 )
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.evaluation.worker import Request, result_of
-from tests.golden import GOLDEN
+from tests.golden import read_golden
 
 pytestmark = pytest.mark.quick
 
@@ -96,9 +96,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, Featur
 
 @pytest.fixture(scope="module")
 def golden():
-    if not (GOLDEN / "fewshot_lsr.npz").exists():
-        pytest.skip("golden data is absent: ../shared/golden/fewshot_lsr.npz")
-    return np.load(GOLDEN / "fewshot_lsr.npz")
+    return read_golden("fewshot_lsr.npz")
 
 
 def accuracy_of(

@@ -19,7 +19,7 @@ from data.sources.samples import Sample
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
-from tests.golden import GOLDEN
+from tests.golden import read_golden
 
 pytestmark = pytest.mark.quick
 
@@ -39,9 +39,7 @@ class Written(nn.Module):
 
 @pytest.fixture(scope="module")
 def golden() -> dict:
-    if not (GOLDEN / "real_eval.json").exists():
-        pytest.skip("golden data is absent: ../shared/golden/real_eval.json")
-    return json.loads((GOLDEN / "real_eval.json").read_text())
+    return read_golden("real_eval.json")
 
 
 @pytest.fixture(scope="module")
