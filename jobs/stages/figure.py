@@ -186,7 +186,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     for line in lines:
         context.log(line)
     names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
-    summary = f"{len(points)} points, {context.directory / 'figure.png'}"
+    summary = f"{len(points)} points, figure.png"
     return {"summary": summary, "files": artifacts.digests(context.directory, names)}
 
 
