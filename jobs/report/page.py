@@ -34,6 +34,7 @@ from pipeline.evaluation.intervals import wilson
 from pipeline.monitoring.telemetry import amount, duration
 
 DETAILED = 6  # trained stages of a run that are shown whole, the newest; a sweep may have hundreds
+MOST_RESULTS = 6  # that the first line of the page names
 MOST_ROWS = 200  # of a table
 MOST_LINES = 12  # of a chart
 MOST_CLASSES = 30  # by their accuracy, the worst
@@ -132,6 +133,8 @@ def verdict(run: Run) -> str:
         # What sets were packed, and what each run of a sweep came to, is in the table of stages.
         elif stage.result and "sets" not in stage.done and not stage.name.startswith(tables):
             results.append(f"{stage.name} {stage.result}")
+    if len(results) > MOST_RESULTS:
+        results = [f"{len(results)} results, in the table of stages"]
     if run.state == "done" or not unfinished:
         return f"Done. {'; '.join(results)}"
 
@@ -308,7 +311,8 @@ def document_values(stage: Stage, run: Run) -> dict[str, Any]:
 def figure_values(stage: Stage, run: Run) -> dict[str, Any]:
     """Return the figure of a study, and its text."""
     record = artifacts.read_record(stage.folder / "figure.json")
-    return {"chart": study_chart(record), "text": (stage.folder / "figure.md").read_text()}
+    has_paper = "paper" in record  # beside ours, in a panel as wide
+    return {"chart": study_chart(record), "has_paper": has_paper, "text": (stage.folder / "figure.md").read_text()}
 
 
 def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
@@ -318,14 +322,15 @@ def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
     drawn = []
     spread_of = "± between runs"
     names = set()
-    lost = set()
+    lost: dict[str, str] = {}  # rows without a number, and why
     for result in record["runs"]:
         names.add(result["stage"])
-        if result["diverged"]:
-            lost.add(result["row"])
+        for reason in ("stopped", "diverged"):
+            if result.get(reason):
+                lost[result["row"]] = reason
     for name, means in {**record["rows"], **record["means"]}.items():
         mean = means.get(record["metric"])
-        values["rows"].append((name, mean, name in lost))
+        values["rows"].append((name, mean, lost.get(name, "")))
         if mean is not None:
             deviation = mean["sd"] or 0.0
             low, high = mean["interval"] or (mean["mean"] - deviation, mean["mean"] + deviation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from data.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
 from pipeline.monitoring.telemetry import amount
@@ -101,6 +103,10 @@ def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Ma
         axes.set_xticks(range(len(names)), [name[:LONGEST_LABEL] for name in names], rotation=30, ha="right")
     elif "x" in log:
         axes.set_xscale("log")
+        # At 1, 3, 10, 30, …: left to itself each of 1 to 9 has a label where few powers of ten are in sight.
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.xaxis.set_major_formatter(lambda value, _place: amount(value))
     if "y" in log:
