@@ -94,7 +94,9 @@ class Job:
     @property
     def hopeless(self) -> str:
         """Return why the stage is to end early by what was foretold of it; "" while it is not. Rank 0 alone."""
-        return "" if self.foretold is None else Foretold(**self.foretold).hopeless(Path(self.directory))
+        if self.foretold is None:
+            return ""
+        return Foretold(**self.foretold).hopeless(Path(self.directory))
 
     @property
     def attempt_folder(self) -> Path:

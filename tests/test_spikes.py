@@ -84,7 +84,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
     assert f"step {since}: 1 sample masked from here on, 1 in all: train-000001.tar {POISONED:05d}" in text
     end = newest()
     assert jobs("run", "recipe.yaml", wait=lambda: newest() >= end + 100) == 75
-    assert "random weights ignored, 1 sample masked;" in (tmp_path / "log").read_text()
+    assert "), 1 sample masked; 1 workers" in (tmp_path / "log").read_text()
     newest_commit = committed(stage(run) / "checkpoints")[0]
     assert read_manifest(newest_commit).masked == [[since, 1, POISONED - 100, POISONED - 99]]
     # It had made a spike in every epoch; without it there is none.

@@ -194,11 +194,14 @@ def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
     kind = KINDS.get(str(trunk.get("kind", link[0])))
     if kind is None or not kind.trains:
         return dict(section)
-    inherited = {name: value for name, value in trunk.items() if name not in NOT_INHERITED}
-    own = {name: value for name, value in section.items() if name != "sweep"}
+    inherited = dict(trunk)
+    for name in NOT_INHERITED:
+        inherited.pop(name, None)
+    own = dict(section)
+    sweep = own.pop("sweep", None)
     whole = with_fields(inherited, flat(own, link[0]), link[0])
-    if "sweep" in section:
-        whole["sweep"] = section["sweep"]
+    if sweep is not None:
+        whole["sweep"] = sweep
     return whole
 
 

@@ -287,8 +287,9 @@ def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
             if axis not in axes:
                 raise DataError(f"the runs of {row.name!r} of {row.table} have no {axis}{did_you_mean(axis, axes)}")
             # What grows with the steps has grown so far.
-            grows = axis in ("exaflops", "samples", "steps", "seconds")
-            point["axes"][axis] = axes[axis] * step / axes["steps"] if grows else axes[axis]
+            point["axes"][axis] = axes[axis]
+            if axis in ("exaflops", "samples", "steps", "seconds"):
+                point["axes"][axis] *= step / axes["steps"]
         yield point
 
 

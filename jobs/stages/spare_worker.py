@@ -285,6 +285,7 @@ class SpareWorker:
         claim.touch()
         directory = run / self.stage.name
         folder = attempt_folder(directory, self.number)
+        shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed amid the search
         folder.mkdir(parents=True)
         # Without what is known already: a sample that has made several spikes is searched once.
         masked = [[0, *sample["range"]] for sample in found_samples(self.stage)]

@@ -8,7 +8,6 @@
 3. A budget is compared with what all trained stages of a recipe take, before any of them starts.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,7 +99,9 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     """
     trunk = Path(context.campaign.path_of(cfg.init or ""))
     commits = checkpoints_in(trunk / "checkpoints")
-    names = {step_of(Path(name)): name for name in reversed(commits.committed())}
+    names = {}
+    for name in reversed(commits.committed()):
+        names[step_of(Path(name))] = name
     if begin not in names:
         raise DataError(
             f"{context.stage.name}.begin is {begin}, of which {trunk} has no commit\n"
@@ -110,7 +111,10 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
     # Steps that the trunk has given up are none that the branch has seen.
     if (trunk / artifacts.EXCLUDED_STEPS).exists():
         pairs = artifacts.read_record(trunk / artifacts.EXCLUDED_STEPS)["stretches"]
-        earlier = [pair for pair in pairs if pair[0] < begin]
+        earlier = []
+        for pair in pairs:
+            if pair[0] < begin:
+                earlier.append(pair)
         artifacts.write_record(context.directory / artifacts.EXCLUDED_STEPS, {"stretches": earlier})
     context.checkpoints.adopt(commits.local / names[begin], context.stage.key)
 
@@ -141,13 +145,15 @@ def foretell(cfg: TrainConfig, context: Context) -> Foretold:
     x = []
     for step in at:
         axes = axes_at(cfg, context.model, step, steps)
+        place = []
         for axis in figure["fit"]["axes"]:
             if axis not in axes:
                 raise DataError(
                     f"{context.stage.name}.law: {path} is a law of {axis}, which nothing tells before the stage runs"
                     f"{did_you_mean(axis, axes)}\n  expected a fit over some of {', '.join(axes)}"
                 )
-        x.append([axes[axis] for axis in figure["fit"]["axes"]])
+            place.append(axes[axis])
+        x.append(place)
     # The law is of the error, 1 − metric; the same law says the same of the same stage.
     low, high = law.interval_at(np.array(x), np.random.default_rng(0))
     foretold = Foretold(
@@ -173,14 +179,15 @@ def compute_of(campaign: Campaign) -> Compute:
     """Return what the trained stages of a campaign take, finished ones too."""
     there = Available(campaign, looks_at_files=False)
     trunks = set()
-    for stage in campaign.stages:
-        link = reference(stage.config.init or "") if stage.kind.trains and stage.config.begin is not None else None
-        if link is not None:
+    trained = [stage for stage in campaign.stages if stage.kind.trains]
+    for stage in trained:
+        link = reference(stage.config.init or "")
+        if stage.config.begin is not None and link is not None:
             trunks.add(link[0])
     planned = 0.0
     apart = 0.0
     uncounted = []
-    for stage in trained(campaign):
+    for stage in trained:
         cfg: TrainConfig = stage.config
         samples = planned_samples(cfg, there)
         if stage.model is None or (cfg.steps is None and samples is None):
@@ -211,13 +218,6 @@ def check_budget(campaign: Campaign) -> None:
         f"budget is {campaign.budget:g} exaFLOPs, and the recipe takes {compute.planned:.4g}\n"
         f"  type budget={compute.planned:.4g}, or take runs out of it; `python -m jobs plan` has what each takes",
     )
-
-
-def trained(campaign: Campaign) -> Iterator[Stage]:
-    """Iterate the stages that train."""
-    for stage in campaign.stages:
-        if stage.kind.trains:
-            yield stage
 
 
 def planned_samples(cfg: TrainConfig, there: Available) -> int | None:

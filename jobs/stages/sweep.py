@@ -193,14 +193,19 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     else:
         parts = []
         for row in means or rows:
-            part = str(row.means[cfg.best]) if row.means else "-"
+            part = "-"
+            if row.means:
+                part = str(row.means[cfg.best])
             if row.name != context.stage.name:
                 part = f"{row.name} {part}"
             if row.remark:
                 part += f" ({row.remark})"
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
-    scores = [result.foretold["is_inside"] for result in results if result.foretold]
+    scores = []
+    for result in results:
+        if result.foretold:
+            scores.append(result.foretold["is_inside"])
     if scores:
         summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
     if cfg.chosen_on_test and is_measured:
@@ -301,9 +306,11 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         if lost:
             remark = lost
         elif runs[0].foretold:
-            low, high = (100 * runs[0].foretold[end] for end in ("low", "high"))
-            inside = sum(result.foretold["is_inside"] for result in runs)
-            remark = f"foretold [{low:.2f}, {high:.2f}], {inside} of {len(runs)} inside"
+            law = runs[0].foretold
+            inside = 0
+            for result in runs:
+                inside += result.foretold["is_inside"]
+            remark = f"foretold [{100 * law['low']:.2f}, {100 * law['high']:.2f}], {inside} of {len(runs)} inside"
         axes: dict[str, float] = {}
         for axis, mean in means_by_metric([result.axes for result in runs]).items():
             axes[axis] = mean.mean

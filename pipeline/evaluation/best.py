@@ -107,7 +107,10 @@ class Foretold:
             value = evaluations.get(step, {}).get(self.metric)
             if value is None or not self.stops:
                 continue
-            below = [*below, step] if value < low else []
+            if value >= low:
+                below.clear()
+                continue
+            below.append(step)
             if len(below) == MOST_BELOW:
                 return (
                     f"hopeless: {self.metric} {value:.4f} at step {step}, foretold at least {low:.4f}, and below it at "
@@ -119,9 +122,9 @@ class Foretold:
         """Return, and log, whether the last evaluation lies where it was foretold."""
         was, low, high = metrics[self.metric], self.lows[-1], self.highs[-1]
         is_inside = low <= was <= high
-        log(
-            f"foretold {self.metric} {self.values[-1]:.4f} [{low:.4f}, {high:.4f}], was {was:.4f}: "
-            f"{'inside' if is_inside else 'OUTSIDE'}"
-        )
+        verdict = "OUTSIDE"
+        if is_inside:
+            verdict = "inside"
+        log(f"foretold {self.metric} {self.values[-1]:.4f} [{low:.4f}, {high:.4f}], was {was:.4f}: {verdict}")
         score: dict[str, float | bool | str] = {"metric": self.metric, "value": self.values[-1], "low": low}
         return {**score, "high": high, "was": was, "is_inside": is_inside}

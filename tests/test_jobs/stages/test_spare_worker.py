@@ -324,6 +324,8 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
         health.count_step(step, 1.0, 0.1 if step % 2 else 2.0, "", [])
     assert [line.count("it is searched beside training") for _, line in reported[1:]] == [1, 1, 1, 1]
 
+    left = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
+    left.mkdir(parents=True)  # by a command that was killed
     for _ in range(4):
         made.evaluations.poll()
     assert [step for step, _ in places.searched] == [20, 22, 24, 24]
