@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 try:
     import typer
 except ModuleNotFoundError as error:
-    sys.exit(f"error: this Python, {sys.executable}, has no {error.name}\n  type make env && source .venv/bin/activate")
+    print(f"error: this Python, {sys.executable}, has no {error.name}", file=sys.stderr)
+    print("  type make env && source .venv/bin/activate", file=sys.stderr)
+    sys.exit(69)  # something that is needed is not there: ExitCode.UNAVAILABLE
 from typer.exceptions import TyperException
 from typer.main import get_command
 

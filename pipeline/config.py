@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+import models
 from data.checks import few
 from data.errors import ConfigError
 from models.checks import did_you_mean
@@ -259,6 +260,10 @@ def check_model_name(section: object, stage: str, name: str, overrides: Sequence
             wins.append(f"{size}: {model[size]}")
     # The same size with another patch keeps them.
     if wins and str(model.get("name")).partition("/")[0] != name.partition("/")[0]:
+        try:
+            models.config_of(name, 224, 2)
+        except ValueError as error:  # no model is called so, and what follows would be no help
+            raise ConfigError(f"{stage}.{MODEL}.name: {error}") from None
         raise ConfigError(
             f"{stage}.{MODEL}.name is {name}, and the recipe's model has {', '.join(wins)}, which would win over the "
             f"name\n  type {stage}.{MODEL}={name}: of the recipe's model it keeps image_size and classes alone"

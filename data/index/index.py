@@ -53,6 +53,16 @@ class Origin:
     rule: dict[str, Any]  # how samples were chosen, as `data.shards.subset.Rule` describes itself
     rows: str  # the sha256 of where the chosen samples lie in their tars: a part of the subset's digest
 
+    @property
+    def words(self) -> str:
+        """The rule as people read it: "part :80%, seed 0"."""
+        words = []
+        for option, value in self.rule.items():
+            if isinstance(value, Mapping):
+                value = f"{value['path']} ({value['sha256'][:12]})"
+            words.append(f"{option} {value}")
+        return ", ".join(words)
+
 
 @dataclass(frozen=True)
 class Index:

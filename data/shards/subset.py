@@ -394,17 +394,11 @@ def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]
 def summary(index: Index, parent: Index) -> list[str]:
     """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
     assert index.origin is not None, "a subset was made of something"
-    # The rule as people read it: "part :80%, seed 0".
-    rule = []
-    for option, value in index.origin.rule.items():
-        if isinstance(value, Mapping):
-            value = f"{value['path']} ({value['sha256'][:12]})"
-        rule.append(f"{option} {value}")
     share = index.samples / parent.samples
     lines = [
         f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
         f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
-        f"of {parent.tables} (digest {parent.digest[:12]}), by {', '.join(rule)}",
+        f"of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}",
     ]
     shots = index.origin.rule.get("shots", 0)
     lost = []  # classes that have samples in the parent alone

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.checks import printable
-from data.errors import DataError, ExitCode, UsageError
+from data.errors import ConfigError, DataError, ExitCode, UsageError
 from jobs.command_line.words import Debug, make_group, stoppable
 from jobs.named_stages import find_set, near_path, stages_in
 from jobs.progress import ProgressMeter
@@ -174,7 +174,10 @@ def pack(
         raise UsageError(f"shards stay where they are, and are indexed\n  type python -m jobs index {path}")
     if stages_in(folder):
         raise UsageError(f"{folder} is a run directory\n  type another folder for the set, as shards/{folder.name}")
-    cfg = config.build(SetConfig, described, "pack")
+    try:
+        cfg = config.build(SetConfig, described, "pack")
+    except ConfigError as error:  # of what was typed, in the words of a recipe
+        raise UsageError(str(error).replace("pack.", "")) from None
     if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
         hint = "\n  expected first what is packed, and then the folder to write" if folder.is_dir() else near_path(path)
         raise DataError(f"there is nothing at {path}{hint}\n  {source} reads images, or a table")

@@ -22,6 +22,7 @@ from data.errors import DataError, UsageError
 from jobs.command_line.words import Debug, make_group
 from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
 from jobs.terminal import echo
+from models.checks import did_you_mean
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 from pipeline.monitoring.telemetry import counted
 
@@ -163,6 +164,7 @@ def evaluate(
     from jobs.run.session import run_campaign
     from pipeline import config
     from pipeline.evaluation.document import NAME
+    from pipeline.evaluation.protocols import PROTOCOLS
 
     # Each set is called as its folder or index, numbered where two are alike.
     sets: dict[str, dict[str, str]] = {}
@@ -179,6 +181,9 @@ def evaluate(
         sets[name] = {"test": find_set(word)}
     folder = output or f"runs/evaluate-{name_of(weights)}"
     section: dict[str, Any] = {"init": weights, "sets": sets}
+    for word in protocol or ():
+        if word not in PROTOCOLS:
+            raise UsageError(f"--protocol {word}: no such protocol{did_you_mean(word, PROTOCOLS)}")
     if protocol:
         section["protocols"] = protocol
     values: dict[str, Any] = {"run": folder, STAGE: section}

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # it imports torch, for which a path without images does not 
     from jobs.commands.new_training import Choice, Machine
 
 # What makes classes, by the source of images that have none.
+MOST_BAD = 0.1  # of the images that were opened
 TO_HAVE_CLASSES = {
     "folder": "sort the images into a sub-folder for each class, and name the folder above these",
     "table": "give the table a column label",
@@ -108,6 +109,12 @@ def new(
             f"  type cd {shlex.quote(str(whole.parent))}, then python -m jobs new {shlex.quote(whole.name)}"
         )
     describe(sets.train)
+    bad = sets.train.bad.total()
+    if bad > MOST_BAD * sets.train.opened:
+        raise DataError(
+            f"{bad} of {sets.train.opened} images that were opened cannot be read, first {sets.train.first_bad}\n"
+            f"  expected at most {MOST_BAD:.0%}: bring them back from where they came, or take them out"
+        )
     if init is not None and not sets.train.classes:
         raise UsageError(
             "--init fine-tunes on labels, and these images have none\n  leave out --init to pretrain on them"
@@ -236,6 +243,8 @@ def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "
         path_in_shell=shlex.quote(str(path)),
         cluster=cluster,
         packed=packed,
+        # Twice what was seen: a run stops where more of its samples are bad.
+        bad_fraction=f"{2 * sets.train.bad.total() / max(1, sets.train.opened):.1g}",
         path_of_parts=path_of_parts,
         places=places,
         processes=min(16, max(1, cores_of_worker - 1)),
