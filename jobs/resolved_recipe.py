@@ -85,7 +85,7 @@ class StageKind:
     makes_weights: bool = False  # which other stages may start from
     sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
     # How many classes a set that it makes has at the least, where its source tells before it is made.
-    set_classes: Callable[[Any, str], int | None] = lambda cfg, name: None
+    set_classes: Callable[[Any, str], int | str | None] = lambda cfg, name: None
     model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
     shared_classes: Callable[[Any], list[SharedClasses]] = lambda cfg: []
     # Whether the model has the head of its weights: given the config, their architecture, and the stage's own.
@@ -314,7 +314,9 @@ class Available:
         if link is None:
             return None
         maker = self.campaign.stage(link[0])
-        return maker.kind.set_classes(maker.config, link[1])
+        known = maker.kind.set_classes(maker.config, link[1])
+        # A part of another set is numbered as that one.
+        return self.classes(known) if isinstance(known, str) else known
 
     def made(self, values: Collection[str]) -> list[Index]:
         """Return the indexes of those sets that are there."""

@@ -194,14 +194,17 @@ def is_input(cfg: Config, field: str) -> bool:
     return key != "path" or cfg.sets[name].source == "subset"
 
 
-def set_classes(cfg: Config, name: str) -> int | None:
+def set_classes(cfg: Config, name: str) -> int | str | None:
     """Return how many classes a set will have at the least: by its folders, or as published; None where it is unknown.
 
-    Subsets and sets that are numbered as another one, or that leave classes out, are looked at when they are made.
+    Of a subset it is the set that it is a part of. Sets that are numbered as another one, or that leave classes out,
+    are looked at when they are made.
     """
     set_config = cfg.sets[name]
     if set_config.keep or set_config.names or set_config.classes_of or set_config.rename:
         return None
+    if set_config.source == "subset":
+        return set_config.path
     giver = "train" if "train" in cfg.sets else next(iter(cfg.sets))
     known = known_set(set_config)
     if known is not None and not set_config.partial:

@@ -11,7 +11,7 @@
    steps each, 38 MB, take 0.6 s.
 4. `account` books the wall time of all attempts, from the records alone:
 
-       account(read_metrics(folder, None)).line()  →  "steps took 91.2% of 4h10m (start 3.1%, data 2.4%, …)"
+       account(read_metrics(folder, None)).line()  →  "steps took 91.2% of 4h10m (the rest: start 3.1%, data 2.4%, …)"
 
 A loss or norm that is not finite is null in metrics.jsonl, because JSON has neither NaN nor infinity; the readers here
 give NaN back.
@@ -452,7 +452,7 @@ class Account:
                 shares.append(f"{name} {seconds[name] / self.wall:.1%}")
         line = f"steps took {self.ratio:.1%} of {duration(self.wall)}"
         if shares:
-            line += f" ({', '.join(shares)})"
+            line += f" (the rest: {', '.join(shares)})"
         if self.stopped >= 1:
             line += f", and {duration(self.stopped)} in which no command ran it"
         return line

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,17 @@ RECIPE = """
 run: {folder}/run
 cluster: {{workers: 1, backend: processes}}
 shards: {{kind: pack, sets: {{train: {{path: {folder}/images}}}}}}
+"""
+PART = """
+parts: {kind: pack, sets: {train: {source: subset, path: "@shards/train", part: ":80%", seed: 0}}}
+pretrain:
+  data: {train: "@parts/train"}
+  model: {name: mu/8, image_size: 16, classes: 3}
+  loss: softmax
+  steps: 2
+  batch_size: 4
+  micro_batch: 4
+  precision: fp32
 """
 
 
@@ -70,3 +82,18 @@ def test_a_set_packed_before_the_time_was_recorded_is_read(tmp_path: Path, capsy
     os.utime(path.parent, (later, later))
     assert main(["run", str(recipe)]) == 0
     assert "holds 2 images, and held 1 when it was packed" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+def test_classes_of_a_part_of_a_set_are_known_before_anything_is_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, sample in enumerate(islice(digits(train=False, image_size=16), 9)):
+        path = tmp_path / "images" / f"class{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample.image)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=tmp_path) + PART)
+    assert main(["run", str(recipe), "pretrain.model.classes=2"]) == 65
+    assert "set pretrain.model.classes=3" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("shards-*"))

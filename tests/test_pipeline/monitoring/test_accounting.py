@@ -27,7 +27,7 @@ def test_an_uninterrupted_stage_is_start_data_checkpoint_and_compute() -> None:
     spent = account(records)
     assert (spent.start, spent.data, spent.checkpoint, spent.compute, spent.other) == (10.0, 2.0, 1.0, 15.0, 2.0)
     assert spent.wall == 30.0 and spent.ratio == pytest.approx(0.5) and spent.lost == spent.recovery == 0
-    assert spent.line() == "steps took 50.0% of 30s (start 33.3%, other 6.7%, data 6.7%, checkpoint 3.3%)"
+    assert spent.line() == "steps took 50.0% of 30s (the rest: start 33.3%, other 6.7%, data 6.7%, checkpoint 3.3%)"
     # Its own record, which comes last, changes nothing: the terminal's line and the page say the same.
     assert account([*records, {"kind": "effective", "attempt": 1, "time": 132.0}]) == spent
 
