@@ -181,7 +181,11 @@ class Lease:
         self.taken_s = self.record["renewed_s"]
         # 4. Where this command was slow, the number may have been another's, which is deleted by now.
         self.check()
-        older = [name for name in self.storage.list(LEASES) if name < LEASE.format(self.number)]
+        older = []
+        for name in self.storage.list(LEASES):
+            # What a command that came at the same time is about to create is its own.
+            if "/.tmp-" not in name and name < LEASE.format(self.number):
+                older.append(name)
         self.storage.delete(older)
 
     def check(self) -> None:

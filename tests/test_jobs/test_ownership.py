@@ -175,3 +175,13 @@ def test_a_full_disk_takes_a_renewal(tmp_path, monkeypatch) -> None:
             lease.record["renewals"] = 10**count
             lease.renew()
             assert file.stat().st_size == size and newest_lease(lease.storage).record["renewals"] == 10**count + 1
+
+
+def test_who_takes_a_run_leaves_what_another_command_is_about_to_create(tmp_path: Path) -> None:
+    """Of twenty that started at once one had its file deleted under its hands, and ended with an I/O error."""
+    leases = tmp_path / "leases"
+    leases.mkdir()
+    theirs = leases / ".tmp-4194305-1-000001.json"
+    theirs.touch()
+    with Lease(Folder(tmp_path), print):
+        assert theirs.exists()

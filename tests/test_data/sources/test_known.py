@@ -47,9 +47,9 @@ def test_a_set_that_is_not_what_is_published_is_refused_before_it_has_an_index(t
 
 
 def test_a_split_that_a_set_does_not_have_is_refused_at_once(capsys):
-    assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 78
+    assert main(["pack", "pets", "/nowhere", "OUT", "--split", "validation"]) == 64
     assert "source pets has the splits train, test; split is validation" in capsys.readouterr().err
-    assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 78
+    assert main(["pack", "folder", "/nowhere", "OUT", "--partial"]) == 64
     assert "partial is of known data sets; folder is none of them" in capsys.readouterr().err
 
 

@@ -438,7 +438,7 @@ def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     weights, test, train = str(world / "weights"), str(world / "test"), str(world / "train")
     cases: list[tuple[list[str], int, str]] = [
         ([weights, "micro_batch=3"], 64, "no set to evaluate on"),
-        ([weights, test, "--protocol", "top1"], 78, "protocols has 'top1'; did you mean 'top-1'?"),
+        ([weights, test, "--protocol", "top1"], 64, "no such protocol; did you mean 'top-1'?"),
         ([weights, test, "--protocol", "knn"], 78, "sets.test.train is missing: knn learn"),
         ([weights, str(tmp_path / "swapped")], 65, f"class 3 is '{DIGITS[3]}' and '{DIGITS[4]}'"),
         ([weights, test, f"train={tmp_path / 'swapped'}", "--protocol", "knn"], 65, "class 3 is"),
