@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from data.checks import printable_lines
+from data.checks import few, printable_lines
 from data.errors import DataError, ExitCode, UsageError
 from jobs.terminal import for_stream
 from models.checks import did_you_mean
@@ -148,10 +148,7 @@ def no_run(path: Path) -> UsageError:
         remark = ", which is a recipe"
     text = f"no run at {path}{remark}\n  expected the folder that `run` says, or a stage's folder in it"
     if listed:
-        more = ""
-        if len(listed) > MOST_RUNS:
-            more = f", and {len(listed) - MOST_RUNS} more"
-        return UsageError(f"{text}; runs here: {', '.join(listed[:MOST_RUNS])}{more}")
+        return UsageError(f"{text}; runs here: {few(listed, MOST_RUNS, ', and {} more')}")
     return UsageError(f"{text}; there is none here, below or beside\n  python -m jobs run RECIPE makes one")
 
 

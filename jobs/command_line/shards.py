@@ -177,7 +177,7 @@ def pack(
     try:
         cfg = config.build(SetConfig, described, "pack")
     except ConfigError as error:  # of what was typed, in the words of a recipe
-        raise UsageError(str(error).replace("pack.", "")) from None
+        raise UsageError(str(error).removeprefix("pack.")) from None
     if path != "-" and "://" not in path and not Path(path).exists() and "*" not in path:
         hint = "\n  expected first what is packed, and then the folder to write" if folder.is_dir() else near_path(path)
         raise DataError(f"there is nothing at {path}{hint}\n  {source} reads images, or a table")

@@ -38,8 +38,8 @@ from pipeline.values import flow_yaml
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
     from jobs.commands.new_training import Choice, Machine
 
+MOST_BAD = 0.1  # of the images that were opened: with more, a set is no set to train on
 # What makes classes, by the source of images that have none.
-MOST_BAD = 0.1  # of the images that were opened
 TO_HAVE_CLASSES = {
     "folder": "sort the images into a sub-folder for each class, and name the folder above these",
     "table": "give the table a column label",
