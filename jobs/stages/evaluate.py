@@ -218,8 +218,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
     log_warnings(cfg, context, written["results"])
-    for line in document.table(written):
-        context.log(line)
+    document.log_table(written, context.log)
     metrics = {}
     for name, entry in document.entries_of(written).items():
         metrics[name] = entry["value"]

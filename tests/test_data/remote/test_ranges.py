@@ -316,12 +316,16 @@ def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     loader = loader_of(faulty.index, cfg)
     shards = np.unique(loader.decoder.order.batch(0).shard).tolist()
-    line = loader.waits_for()
-    assert line.startswith(f"{BATCH} samples of {len(shards)} shards; 0 of them are here, {len(shards)} (")
-    assert line.endswith("GiB) are not: s3://images/set/train-000000.tar …")
+    lines: list[str] = []
+    loader.log_wait(lines.append)
+    needed = f"waiting for the first batch: {BATCH} samples of {len(shards)} shards"
+    assert lines[0].startswith(f"{needed}; 0 of them are here, {len(shards)} (")
+    assert lines[0].endswith("GiB) are not: s3://images/set/train-000000.tar …")
     Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
-    assert f"; 1 of them are here, {len(shards) - 1} (" in loader.waits_for()
-    assert loader_of(local, cfg).waits_for().endswith(f"{len(shards)} shards, all of which are here")
+    loader.log_wait(lines.append)
+    assert f"; 1 of them are here, {len(shards) - 1} (" in lines[1]
+    loader_of(local, cfg).log_wait(lines.append)
+    assert lines[2] == f"{needed}, all of which are here"
 
 
 def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypatch):
