@@ -32,7 +32,7 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
-from jobs.stages.study import branch_off, check_branch, foretell
+from jobs.stages.study import branch_off, check_branch, foretell, planned_steps
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
@@ -42,7 +42,7 @@ from pipeline.evaluation.best import STOPPED, Foretold
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import TrainConfig, check_model, check_schedule, steps_of, trained_model
+from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
 from pipeline.versions import code_version
 
 
@@ -311,14 +311,9 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if stage.model is not None and is_evaluated:
         check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
 
-    # The steps are not known where passes are to be made over data that is not there.
-    sets = there.made(paths)
-    has_all = len(sets) == len(paths)
-    all_samples = cfg.data.samples
-    if has_all:
-        all_samples = sum(index.samples for index in sets)
-    if cfg.steps is not None or all_samples is not None:
-        check_schedule(cfg, steps_of(cfg, all_samples or 0), name)
+    steps = planned_steps(cfg, there)
+    if steps is not None:
+        check_schedule(cfg, steps, name)
     if cfg.begin is not None:
         check_branch(stage, there)
     if cfg.law is not None:
@@ -327,7 +322,8 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if not there.looks_at_files:
         return
     # Which shard `data.drop` means is known when all of them are there.
-    if has_all:
+    sets = there.made(paths)
+    if len(sets) == len(paths):
         needs_labels = cfg.objective != "masked"
         check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
     evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
