@@ -97,7 +97,7 @@ class TrainedStage:
         # What a worker needs is the most where the workers are the fewest.
         self.fewest = self.worlds[-1]
         self.index_of: dict[str, Index | None] = {}  # by the name of a set that it trains on; None: not made yet
-        for name, (path, _weight) in self.cfg.data.sets().items():
+        for name, path in self.cfg.data.sets().items():
             self.index_of[name] = index_if_made(self.campaign.path_of(path))
         self.indexes = [index for index in self.index_of.values() if index is not None]
         self.all_there = len(self.indexes) == len(self.index_of)
@@ -203,7 +203,7 @@ class TrainedStage:
             )
         # How many samples of every batch each set gives, and how often that goes through the set.
         if cfg.data.mixture:
-            shares = shares_of(cfg.batch_size, [weight for _path, weight in cfg.data.sets().values()])
+            shares = shares_of(cfg.batch_size, cfg.data.weights())
             for (name, index), share in zip(self.index_of.items(), shares, strict=True):
                 text = f"{name}: {share} of every batch"
                 if index is not None:

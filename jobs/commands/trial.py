@@ -59,7 +59,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
     problems = []
     for stage in stages.values():
         unmade = None
-        for value, _weight in stage.config.data.sets().values():
+        for value in stage.config.data.sets().values():
             path = campaign.path_of(value)
             if path is None or index_if_made(path) is None:
                 unmade = path
@@ -117,13 +117,9 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
         timeout_s=1.0,
         stall_s=1.0,
     )
-    sets = []  # resolved
-    weights = []
-    for path, weight in cfg.data.sets().values():
-        sets.append(campaign.path_of(path))
-        weights.append(weight)
     model = models.to_dict(stage.model)
-    return digest({"config": plain(alike), "model": model, "sets": sets, "weights": weights})
+    sets = list(map(campaign.path_of, cfg.data.sets().values()))
+    return digest({"config": plain(alike), "model": model, "sets": sets, "weights": cfg.data.weights()})
 
 
 def try_stage(campaign: Campaign, stage: Stage) -> None:

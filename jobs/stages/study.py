@@ -226,7 +226,7 @@ def check_budget(campaign: Campaign) -> None:
 def planned_steps(cfg: TrainConfig, there: Available) -> int | None:
     """Return the steps of a stage; None where it makes passes over sets that are not there and of unknown size."""
     samples = cfg.data.samples
-    sets = there.made([path for path, _weight in cfg.data.sets().values()])
+    sets = there.made(cfg.data.sets().values())
     if len(sets) == len(cfg.data.sets()):
         samples = sum(index.samples for index in sets)
     if cfg.steps is None and samples is None:

@@ -64,7 +64,7 @@ def run(
     campaign = context.campaign
     # 1. What is left out, and whether there is room for what is to come.
     if cfg.data.drop:
-        whole_sets = [load_index(campaign.path_of(path)) for path, _weight in cfg.data.sets().values()]
+        whole_sets = [load_index(campaign.path_of(path)) for path in cfg.data.sets().values()]
         samples = sum(index.samples for index in whole_sets)
         dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
         context.log(
@@ -160,7 +160,7 @@ def make_training_task(
         code=code_version(),
         model=models.to_dict(context.model),
         # In the order of the sets' names.
-        train=[campaign.path_of(path) for path, _weight in cfg.data.sets().values()],
+        train=list(map(campaign.path_of, cfg.data.sets().values())),
         evaluate=campaign.path_of(cfg.data.evaluate),
         init=init,
         probe_train=campaign.path_of(cfg.probe.train),
@@ -206,7 +206,7 @@ def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
     if cfg.objective == "masked":
         return [probed]
     sets = {}
-    for name, (path, _weight) in cfg.data.sets().items():
+    for name, path in cfg.data.sets().items():
         field = "data.train"
         if cfg.data.mixture:
             field = f"data.mixture.{name}.train"
@@ -266,9 +266,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
             f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, each "
             f"with the whole model in memory; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
         )
-    paths = []
-    for path, _weight in cfg.data.sets().values():
-        paths.append(path)
+    paths = list(cfg.data.sets().values())
     # The batch on the numbers of workers that the cluster may have; reads and checks the user's DeepSpeed file as well.
     try:
         worlds = allowed_worlds(cfg, there.campaign.cluster)
