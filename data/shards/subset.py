@@ -389,3 +389,27 @@ def count_classes(labels: Labels, chosen: np.ndarray, classes: int) -> list[int]
     pairs = np.unique(owners * classes + labels.values[positions])
     samples_of_class += np.bincount(pairs % classes, minlength=classes)
     return samples_of_class.tolist()
+
+
+def summary(index: Index, parent: Index) -> list[str]:
+    """Return what a subset has, a fact a line: also which classes have fewer samples than the rule asked for."""
+    assert index.origin is not None, "a subset was made of something"
+    share = index.samples / parent.samples
+    lines = [
+        f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
+        f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}",
+        f"of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}",
+    ]
+    shots = index.origin.rule.get("shots", 0)
+    lost = []  # classes that have samples in the parent alone
+    short = []  # classes with fewer samples than the rule asked for
+    for label, count in enumerate(index.class_counts):
+        if count == 0 and parent.class_counts[label]:
+            lost.append(label)
+        elif 0 < count < shots:
+            short.append(label)
+    if lost and "keep" not in index.origin.rule:
+        lines.append(f"{len(lost)} of its classes have no sample here, the first {index.class_name(lost[0])}")
+    if short:
+        lines.append(f"{len(short)} classes have fewer than {shots} samples, the first {index.class_name(short[0])}")
+    return lines

@@ -320,25 +320,8 @@ def subset(
     with stoppable():
         made = subset.make_subsets(parent, subsets, workers=workers, cache=cache_config(cache), report=progress.of)
     for index in made:
-        share = index.samples / parent.samples
-        echo(
-            f"{index.samples:,} of {parent.samples:,} samples ({share:.3%}) in {len(index.shards)} of "
-            f"{len(parent.shards)} shards, {index.classes} classes; digest {index.digest[:12]}"
-        )
-        assert index.origin is not None, "a subset was made of something"
-        echo(f"of {parent.tables} (digest {parent.digest[:12]}), by {index.origin.words}")
-        least = shots or 0
-        lost = []  # classes that have samples in the parent alone
-        short = []  # classes with fewer samples than the rule asked for
-        for label, count in enumerate(index.class_counts):
-            if count == 0 and parent.class_counts[label]:
-                lost.append(label)
-            elif 0 < count < least:
-                short.append(label)
-        if lost and not keep:
-            echo(f"{len(lost)} of its classes have no sample here, the first {index.class_name(lost[0])}")
-        if short:
-            echo(f"{len(short)} classes have fewer than {shots} samples, the first {index.class_name(short[0])}")
+        for line in subset.summary(index, parent):
+            echo(line)
 
 
 @data_commands.command()
