@@ -5,7 +5,7 @@
 3. `compare` sets what came out beside what the run has kept: every loss and gradient norm, the trace of each step in
    exact mode (pipeline/engine/exact.py), the ledger, and every bit of weights and moments in the commit.
 4. A stretch that differs is taken once more: a machine that gives two results accuses nobody.
-5. A verdict tells what a difference is: other data (the ledger), other hardware (from the first step on, in the last
+5. `judge` tells what a difference is: other data (the ledger), other hardware (from the first step on, in the last
    bits, under other conditions), or silent corruption (the steps before it agree).
 6. audit.json says what was checked, on what, by which code; `ssh-keygen` signs it where a key is given.
 """
@@ -136,13 +136,7 @@ def audit(
         finding.seconds = round(time.monotonic() - began_here, 2)
         compare(stage, again, finding)
         if finding.what:
-            # What the difference can be: in the last bits from the first step on, it may be that of the hardware.
-            finding.verdict = "silent corruption"
-            is_from_the_first = finding.step == finding.start + 1 and finding.what != "state"
-            if finding.what == "ledger":
-                finding.verdict = "other data"
-            elif is_from_the_first and finding.conditions and finding.size < LAST_BITS:
-                finding.verdict = "other hardware"
+            finding.verdict = judge(finding)
             third = replays.take_again(finding.start, finding.last, Path(f"{folder}-again"))
             once_more = Finding(finding.start, finding.last)
             compare(again, third, once_more)
@@ -309,3 +303,13 @@ def relative(before: float | None, after: float | None) -> float:
     if len(finite) == 1:
         return sys.float_info.max
     return abs(finite[0] - finite[1]) / max(abs(finite[0]), 1e-30)
+
+
+def judge(finding: Finding) -> str:
+    """Tell apart what a difference can be."""
+    if finding.what == "ledger":
+        return "other data"
+    is_from_the_first = finding.step == finding.start + 1 and finding.what != "state"
+    if is_from_the_first and finding.conditions and finding.size < LAST_BITS:
+        return "other hardware"
+    return "silent corruption"
