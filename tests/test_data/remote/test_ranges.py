@@ -390,7 +390,7 @@ def refuse(running: ranges.Ranges) -> None:
 
 def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
-    monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, span: self.stop())
+    monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
     with pytest.raises(StorageError, match="left where it was"):
         by_range.read(0, 0)
     assert not faulty.gets and not by_range.given_up

@@ -94,6 +94,8 @@ def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsy
     assert "  workers 4, 2 or 1, as there is room; lines about a worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
+    assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0
+    assert "  workers 9, 8, 7 … 1, as there is room; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, None)])
