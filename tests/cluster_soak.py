@@ -34,16 +34,17 @@ from data.order import Ledger, Order
 from jobs.commands.demo import step_losses
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.config import read_recipe
-from pipeline.monitoring.telemetry import Record, account, read_metrics
+from pipeline.monitoring.telemetry import Record, account, last_metrics, read_metrics
 from tests import hosts, recipes
 from tests.hosts import ROOT, login_environment
-from tests.ray_hosts import POLL_S, SupervisedHosts, has_reported, is_saving, newest_nodes
+from tests.ray_hosts import SupervisedHosts, has_reported, is_saving, newest_nodes
 
 NAMES = ["h0", "h1", "h2"]
 EVERY_S = 60.0
 AWAY_S = 20.0  # a host that died, or whose link is dead, is back so much later
 SLOW_S = 30.0
 STAYS_S = 30  # a drained host
+POLL_S = 0.03  # a save takes about 0.06 s
 STEP_TIMEOUT_S = 300.0
 TWIN_TIMEOUT_S = 3600.0
 # More steps than anybody has time for; the rate does not depend on their number, so an undisturbed run may have fewer.
@@ -207,7 +208,7 @@ def suffer(soak: Soak, seconds: float) -> int:
         fault = to_come.pop()
         nodes = newest_nodes(soak.run)
         befell_at = time.time()
-        step = last_step(soak.run)
+        step = last_report(soak.run)["step"]
         name = fault(soak)
         # The next fault finds a run that trains: what befalls one that does not, befalls nothing.
         soak.until(has_reported_since(soak.run, time.time()), STEP_TIMEOUT_S)
@@ -223,25 +224,23 @@ def suffer(soak: Soak, seconds: float) -> int:
     return code
 
 
-def reports(run: Path) -> list[Record]:
-    """Return what the run has reported, the oldest first."""
+def last_report(run: Path) -> Record:
+    """Return the run's newest report. Its end alone is read: the hosts' processors are this process's, too."""
     (folder,) = run.glob("pretrain-*")
-    return read_metrics(folder)
-
-
-def last_step(run: Path) -> int:
-    """Return the last step that the run has reported."""
-    return reports(run)[-1]["step"]
+    report = last_metrics(folder)
+    assert report is not None
+    return report
 
 
 def has_reported_since(run: Path, moment: float) -> Callable[[], bool]:
     """Return the claim that the run has reported a step after a moment, in seconds since 1970."""
-    return lambda: reports(run)[-1]["time"] > moment
+    return lambda: last_report(run)["time"] > moment
 
 
 def longest_pause(run: Path, since: float) -> float:
     """Return the longest time between two reports, in seconds, of which the later came after a moment."""
-    times = [record["time"] for record in reports(run)]
+    (folder,) = run.glob("pretrain-*")
+    times = [record["time"] for record in read_metrics(folder)]
     pauses = [0.0]
     for earlier, later in itertools.pairwise(times):
         if later > since:

@@ -23,7 +23,7 @@ from jobs.monitor.status_poller import View
 NAME = "report.html"
 SWITCH = "PATCHLINE_REPORT"
 LEAST_S = 20.0  # between two renewals
-SHARE = 20  # a page that took a second is not made again for so many seconds
+SHARE = 100  # a page that took a second is not made again for so many seconds: the driver may share a worker's core
 END_S = 20.0  # for the last page; a storage that hangs must not hold up the end of a command
 
 
