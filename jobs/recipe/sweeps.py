@@ -184,8 +184,10 @@ def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
     # How far a branch goes may vary in a sweep: each of its runs begins at another step.
     candidates: list[object] = [section]
     sweep = section.get("sweep")
-    if isinstance(sweep, Mapping) and isinstance(sweep.get("each"), Mapping):
-        candidates += sweep["each"].values()
+    if isinstance(sweep, Mapping):
+        candidates.append(sweep.get("grid"))
+        if isinstance(sweep.get("each"), Mapping):
+            candidates += sweep["each"].values()
     begins = any(isinstance(fields, Mapping) and fields.get("begin") for fields in candidates)
     link = reference(str(section.get("init")))
     if not begins or link is None or link[0] not in above:
@@ -453,7 +455,8 @@ def resolve_sweep(campaign: Campaign) -> Campaign:
                 is_made = artifacts.read_done(folder) is not None
                 values_of[table] = artifacts.read_record(folder / tables.DOCUMENT)["chosen"] if is_made else None
             values = values_of[table]
-            if values is not None:
+            # Nothing was chosen where all runs were stopped as hopeless: then the stage is not run.
+            if values:
                 known[field_name] = values[field_name]
 
         # 2. Into the config with them, unless the stage was run with others.
