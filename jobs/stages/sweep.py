@@ -333,19 +333,13 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
 
 
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
-    """Return the means over several rows: of every group, and of all, where the table has groups.
+    """Return the means over the rows of every group.
 
     The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
     repeats a whole benchmark.
     """
-    if not groups:
-        return []
-    all_rows: list[str] = []
-    for result in results:
-        if result.row not in all_rows:
-            all_rows.append(result.row)
     means = []
-    for name, members in {**groups, "mean": all_rows}.items():
+    for name, members in groups.items():
         by_seed: dict[int | None, list[Mapping[str, float]]] = {}
         for result in results:
             if result.row in members:
