@@ -71,13 +71,13 @@ def test_intervals_hold_the_planted_parameters_nine_times_of_ten(noise):
         assert 360 - 3 * 6 <= count <= 360 + 3 * 6, (name, held)
 
 
-# Four trunks, evaluated five times each, and the next size: 16 times the smallest. A share of the noise is its trunk's luck.
+# Four trunks, evaluated five times each; the next size is 16 times the smallest.
 TRUNKS = np.array([1.0, 2.0, 4.0, 8.0])
 ENDS = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
 
 
 def curves(rng: np.random.Generator, sizes: np.ndarray, shared: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return x (n, 2) and the errors (n,) of trunks of these sizes with 5 % of noise, `shared` of its variance a trunk's."""
+    """Return x (n, 2) and errors (n,) of trunks of these sizes: 5 % of noise, of whose variance `shared` is a trunk's."""
     x = np.stack(np.meshgrid(sizes, ENDS, indexing="ij"), axis=-1)
     noise = np.sqrt(shared) * rng.standard_normal((len(sizes), 1))
     noise = noise + np.sqrt(1 - shared) * rng.standard_normal((len(sizes), len(ENDS)))
