@@ -77,7 +77,7 @@ ENDS = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
 
 
 def curves(rng: np.random.Generator, sizes: np.ndarray, shared: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return x (n, 2) and errors (n,) of trunks of these sizes: 5 % of noise, of whose variance `shared` is a trunk's."""
+    """Return x (n, 2) and errors (n,) of trunks: 5 % of noise, a share `shared` of whose variance is their luck."""
     x = np.stack(np.meshgrid(sizes, ENDS, indexing="ij"), axis=-1)
     noise = np.sqrt(shared) * rng.standard_normal((len(sizes), 1))
     noise = noise + np.sqrt(1 - shared) * rng.standard_normal((len(sizes), len(ENDS)))
