@@ -25,7 +25,7 @@ With `processes=0` the same tasks are decoded in this process, each when it is a
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -171,8 +171,8 @@ class TrainLoader:
         if self.ahead is not None:
             self.ahead.stop()
 
-    def waits_for(self) -> str:
-        """Return what the first batch needs, and how much of it is here: of remote shards, those that the cache has."""
+    def log_wait(self, log: Callable[[str], None]) -> None:
+        """Log what the first batch needs, and how much of it is here: of remote shards, those that the cache has."""
         index = self.decoder.index
         cache = Cache(self.cache)
         shards = shards_of(self.decoder.order, self.slots, self.start_step)
@@ -180,14 +180,13 @@ class TrainLoader:
         for shard in shards:
             if "://" in index.location(shard) and not cache.has(index.shards[shard]):
                 missing.append(shard)
-        line = f"{len(self.slots)} samples of {len(shards)} shards"
-        if not missing:
-            return f"{line}, all of which are here"
-        size = sum(index.shards[shard].bytes for shard in missing)
-        return (
-            f"{line}; {len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not: "
-            f"{redacted(index.location(missing[0]))} …"
-        )
+        line = f"waiting for the first batch: {len(self.slots)} samples of {len(shards)} shards"
+        if missing:
+            size = sum(index.shards[shard].bytes for shard in missing)
+            there = f"{len(shards) - len(missing)} of them are here, {len(missing)} ({size / 2**30:.3g} GiB) are not"
+            log(f"{line}; {there}: {redacted(index.location(missing[0]))} …")
+        else:
+            log(f"{line}, all of which are here")
 
     def from_here(self) -> Generator[Batch]:
         """Decode in this process, when the batch is asked for."""

@@ -63,13 +63,3 @@ def batch_fits(cfg: TrainConfig, world: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def in_words(worlds: tuple[int, ...]) -> str:
-    """Return "2", "4, 2 or 1", or of many "64, 32, 16 … 1"."""
-    if len(worlds) > 6:
-        return f"{worlds[0]}, {worlds[1]}, {worlds[2]} … {worlds[-1]}"
-    *others, last = [str(world) for world in worlds]
-    if not others:
-        return last
-    return f"{', '.join(others)} or {last}"

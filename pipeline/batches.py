@@ -96,7 +96,7 @@ def once_the_first_is_there(worker: Worker, loader: TrainLoader) -> Generator[Ba
             first = answers.get(timeout=STOP_POLL_S)
         if first is None and time.monotonic() - logged_at > LOG_EVERY_S:
             logged_at = time.monotonic()
-            worker.telemetry.log(f"waiting for the first batch: {loader.waits_for()}")
+            loader.log_wait(worker.telemetry.log)
         # Every worker looks for the driver's file: rank 0 may have its batch, and wait for the others' gradients.
         is_asked = worker.sigterm.is_set() or worker.job.stop_file.exists()
         if first is None and is_asked:

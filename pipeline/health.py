@@ -97,25 +97,15 @@ class Health:
         # Until enough norms are known only a norm that is not finite is a spike. The limit is not infinity then: it is
         # written into metrics.jsonl, and JSON has no infinity.
         limit = sys.float_info.max
-        usual = ""
         if len(finite_norms) >= SPIKE_AFTER:
             limit = SPIKE * statistics.median(finite_norms)
-            usual = f", usual is up to {limit:.3g}"
         # Not `norm > limit`: that is false for NaN, which is a spike too.
         is_spike = not norm <= limit
         # A stretch of spikes is one event: its first step is reported, the others belong to it.
         is_first = not self.recent or self.recent[-1].grad_norm <= limit
         self.recent.append(StepRecord(step, loss, norm, ledger[:12]))
         if is_spike and is_first:
-            # Whole records of the steps before it: the run may go back to a commit that is older than they are.
-            recent = [asdict(record) for record in self.recent]
-            values = {"step": step, "grad_norm": norm, "limit": limit, "recent": recent, "ids": ids}
-            line = f"step {step}: gradient norm {norm:.3g}{usual}; "
-            if self.cfg.health.on_spike == "bisect" and dist.get_rank() == 0:
-                values["search"] = self.request_search(step, finite_norms)
-                line += f"{values['search']}; "
-            line += f"look at the batch: python -m jobs replay {self.directory} step={step}"
-            self.telemetry.report("spike", values, line)
+            self.report_spike(step, norm, limit, finite_norms, ids)
 
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -128,21 +118,36 @@ class Health:
             f"first samples (epoch, shard, sample) {ids[:4]}"
         )
 
-    def request_search(self, step: int, finite_norms: Sequence[float]) -> str:
-        """Request a search of a spike beside training; return what becomes of it, in words."""
-        if not finite_norms:
-            return "not searched, because no usual norm is known yet"
-        if not (attempt_folder(self.directory, self.telemetry.attempt) / SPARE_FILE).exists():
-            return "not searched, because no place beside training is free"
-        request = self.directory / SEARCHES / f"step-{step:010d}.requested"
-        if request.with_suffix(".json").exists():
-            return "searched before"
-        try:
-            request.parent.mkdir(exist_ok=True)
-            write_record(request, {"step": step, "metric": "grad_norm", "usual": statistics.median(finite_norms)})
-        except OSError as error:
-            return f"not searched, because the disk refuses the request: {error}"
-        return "it is searched beside training"
+    def report_spike(
+        self, step: int, norm: float, limit: float, finite_norms: Sequence[float], ids: list[list[int]]
+    ) -> None:
+        """Report a spike with the steps before it; where the recipe says so, request a search beside training."""
+        # Whole records of the steps before it: the run may go back to a commit that is older than they are.
+        recent = list(map(asdict, self.recent))
+        values = {"step": step, "grad_norm": norm, "limit": limit, "recent": recent, "ids": ids}
+        line = f"step {step}: gradient norm {norm:.3g}"
+        if len(finite_norms) >= SPIKE_AFTER:
+            line += f", usual is up to {limit:.3g}"
+        if self.cfg.health.on_spike == "bisect" and dist.get_rank() == 0:
+            search = "it is searched beside training"
+            request = self.directory / SEARCHES / f"step-{step:010d}.requested"
+            if not finite_norms:
+                search = "not searched, because no usual norm is known yet"
+            elif not (attempt_folder(self.directory, self.telemetry.attempt) / SPARE_FILE).exists():
+                search = "not searched, because no place beside training is free"
+            elif request.with_suffix(".json").exists():
+                search = "searched before"
+            else:
+                try:
+                    request.parent.mkdir(exist_ok=True)
+                    usual = statistics.median(finite_norms)
+                    write_record(request, {"step": step, "metric": "grad_norm", "usual": usual})
+                except OSError as error:
+                    search = f"not searched, because the disk refuses the request: {error}"
+            values["search"] = search
+            line += f"; {search}"
+        line += f"; look at the batch: python -m jobs replay {self.directory} step={step}"
+        self.telemetry.report("spike", values, line)
 
     def mask_found(self, mask: Mask, step: int) -> None:
         """Collective: with a save of `step`, mask what searches have named since the last, from this step on."""

@@ -130,14 +130,14 @@ class MallocInfo(ctypes.Structure):
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
 
-def network_line() -> str:
-    """Collective: say over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
+def log_network(log: Callable[[str], None]) -> None:
+    """Collective: log over which network interfaces the workers talk, and what the environment tells NCCL and gloo.
 
-    A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2". The line is "" for a
-    single worker, which has no other to talk to.
+    A variable that is not the same everywhere is named with its nodes: "eth0 on n1, ib0 on n2". A single worker has no
+    other to talk to.
     """
     if dist.get_world_size() == 1:
-        return ""
+        return
     settings: dict[str, str] = {}
     for name, value in os.environ.items():
         if name.startswith(("NCCL_", "GLOO_")):
@@ -168,7 +168,8 @@ def network_line() -> str:
             parts.append(f"network: {label} over {text}")
         else:
             parts.append(f"{name}={text}")
-    return "; ".join(parts)
+    if dist.get_rank() == 0:
+        log("; ".join(parts))
 
 
 def device_name(device: torch.device) -> str:

@@ -45,7 +45,7 @@ from pipeline.health import Health
 from pipeline.masking import Mask
 from pipeline.monitoring.telemetry import Telemetry, Window, counted, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
-from pipeline.process_group import check_start, device_name, join_group, network_line, processor
+from pipeline.process_group import check_start, device_name, join_group, log_network, processor
 from pipeline.training_config import (
     BYTES_BF16,
     BYTES_FP32,
@@ -160,7 +160,6 @@ class Joined:
     rank: int
     world: int  # size: workers of the group
     telemetry: Telemetry
-    network: str  # a line about the interfaces between the workers; "" for a single one
     checkpoints: StageCheckpoints
 
 
@@ -199,8 +198,7 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
     # 4. The lines that say how the attempt starts.
     report_start(worker, progress, manifest)
     # A slow collective is most often one over the wrong interface.
-    if joined.rank == 0 and joined.network:
-        log(joined.network)
+    log_network(log)
     if isinstance(worker.engine, ExactEngine):
         # Measured in every attempt, because the nodes and the links between them may be others now.
         report_exact(worker.engine, cfg, joined.telemetry, progress.step)
@@ -217,7 +215,6 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
     phases.enter("join", 0)
     device = join_group(cfg.timeout_s)
     rank = dist.get_rank()
-    network = network_line()
     directory = Path(job.directory)
     storage = job.storage
     # On another node than the driver's, metrics.jsonl holds a part of the stage; the driver gathers the lines. In a
@@ -242,7 +239,7 @@ def join(cfg: TrainConfig, job: Job) -> Joined:
         device_bytes=job.device_bytes,
         log=telemetry.log,
     )
-    return Joined(phases, device, rank, dist.get_world_size(), telemetry, network, checkpoints)
+    return Joined(phases, device, rank, dist.get_world_size(), telemetry, checkpoints)
 
 
 def build(cfg: TrainConfig, job: Job, joined: Joined, init: str | None) -> Worker:

@@ -126,8 +126,10 @@ def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_
     for phase in in_order:
         common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
         if common:
-            smaller = replace(model, image_size=(phase.image_size, phase.image_size))
-            total += models.training_flops(smaller, len(common) * batch_size, phase.kept)
+            of_phase = model
+            if phase.image_size != model.image_size[0]:  # else the model's own, which need not be a square
+                of_phase = replace(model, image_size=(phase.image_size, phase.image_size))
+            total += models.training_flops(of_phase, len(common) * batch_size, phase.kept)
     return total
 
 
@@ -160,14 +162,6 @@ def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective
             f"{key}.image_sizes holds {size}; expected multiples of {stride} below model.image_size "
             f"{model.image_size[0]}, for example {min(below, model.image_size[0] - stride)}",
         )
-
-
-def describe(phase: Phase) -> str:
-    """Return a phase in words, for a line of `plan`."""
-    text = f"steps {phase.steps.start:,} … {phase.steps.stop - 1:,}: {phase.image_size} px"
-    if phase.kept is not None:
-        text += f", {phase.kept} of {phase.patches} patches"
-    return text
 
 
 def kept_patches(seed: int, step: int, ids: "Tensor", patches: int, kept: int) -> "Tensor":

@@ -95,11 +95,15 @@ class DataConfig:
         )
         require(0 <= self.max_bad_fraction <= 1, f"data.max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
 
-    def sets(self) -> dict[str, tuple[str, float]]:
-        """Return {name: (path, weight)} of what is trained on, by name; a set that is no mixture's is called train."""
+    def sets(self) -> dict[str, str]:
+        """Return {name: path} of what is trained on, by name; a set that is no mixture's is called train."""
         if not self.mixture:
-            return {"train": (self.train or "", 1.0)}
-        return {name: (part.train, part.weight) for name, part in sorted(self.mixture.items())}
+            return {"train": self.train or ""}
+        return {name: part.train for name, part in sorted(self.mixture.items())}
+
+    def weights(self) -> list[float]:
+        """Return the weights of the sets, in their order."""
+        return [part.weight for _name, part in sorted(self.mixture.items())] or [1.0]
 
 
 @dataclass(frozen=True)
@@ -389,7 +393,7 @@ def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Orde
         options["shuffle_block"] = cfg.data.shuffle_block
     if not cfg.data.mixture:
         return sets[0], Order(sets[0].shard_samples, **options)
-    weights = [weight for _, weight in cfg.data.sets().values()]
+    weights = cfg.data.weights()
     shard_counts = [len(index.shards) for index in sets]
     joined = join(sets, weights)
     return joined, Mixture(joined.shard_samples, groups=shard_counts, weights=weights, **options)

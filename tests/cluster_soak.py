@@ -48,6 +48,7 @@ STEP_TIMEOUT_S = 300.0
 TWIN_TIMEOUT_S = 3600.0
 # More steps than anybody has time for; the rate does not depend on their number, so an undisturbed run may have fewer.
 OVERRIDES = ["pretrain.optim.schedule.decay=constant", "pretrain.micro_batch=1", "pretrain.log_every=5"]
+OVERRIDES += ["pretrain.data.processes=1"]  # images are decoded while a step waits for the other host
 OVERRIDES += ["pretrain.save_every=25", "cluster.backoff_s=1"]
 ENDLESS = 10_000_000
 BATCH = 16  # as in recipes.SMALL

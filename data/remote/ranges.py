@@ -8,7 +8,7 @@ The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a fe
 4. where a range does not come, or is not the sample that was indexed, this process reads no more of them and waits
    for whole shards, which the worker says once. Whatever is wrong with the store is then met, and said, there.
 
-    ranges.take((7, 508), Span("s3://bucket/train-000007.tar", 6656, 108211, 115200, 3))   →   image, label
+    ranges.take((7, 508), "s3://bucket/train-000007.tar", Row(b"cat-12", 6656, 108211, 115200, 3))   →   image, label
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
 
 from data.errors import StorageError
+from data.index.tar import Row
 from data.remote.cache import PIECE, Cache, no_progress
 from data.remote.urls import redacted
 
@@ -31,16 +31,6 @@ REPORT_EVERY_S = 0.25  # signs of life to the loader while a sample is waited fo
 LARGEST_GAP = 1 << 16  # bytes between image and label that are read along rather than asked for apart
 
 Place = tuple[int, int]  # a shard's number, and that of a sample in it
-
-
-class Span(NamedTuple):
-    """Where the bytes of one sample lie: offsets and sizes in bytes, 0 and 0 where there is no member."""
-
-    url: str
-    image: int
-    image_size: int
-    label: int
-    label_size: int
 
 
 class Ranges:
@@ -67,40 +57,42 @@ class Ranges:
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def request(self, place: Place, span: Span) -> None:
+    def request(self, place: Place, url: str, row: Row) -> None:
         """Begin to read a sample, unless nobody waits any more."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(AT_ONCE, "ranges")
         if place in self.requested or self.stopped:
             return
         try:
-            self.requested[place] = self.pool.submit(self.read, span)
+            self.requested[place] = self.pool.submit(self.read, url, row)
         except RuntimeError:
             # The pool takes nothing more where another thread has stopped us since we looked.
             if not self.stopped:
                 raise
 
-    def take(self, place: Place, span: Span, progress: Callable[[], object] = no_progress) -> tuple[bytes, bytes]:
+    def take(
+        self, place: Place, url: str, row: Row, progress: Callable[[], object] = no_progress
+    ) -> tuple[bytes, bytes]:
         """Return the image and label of a sample, asked for before or now; raises DataError and StorageError.
 
         `progress` is called while it waits: attempts add up to more than the time after which a loader takes this
         process for one that hangs. What is not here after `LONGEST_S` is given up instead.
         """
-        self.request(place, span)
+        self.request(place, url, row)
         if place not in self.requested:
-            raise StorageError(f"{redacted(span.url)}: left where it was")
+            raise StorageError(f"{redacted(url)}: left where it was")
         future = self.requested.pop(place)
         ends_at = time.monotonic() + LONGEST_S
         while True:
             try:
                 return future.result(REPORT_EVERY_S)
             except CancelledError:
-                raise StorageError(f"{redacted(span.url)}: left where it was") from None
+                raise StorageError(f"{redacted(url)}: left where it was") from None
             except TimeoutError:
                 progress()
             if time.monotonic() > ends_at:
                 future.cancel()
-                raise StorageError(f"{redacted(span.url)}: a sample did not come in {LONGEST_S:g} s")
+                raise StorageError(f"{redacted(url)}: a sample did not come in {LONGEST_S:g} s")
 
     def give_up(self, place: str, reason: str) -> None:
         """Read nothing by range from here on; of what was asked for, nothing is taken any more."""
@@ -109,17 +101,17 @@ class Ranges:
             future.cancel()
         self.requested = {}
 
-    def read(self, span: Span) -> tuple[bytes, bytes]:
+    def read(self, url: str, row: Row) -> tuple[bytes, bytes]:
         """Return the image and label of a sample, in one request where they lie close together."""
-        image_stop = span.image + span.image_size
-        label_stop = span.label + span.label_size
-        gap = max(span.image, span.label) - min(image_stop, label_stop)
-        if not span.image_size or not span.label_size or gap > LARGEST_GAP:
-            image = self.bytes_of(span.url, span.image, image_stop)
-            return image, self.bytes_of(span.url, span.label, label_stop)
-        start = min(span.image, span.label)
-        both = self.bytes_of(span.url, start, max(image_stop, label_stop))
-        return both[span.image - start : image_stop - start], both[span.label - start : label_stop - start]
+        image_stop = row.image + row.image_size
+        label_stop = row.label + row.label_size
+        gap = max(row.image, row.label) - min(image_stop, label_stop)
+        if not row.image_size or not row.label_size or gap > LARGEST_GAP:
+            image = self.bytes_of(url, row.image, image_stop)
+            return image, self.bytes_of(url, row.label, label_stop)
+        start = min(row.image, row.label)
+        both = self.bytes_of(url, start, max(image_stop, label_stop))
+        return both[row.image - start : image_stop - start], both[row.label - start : label_stop - start]
 
     def bytes_of(self, url: str, start: int, stop: int) -> bytes:
         """Return all bytes from `start` to `stop` − 1; where an answer breaks off, the rest is asked for."""

@@ -31,8 +31,9 @@ from data.images.decode import MAX_BYTES, BadImage
 from data.index.index import Index, called
 from data.index.names import parse_labels
 from data.index.shard import label_digest, sample_digest
+from data.index.tar import Row
 from data.remote.cache import Cache, CacheConfig
-from data.remote.ranges import SMALLEST, Ranges, Span
+from data.remote.ranges import SMALLEST, Ranges
 from data.remote.urls import redacted
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
@@ -176,8 +177,8 @@ class ShardReader:
             return
         for shard, sample in places.tolist():
             if self._comes_by_range(shard):
-                _, span = self._row(shard, sample, self.index.location(shard))
-                self.ranges.request((shard, sample), span)
+                _, row = self._row(shard, sample)
+                self.ranges.request((shard, sample), self.index.location(shard), row)
 
     def read(self, shard: int, sample: int) -> tuple[str, bytes, bytes]:
         """Return the key, encoded image and label of a sample; empty bytes where the shard has none.
@@ -186,9 +187,9 @@ class ShardReader:
         not what it was then.
         """
         content = self._by_range(shard, sample) or self._copied(shard, sample)
-        row, _ = self._row(shard, sample)
-        key = row["key"].decode("utf-8", "replace")
-        if is_intact(row, *content):
+        entry, row = self._row(shard, sample)
+        key = row.key.decode("utf-8", "replace")
+        if is_intact(entry, *content):
             return key, *content
         place = self.index.location(shard)
         indexed = self.index.shards[shard]
@@ -200,7 +201,7 @@ class ShardReader:
             # Closed last: as long as it is open no other file can get its inode, by which `drop` knows it.
             dropped.tar.close()
             content = self._copied(shard, sample)
-        if is_intact(row, *content):
+        if is_intact(entry, *content):
             return key, *content
 
         way_out = "fetch it into the store again"
@@ -211,7 +212,7 @@ class ShardReader:
                 mark_of(os.stat(place), indexed.sha256).unlink()
         raise DataError(
             f"{redacted(place)}: sample {key!r} is not what was indexed: digest {sample_digest(*content):016x}\n"
-            f"  expected {int(row['digest']):016x}: the shard rotted or was overwritten after its first reading\n"
+            f"  expected {int(entry['digest']):016x}: the shard rotted or was overwritten after its first reading\n"
             f"  {way_out}, or train without it: data.drop=[{'/'.join(place.split('/')[-2:])}]"
         )
 
@@ -238,21 +239,21 @@ class ShardReader:
             self._tables.popitem(last=False)
         return self._tables[number]
 
-    def _row(self, shard: int, sample: int, url: str = "") -> tuple[np.void, Span]:
-        """Return the row of a table, and where its bytes lie: of an image as many as the decoder takes, and one more.
+    def _row(self, shard: int, sample: int) -> tuple[np.void, Row]:
+        """Return the entry of a table, and where its bytes lie: of an image as many as the decoder takes, and one more.
 
         An image that is larger is refused whatever it holds.
         """
-        row = self._table(shard)[sample]
-        image_size = min(int(row["image_size"]), MAX_BYTES + 1)
-        return row, Span(url, int(row["image"]), image_size, int(row["label"]), int(row["label_size"]))
+        entry = self._table(shard)[sample]
+        image_size = min(int(entry["image_size"]), MAX_BYTES + 1)
+        return entry, Row(entry["key"], int(entry["image"]), image_size, int(entry["label"]), int(entry["label_size"]))
 
     def _copied(self, shard: int, sample: int) -> tuple[bytes, bytes]:
         """Copy the image and the label of a sample out of its shard, which is waited for."""
         tar = self._shard(shard).tar  # compared with the index before its table is
-        _, span = self._row(shard, sample)
-        image = tar[span.image : span.image + span.image_size]
-        return image, tar[span.label : span.label + span.label_size]
+        _, row = self._row(shard, sample)
+        image = tar[row.image : row.image + row.image_size]
+        return image, tar[row.label : row.label + row.label_size]
 
     def _comes_by_range(self, number: int) -> bool:
         """Return whether samples of this shard are read by range: until it is here."""
@@ -269,19 +270,20 @@ class ShardReader:
         is_asked_for = (shard, sample) in self.ranges.requested
         if not is_asked_for and not self._comes_by_range(shard):
             return None
-        row, span = self._row(shard, sample, self.index.location(shard))
+        entry, row = self._row(shard, sample)
+        url = self.index.location(shard)
         try:
-            content = self.ranges.take((shard, sample), span, self.cache.progress)
+            content = self.ranges.take((shard, sample), url, row, self.cache.progress)
         except PatchlineError as error:
             if self.ranges.stopped:  # nobody waits for the whole shard either
                 raise
-            self.ranges.give_up(span.url, str(error).splitlines()[0])
+            self.ranges.give_up(url, str(error).splitlines()[0])
             return None
         self.cache.progress()
-        if is_intact(row, *content):
+        if is_intact(entry, *content):
             return content
-        key = row["key"].decode("utf-8", "replace")
-        self.ranges.give_up(span.url, f"sample {key!r} is not what was indexed")
+        key = row.key.decode("utf-8", "replace")
+        self.ranges.give_up(url, f"sample {key!r} is not what was indexed")
         return None
 
     def _shard(self, number: int) -> OpenShard:

@@ -20,7 +20,7 @@ from data.order import shares as shares_of
 from jobs.cluster_config import cores
 from jobs.commands.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from jobs.worlds import allowed_worlds, in_words
+from jobs.worlds import allowed_worlds
 from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.plan import memory
@@ -40,7 +40,7 @@ from pipeline.plan.cost import (
 from pipeline.plan.memory_traces import TraceFailed
 from pipeline.plan.trial import read_trials
 from pipeline.process_group import memory_free
-from pipeline.token_dropping import describe, flops_of, phases
+from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig, batch_arithmetic, cache_line, steps_of, training_order
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
@@ -97,7 +97,7 @@ class TrainedStage:
         # What a worker needs is the most where the workers are the fewest.
         self.fewest = self.worlds[-1]
         self.index_of: dict[str, Index | None] = {}  # by the name of a set that it trains on; None: not made yet
-        for name, (path, _weight) in self.cfg.data.sets().items():
+        for name, path in self.cfg.data.sets().items():
             self.index_of[name] = index_if_made(self.campaign.path_of(path))
         self.indexes = [index for index in self.index_of.values() if index is not None]
         self.all_there = len(self.indexes) == len(self.index_of)
@@ -121,7 +121,10 @@ class TrainedStage:
                 f"{self.world / here:.1f} times as long as on cores of their own; type cluster.workers={here}",
             )
         if len(self.worlds) > 1:
-            worlds = in_words(self.worlds)
+            *others, last = map(str, self.worlds)
+            worlds = f"{', '.join(others)} or {last}"
+            if len(self.worlds) > 6:
+                worlds = f"{', '.join(others[:3])} … {last}"
             self.add("workers", f"{worlds}, as there is room; lines about a worker are for {self.fewest}")
 
         # 2. How many steps, counted where all sets are there, else as the recipe says.
@@ -141,17 +144,19 @@ class TrainedStage:
             self.add("model", "not known: the weights that it starts from are missing")
             return
         self.model = self.stage.model
-        whole = models.training_flops(self.model, len(self.taken) * cfg.batch_size)
-        self.flops = whole
+        in_order = phases(cfg.thinning, self.steps, self.model)
+        self.flops = flops_of(in_order, self.model, self.taken, cfg.batch_size)
+        text = f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images)"
         if cfg.thinning.is_on:
-            in_order = phases(cfg.thinning, self.steps, self.model)
-            self.flops = flops_of(in_order, self.model, self.taken, cfg.batch_size)
-            share = f"{self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
-            self.add("compute", f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images), {share}")
+            whole = models.training_flops(self.model, len(self.taken) * cfg.batch_size)
+            text += f", {self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
+        self.add("compute", text)
+        if cfg.thinning.is_on:
             for phase in in_order:
-                self.add("thinned", describe(phase))
-        else:
-            self.add("compute", f"{whole / 1e18:.4g} exaFLOPs (6 × MACs × images)")
+                text = f"steps {phase.steps.start:,} … {phase.steps.stop - 1:,}: {phase.image_size} px"
+                if phase.kept is not None:
+                    text += f", {phase.kept} of {phase.patches} patches"
+                self.add("thinned", text)
         if self.is_gpu:
             self.add_feed()
         schedule = cfg.optim.schedule
@@ -198,7 +203,7 @@ class TrainedStage:
             )
         # How many samples of every batch each set gives, and how often that goes through the set.
         if cfg.data.mixture:
-            shares = shares_of(cfg.batch_size, [weight for _path, weight in cfg.data.sets().values()])
+            shares = shares_of(cfg.batch_size, cfg.data.weights())
             for (name, index), share in zip(self.index_of.items(), shares, strict=True):
                 text = f"{name}: {share} of every batch"
                 if index is not None:

@@ -12,10 +12,11 @@
 3. They are kept in the run's place, under a digest of all that a step's time depends on and the number of workers.
 """
 
-import dataclasses
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
 from jobs.recipe import class_names
@@ -24,8 +25,10 @@ from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_m
 from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
+from pipeline.config import digest, plain
 from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
-from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, key_of, measured, write_trial
+from pipeline.optimization import ScheduleConfig
+from pipeline.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import git_commit
 
@@ -56,7 +59,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
     problems = []
     for stage in stages.values():
         unmade = None
-        for value, _weight in stage.config.data.sets().values():
+        for value in stage.config.data.sets().values():
             path = campaign.path_of(value)
             if path is None or index_if_made(path) is None:
                 unmade = path
@@ -83,11 +86,40 @@ def trial(campaign: Campaign, only: str | None) -> None:
 
 
 def trial_key(campaign: Campaign, stage: Stage) -> str:
-    """Return the key of a stage's trials; "" where its model is not known."""
+    """Return the digest of all that the time of a stage's steps depends on; "" where its model is not known."""
     if stage.model is None:
         return ""
-    sets = [campaign.path_of(path) for path, _weight in stage.config.data.sets().values()]
-    return key_of(stage.config, stage.model, sets)
+    cfg: TrainConfig = stage.config
+    # What is set to one value here has no say in a step's time.
+    alike = replace(
+        cfg,
+        data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
+        model={},
+        init=None,
+        begin=None,
+        law=None,
+        new_head=False,
+        optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
+        steps=1,
+        passes=None,
+        seed=0,
+        evaluate_every=0,
+        keep_best=None,
+        patience=0,
+        evaluate_on="training",
+        probe=ProbeConfig(),
+        log_every=1,
+        save_every=1,
+        keep=2,
+        keep_every=0,
+        max_skipped=1,
+        max_failed_saves=1,
+        timeout_s=1.0,
+        stall_s=1.0,
+    )
+    model = models.to_dict(stage.model)
+    sets = list(map(campaign.path_of, cfg.data.sets().values()))
+    return digest({"config": plain(alike), "model": model, "sets": sets, "weights": cfg.data.weights()})
 
 
 def try_stage(campaign: Campaign, stage: Stage) -> None:
@@ -97,7 +129,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     init = campaign.path_of(cfg.init)
     # Steps take the same time from any weights.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
-    cfg = dataclasses.replace(
+    cfg = replace(
         cfg,
         steps=STEPS,
         passes=None,
@@ -111,7 +143,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         begin=None,
         law=None,
         evaluate_on="training",
-        data=dataclasses.replace(cfg.data, evaluate=None),
+        data=replace(cfg.data, evaluate=None),
         probe=ProbeConfig(),
         init=cfg.init if has_weights else None,
     )
@@ -127,7 +159,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         if campaign.remote is not None:
             # Its saves go where the run's go, into a folder of their own.
             remote = f"{campaign.remote}/{folder.name}"
-        temporary = dataclasses.replace(campaign, run=folder, remote=remote)
+        temporary = replace(campaign, run=folder, remote=remote)
         context = Context(
             campaign=temporary,
             stage=stage,

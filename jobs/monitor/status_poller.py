@@ -10,7 +10,6 @@ Every five seconds it reads the stage's folder, and nothing else, into a View, a
 of Ray must be set again within 20 s). A failure costs that look, and one line.
 """
 
-import json
 import re
 import threading
 import time
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pipeline.monitoring.telemetry import TAIL_BYTES, Record, with_nan
+from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in
 
 POLL_EVERY_S = 5.0
 # Polls of an attempt come twice a second while it runs; a busy machine may be late.
@@ -182,15 +181,7 @@ def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tupl
         file.seek(offset)
         added = file.read(most_bytes)
     whole = added[: added.rfind(b"\n") + 1]
-    records: list[Record] = []
-    for line in whole.splitlines():
-        try:
-            record = json.loads(line, object_hook=with_nan)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records, offset + len(whole)
+    return list(records_in(whole.splitlines(), path)), offset + len(whole)
 
 
 def size_of(path: Path) -> int:

@@ -286,7 +286,7 @@ def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
     facts |= facts_of_model(stage)
 
     # 4. The data. None of these is told by a value that another recipe could take.
-    weights = [weight for _path, weight in cfg.data.sets().values()]
+    weights = cfg.data.weights()
     shares = sorted(round(weight / sum(weights), 6) for weight in weights)
     facts["data.mixture"] = Fact(shares, f"{len(shares)} sets by {shares}", keys={})
     facts["init"] = Fact("of pretrained weights", "of pretrained weights", keys={})

@@ -8,14 +8,13 @@ Compute is counted as `plan` counts it. Seconds are those of the steps that the 
 and what a failure has cost are not in them.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import models
 from jobs.resolved_recipe import Stage, index_if_made
 from models import ModelConfig
 from pipeline import artifacts
-from pipeline.monitoring.telemetry import account, amount, read_metrics
+from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
 
@@ -65,28 +64,3 @@ def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict
         "samples": step * cfg.batch_size,
         "steps": step,
     }
-
-
-def table_of(axes_of_row: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the lines of a table of the axes, by row, "-" where a row does not know one."""
-    names: list[str] = []
-    for axes in axes_of_row.values():
-        for name in axes:
-            if name not in names:
-                names.append(name)
-    headings = {"gmacs": "GMACs", "exaflops": "exaFLOPs", "images_per_s": "images/s"}
-    width = max(map(len, axes_of_row))
-    lines = ["".ljust(width)] + [row.ljust(width) for row in axes_of_row]
-    for name in names:
-        cells = [headings.get(name, name)]
-        for axes in axes_of_row.values():
-            cell = "-"
-            if name in ("gmacs", "exaflops") and name in axes:
-                cell = f"{axes[name]:.4g}"
-            elif name in axes:
-                cell = amount(axes[name])
-            cells.append(cell)
-        column = max(map(len, cells)) + 3
-        for number, cell in enumerate(cells):
-            lines[number] += f"{cell:>{column}}"
-    return lines

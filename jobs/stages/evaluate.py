@@ -48,7 +48,6 @@ from pipeline.evaluation.protocols import (
     check_ops,
     check_shape,
     protocols_of,
-    value_names,
 )
 from pipeline.versions import code_version
 
@@ -117,7 +116,11 @@ class Config:
         """Iterate the names of the values that come out, as `document.entries_of` calls them."""
         for name in self.sets:
             for protocol in self.protocols:
-                for value in value_names(protocol, self):
+                values = [protocol]
+                names_by_settings = PROTOCOLS[protocol].value_names
+                if names_by_settings is not None:
+                    values = names_by_settings(getattr(self, protocol))
+                for value in values:
                     # Of several sets each value begins with the set's name.
                     yield value if len(self.sets) == 1 else f"{name} {value}"
 
@@ -215,8 +218,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     }
     write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
     log_warnings(cfg, context, written["results"])
-    for line in document.table(written):
-        context.log(line)
+    document.log_table(written, context.log)
     metrics = {}
     for name, entry in document.entries_of(written).items():
         metrics[name] = entry["value"]

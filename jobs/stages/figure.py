@@ -60,6 +60,7 @@ class Config:
     y: str = "accuracy"  # a metric, or an axis
     series: str = "table"  # what makes a line: `table`, or as x
     groups: dict[str, str] = field(default_factory=dict)  # lines by name → rows, as "S-*"; instead of series
+    rows: str = ""  # that have points, as "*, mean of *"; "": all but means over several rows
     log: tuple[str, ...] = ()  # of x and y, the axes that are logarithmic
     curve: bool = False  # y of metrics.jsonl: loss, accuracy and so on; x: steps, samples, seconds or exaflops
     paper: dict[str, str] = field(default_factory=dict)  # table, x and y of published values (studies/paper.csv)
@@ -67,7 +68,7 @@ class Config:
     draws: int = 200  # studies that are drawn from the law
     stamp: str = ""  # below the figure, as "scaled down: other data, other sizes"
 
-    RESUME: ClassVar[Tags] = tags(forbid="tables title x y series groups log curve paper fit draws stamp")
+    RESUME: ClassVar[Tags] = tags(forbid="tables title x y series groups rows log curve paper fit draws stamp")
 
     def __post_init__(self) -> None:
         require(set(self.log) <= {"x", "y"}, f"log is {list(self.log)}, expected x, y or both")
@@ -211,7 +212,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
     for table, path in cfg.tables.items():
         folder = Path(campaign.path_of(path))
         record = artifacts.read_record(folder / sweep.DOCUMENT)
-        for name, means in record["rows"].items():
+        for name, means in (record["rows"] | record["means"]).items():
             runs = []
             values: dict[str, Any] = {"row": name}
             for result in record["runs"]:
@@ -228,7 +229,8 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
     drawn = []
     for row in rows:
         # The table that x names gives its axes to the rows of the others.
-        if cfg.x.startswith(f"{row.table}."):
+        is_named = fnmatchcase(row.name, cfg.rows) if cfg.rows else bool(row.runs)
+        if not is_named or cfg.x.startswith(f"{row.table}."):
             continue
         values = dict(row.values)
         # "S-16, pets" goes on from "S-16". Where several names begin it, the longest is entered last, and stays.
@@ -251,8 +253,8 @@ def point_of(cfg: Config, row: Row) -> Point:
             f"the row {row.name!r} of {row.table} is of none of the groups\n  expected a pattern for it: {cfg.groups}"
         )
     y = row.value(cfg.y)
-    point = Point(series=series, row=row.name, x=row.value(cfg.x), y=y, low=y, high=y, runs=len(row.runs), axes={})
-    mean = row.means.get(cfg.y, {"sd": None, "interval": None})
+    mean = row.means.get(cfg.y, {"sd": None, "interval": None, "runs": len(row.runs)})
+    point = Point(series=series, row=row.name, x=row.value(cfg.x), y=y, low=y, high=y, runs=mean["runs"], axes={})
     if mean["sd"] is not None:
         point |= {"low": y - mean["sd"], "high": y + mean["sd"]}
     elif mean["interval"] is not None:

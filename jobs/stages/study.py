@@ -77,10 +77,10 @@ def check_branch(stage: Stage, there: Available) -> None:
     )
     ends = []
     for part in (own, cfg):
-        samples = planned_samples(part, there)
-        if part.steps is None and samples is None:
+        steps = planned_steps(part, there)
+        if steps is None:
             return
-        ends.append(steps_of(part, samples or 0))
+        ends.append(steps)
     trunk_end, end = ends
     is_kept = begin == trunk_end or (own.keep_every > 0 and begin % own.keep_every == begin % own.save_every == 0)
     require(
@@ -168,7 +168,8 @@ def foretell(cfg: TrainConfig, context: Context) -> Foretold:
     path = Path(context.campaign.path_of(cfg.law or ""))
     figure = artifacts.read_record(path)
     law = law_of(figure["fit"]["law"])
-    steps = steps_of(cfg, planned_samples(cfg, Available(context.campaign)) or 0)
+    steps = planned_steps(cfg, Available(context.campaign))
+    assert steps is not None, "a stage starts when its sets are there"
     at = [steps]
     # A stage may end with the evaluation at which its patience runs out.
     if cfg.evaluate_every and (figure["is_curve"] or cfg.patience):
@@ -205,8 +206,11 @@ def compute_of(campaign: Campaign) -> Compute:
     """Return what the trained stages of a campaign take, finished ones too."""
     there = Available(campaign, looks_at_files=False)
     trunks = set()
-    trained = [stage for stage in campaign.stages if stage.kind.trains]
-    for stage in trained:
+    trained = []
+    for stage in campaign.stages:
+        if not stage.kind.trains:
+            continue
+        trained.append(stage)
         link = reference(stage.config.init or "")
         if stage.config.begin is not None and link is not None:
             trunks.add(link[0])
@@ -215,11 +219,10 @@ def compute_of(campaign: Campaign) -> Compute:
     uncounted = []
     for stage in trained:
         cfg: TrainConfig = stage.config
-        samples = planned_samples(cfg, there)
-        if stage.model is None or (cfg.steps is None and samples is None):
+        steps = planned_steps(cfg, there)
+        if stage.model is None or steps is None:
             uncounted.append(stage.name)
             continue
-        steps = steps_of(cfg, samples or 0)
         whole = axes_at(cfg, stage.model, steps, steps)["exaflops"]
         planned += whole
         if cfg.begin is not None:
@@ -246,10 +249,12 @@ def check_budget(campaign: Campaign) -> None:
     )
 
 
-def planned_samples(cfg: TrainConfig, there: Available) -> int | None:
-    """Return the samples of the sets that a stage trains on, or how many the recipe says; None where neither tells."""
-    paths = [path for path, _weight in cfg.data.sets().values()]
-    sets = there.made(paths)
-    if len(sets) == len(paths):
-        return sum(index.samples for index in sets)
-    return cfg.data.samples
+def planned_steps(cfg: TrainConfig, there: Available) -> int | None:
+    """Return the steps of a stage; None where it makes passes over sets that are not there and of unknown size."""
+    samples = cfg.data.samples
+    sets = there.made(cfg.data.sets().values())
+    if len(sets) == len(cfg.data.sets()):
+        samples = sum(index.samples for index in sets)
+    if cfg.steps is None and samples is None:
+        return None
+    return steps_of(cfg, samples or 0)

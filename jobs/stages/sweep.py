@@ -27,6 +27,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,12 +36,13 @@ import numpy as np
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
-from jobs.stages.axes import axes_of, table_of
+from jobs.stages.axes import axes_of
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import async_evaluation, document, intervals
 from pipeline.evaluation.best import STOPPED
+from pipeline.monitoring.telemetry import amount
 
 DOCUMENT = "sweep.json"
 DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
@@ -140,9 +142,14 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         can_win = cfg.chooses and cfg.best in row.means
         if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
             best = row
+    runs = []
+    scores: list[bool] = []  # of each run that a law foretold, whether it was inside
     diverged: list[str] = []
     folders = set()
     for result in results:
+        runs.append(run_as_json(result))
+        if result.foretold:
+            scores.append(result.foretold["is_inside"])
         if result.stopped:
             context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
         if not result.diverged:
@@ -174,7 +181,7 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         "metric": cfg.best,
         "rule": TIES,
         "chosen": chosen,
-        "runs": [run_as_json(result) for result in results],
+        "runs": runs,
         "rows": rows_as_json(rows),
         "means": rows_as_json(means),
         "axes": {row.name: dict(row.axes) for row in rows},
@@ -203,10 +210,6 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
                 part += f" ({row.remark})"
             parts.append(part)
         summary = f"{cfg.best} {', '.join(parts)}"
-    scores = []
-    for result in results:
-        if result.foretold:
-            scores.append(result.foretold["is_inside"])
     if scores:
         summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
     if cfg.chosen_on_test and is_measured:
@@ -290,14 +293,20 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
         # A run that has diverged has no metrics, those of a stopped one are not of its end, and a mean of the others
         # would be a number of nothing.
         lost = ""
+        metrics = []
+        axes_of_runs = []
+        inside = 0
         for result in runs:
+            metrics.append(result.metrics)
+            axes_of_runs.append(result.axes)
+            inside += result.foretold.get("is_inside", False)
             if result.diverged:
                 lost = "diverged"
             elif result.stopped:
                 lost = lost or STOPPED
         means: dict[str, Mean] = {}
         if not lost:
-            means = means_by_metric([result.metrics for result in runs])
+            means = means_by_metric(metrics)
         for metric, mean in means.items():
             entries = [result.entries[metric] for result in runs if metric in result.entries]
             if len(entries) < len(runs):
@@ -306,7 +315,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 means[metric] = replace(mean, interval=(entries[0]["low"], entries[0]["high"]))
             # Runs are laid over each other sample by sample, which they all must have read.
             elif all("right" in entry and entry["whole"] == entries[0]["whole"] != "" for entry in entries):
-                right = np.stack([document.right_of(entry) for entry in entries])
+                right = np.stack(list(map(document.right_of, entries)))
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
         # The rows of a grid are called by their values.
         remark = in_words(runs[0].values)
@@ -316,12 +325,9 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             remark = lost
         elif runs[0].foretold:
             law = runs[0].foretold
-            inside = 0
-            for result in runs:
-                inside += result.foretold["is_inside"]
             remark = f"foretold [{100 * law['low']:.2f}, {100 * law['high']:.2f}], {inside} of {len(runs)} inside"
         axes: dict[str, float] = {}
-        for axis, mean in means_by_metric([result.axes for result in runs]).items():
+        for axis, mean in means_by_metric(axes_of_runs).items():
             axes[axis] = mean.mean
         rows.append(Row(name, means, runs[0].values, remark, axes))
     return rows
@@ -342,19 +348,13 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
 
 
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
-    """Return the means over several rows: of every group, and of all, where the table has groups.
+    """Return the means over the rows of every group.
 
     The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
     repeats a whole benchmark.
     """
-    if not groups:
-        return []
-    all_rows: list[str] = []
-    for result in results:
-        if result.row not in all_rows:
-            all_rows.append(result.row)
     means = []
-    for name, members in {**groups, "mean": all_rows}.items():
+    for name, members in groups.items():
         by_seed: dict[int | None, list[Mapping[str, float]]] = {}
         for result in results:
             if result.row in members:
@@ -378,12 +378,10 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
     """Log the table and write it to report.txt: the metric that decides first, then the others."""
     all_rows = [*rows, *means]
     # 1. The metrics that are in any row; runs without a number have their axes alone.
-    metrics: list[str] = []
+    known: dict[str, Mean] = {}
     for row in all_rows:
-        for name in row.means:
-            if name not in metrics:
-                metrics.append(name)
-    metrics.sort(key=lambda name: name != metric)
+        known |= row.means
+    metrics = sorted(known, key=lambda name: name != metric)
     title = context.stage.name
     if metrics:
         title += ", in %"
@@ -391,32 +389,52 @@ def write_table(context: Context, metric: str, rows: Sequence[Row], means: Seque
         title += ", chosen on test"
     if context.stage.config.evaluation == "best":
         title += ", the best evaluation of each run, chosen by what it is judged on"
-    # 2. The cells: of each metric its mean, and where any row knows them a column of intervals and one of deviations.
-    lines = [title] + [row.name for row in all_rows]
-    width = max(map(len, lines))
-    lines = [line.ljust(width) for line in lines]
+    # 2. Of each metric its mean, and where any row knows them a column of intervals and one of deviations.
+    names = list(map(attrgetter("name"), all_rows))
+    columns = [[title, *names]]
     for name in metrics:
-        for part, heading in enumerate((name, "95 %", "± sd")):
-            cells = [heading]
+        for part, heading in enumerate((f"{name:>13}", "95 %", "± sd")):
+            cells = []
             for row in all_rows:
-                cell = "-" if name not in row.means else row.means[name].cells()[part] or "-"
-                cells.append(cell)
-            if part > 0 and set(cells[1:]) == {"-"}:
-                continue
-            column = max(16 if part == 0 else 0, *(len(cell) + 3 for cell in cells))
-            for number, cell in enumerate(cells):
-                lines[number] += f"{cell:>{column}}"
+                cells.append("-" if name not in row.means else row.means[name].cells()[part] or "-")
+            if part == 0 or set(cells) != {"-"}:
+                columns.append([heading, *cells])
+    lines = aligned(columns)
     for number, row in enumerate(all_rows, start=1):
         if row is best:
             lines[number] += "   the best"
         elif row.remark:
             lines[number] += f"   {row.remark}"
-    # What runs cost is of interest where they train, or have nothing else.
-    if not metrics or any("samples" in row.axes for row in rows):
-        lines += ["", *table_of({row.name: row.axes for row in rows})]
+    # 3. What runs cost is of interest where they train, or have nothing else.
+    axes: dict[str, float] = {}
+    for row in rows:
+        axes |= row.axes
+    if not metrics or "samples" in axes:
+        columns = [["", *names[: len(rows)]]]
+        for axis in axes:
+            cells = [{"gmacs": "GMACs", "exaflops": "exaFLOPs", "images_per_s": "images/s"}.get(axis, axis)]
+            for row in rows:
+                cell = "-"
+                if axis in row.axes:
+                    cell = f"{row.axes[axis]:.4g}" if axis in ("gmacs", "exaflops") else amount(row.axes[axis])
+                cells.append(cell)
+            columns.append(cells)
+        lines += ["", *aligned(columns)]
     for line in lines:
         context.log(line)
     write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
+
+
+def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the cells of the first column to the left, those of the others to the right."""
+    first, *others = columns
+    width = max(map(len, first))
+    lines = [cell.ljust(width) for cell in first]
+    for cells in others:
+        width = max(map(len, cells)) + 3
+        for number, cell in enumerate(cells):
+            lines[number] += cell.rjust(width)
+    return lines
 
 
 # ------------------------------------------------------------------------ what is known before it runs
@@ -426,13 +444,15 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     """Refuse a table of a metric that one of its runs will not have."""
     cfg: Config = stage.config
     metrics_of: dict[str, list[str]] = {}
+    some_train = False
     for run_name in cfg.runs:
         run_stage = there.campaign.stage(run_name)
         metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
+        some_train = some_train or run_stage.kind.trains
     # A fan-out: nothing is measured, and nobody waits for a choice.
     is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
     if not any(metrics_of.values()) and not is_waited_for:
-        if any(there.campaign.stage(run_name).kind.trains for run_name in cfg.runs):
+        if some_train:
             text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
             yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
         return

@@ -32,7 +32,7 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
-from jobs.stages.study import branch_off, check_branch, check_law, foretell
+from jobs.stages.study import branch_off, check_branch, check_law, foretell, planned_steps
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
@@ -42,7 +42,7 @@ from pipeline.evaluation.best import STOPPED, Foretold
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import TrainConfig, check_model, check_schedule, steps_of, trained_model
+from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
 from pipeline.versions import code_version
 
 
@@ -64,7 +64,7 @@ def run(
     campaign = context.campaign
     # 1. What is left out, and whether there is room for what is to come.
     if cfg.data.drop:
-        whole_sets = [load_index(campaign.path_of(path)) for path, _weight in cfg.data.sets().values()]
+        whole_sets = [load_index(campaign.path_of(path)) for path in cfg.data.sets().values()]
         samples = sum(index.samples for index in whole_sets)
         dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
         context.log(
@@ -160,7 +160,7 @@ def make_training_task(
         code=code_version(),
         model=models.to_dict(context.model),
         # In the order of the sets' names.
-        train=[campaign.path_of(path) for path, _weight in cfg.data.sets().values()],
+        train=list(map(campaign.path_of, cfg.data.sets().values())),
         evaluate=campaign.path_of(cfg.data.evaluate),
         init=init,
         probe_train=campaign.path_of(cfg.probe.train),
@@ -206,7 +206,7 @@ def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
     if cfg.objective == "masked":
         return [probed]
     sets = {}
-    for name, (path, _weight) in cfg.data.sets().items():
+    for name, path in cfg.data.sets().items():
         field = "data.train"
         if cfg.data.mixture:
             field = f"data.mixture.{name}.train"
@@ -266,9 +266,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
             f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, each "
             f"with the whole model in memory; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
         )
-    paths = []
-    for path, _weight in cfg.data.sets().values():
-        paths.append(path)
+    paths = list(cfg.data.sets().values())
     # The batch on the numbers of workers that the cluster may have; reads and checks the user's DeepSpeed file as well.
     try:
         worlds = allowed_worlds(cfg, there.campaign.cluster)
@@ -311,14 +309,9 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if stage.model is not None and is_evaluated:
         check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
 
-    # The steps are not known where passes are to be made over data that is not there.
-    sets = there.made(paths)
-    has_all = len(sets) == len(paths)
-    all_samples = cfg.data.samples
-    if has_all:
-        all_samples = sum(index.samples for index in sets)
-    if cfg.steps is not None or all_samples is not None:
-        check_schedule(cfg, steps_of(cfg, all_samples or 0), name)
+    steps = planned_steps(cfg, there)
+    if steps is not None:
+        check_schedule(cfg, steps, name)
     if cfg.begin is not None:
         check_branch(stage, there)
     if cfg.law is not None:
@@ -327,7 +320,8 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if not there.looks_at_files:
         return
     # Which shard `data.drop` means is known when all of them are there.
-    if has_all:
+    sets = there.made(paths)
+    if len(sets) == len(paths):
         needs_labels = cfg.objective != "masked"
         check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
     evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}

@@ -24,7 +24,7 @@ its index's; that of a protocol is the sha256 of {"fields": …, "protocol": nam
 """
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +173,8 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ the whole
 
 
-def table(document: Entry) -> list[str]:
-    """Return a document's values as lines: set, value, interval, deviation between draws, samples, leaks."""
+def log_table(document: Entry, log: Callable[[str], None]) -> None:
+    """Log a document's values, a line each: set, value, interval, deviation between draws, samples, leaks."""
     rows: list[tuple[str, ...]] = [("set", "protocol", "value", "95 % interval", "sd", "samples", "leaks")]
     trained_on = {compared["digest"] for compared in document["weights"]["trained_on"]["sets"]}
     for result in document["results"]:
@@ -211,13 +211,11 @@ def table(document: Entry) -> list[str]:
     for row in rows:
         for column, cell in enumerate(row):
             widths[column] = max(widths[column], len(cell))
-    lines = []
     for row in rows:
         line = ""
         for cell, width in zip(row, widths, strict=True):
             line += cell.ljust(width) + "  "
-        lines.append(line.rstrip())
-    return lines
+        log(line.rstrip())
 
 
 def entries_of(document: Entry) -> dict[str, Entry]:

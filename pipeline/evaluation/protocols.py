@@ -180,14 +180,6 @@ def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str,
     return protocols
 
 
-def value_names(name: str, stage_config: object) -> list[str]:
-    """Return the names of a protocol's values, by its settings in a stage's config as in `protocols_of`."""
-    names_by_settings = PROTOCOLS[name].value_names
-    if names_by_settings is None:
-        return [name]
-    return names_by_settings(getattr(stage_config, name))
-
-
 def check_names(names: tuple[str, ...]) -> None:
     """Raise ConfigError where there is no such protocol, or where none or the same twice is named."""
     for name in names:

@@ -8,17 +8,13 @@ engine. A stage of another length, rate or seed goes by the same trial, and so d
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import models
 from data.errors import DataError
-from models import ModelConfig
-from pipeline import artifacts, config
+from pipeline import artifacts
 from pipeline.monitoring.telemetry import Record
-from pipeline.optimization import ScheduleConfig
-from pipeline.training_config import ProbeConfig, TrainConfig
 
 FOLDER = "trials"  # in the run directory
 STEPS = 30
@@ -32,7 +28,7 @@ class Trial:
     """Holds what was measured of a stage; seconds unless a name says otherwise."""
 
     stage: str
-    key: str  # `key_of` it
+    key: str  # digest of all that a step's time depends on
     world: int
     backend: str
     gpus_per_worker: int
@@ -58,40 +54,6 @@ class Trial:
     def per_worker(self) -> float:
         """Return the images a second of a worker."""
         return self.images_per_s / self.world
-
-
-def key_of(cfg: TrainConfig, model: ModelConfig, sets: Sequence[str]) -> str:
-    """Return the digest of all that a step's time depends on; `sets` are the resolved paths of what is trained on."""
-    # What is set to one value here has no say in a step's time.
-    alike = replace(
-        cfg,
-        data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
-        model={},
-        init=None,
-        begin=None,
-        law=None,
-        new_head=False,
-        optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
-        steps=1,
-        passes=None,
-        seed=0,
-        evaluate_every=0,
-        keep_best=None,
-        patience=0,
-        evaluate_on="training",
-        probe=ProbeConfig(),
-        log_every=1,
-        save_every=1,
-        keep=2,
-        keep_every=0,
-        max_skipped=1,
-        max_failed_saves=1,
-        timeout_s=1.0,
-        stall_s=1.0,
-    )
-    weights = [weight for _, weight in cfg.data.sets().values()]
-    depends_on = {"config": config.plain(alike), "model": models.to_dict(model), "sets": list(sets), "weights": weights}
-    return config.digest(depends_on)
 
 
 def measured(records: Sequence[Record], stage: str, batch_size: int) -> dict[str, Any]:

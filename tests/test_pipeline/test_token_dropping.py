@@ -201,6 +201,9 @@ def test_the_operations_of_a_stage_are_those_counted_by_hand():
     assert token_dropping.flops_of(in_order, model, range(1000), 256) == by_hand
     first = token_dropping.flops_of(in_order, model, range(390, 410), 256)
     assert first == 10 * 256 * 6 * (macs_by_hand(model, 64, 32) + macs_by_hand(model, 100, 50))
+    wide = models.config_of("B/16", image_size=(224, 448))
+    whole = phases(TokenDroppingConfig(), 10, wide)
+    assert token_dropping.flops_of(whole, wide, range(10), 256) == 10 * 256 * 6 * macs_by_hand(wide, 392, 392)
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

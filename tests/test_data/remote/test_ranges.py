@@ -16,6 +16,7 @@ import torch
 from data.decoder import DecoderProcess
 from data.errors import DataError, StorageError
 from data.index.index import Index
+from data.index.tar import Row
 from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
@@ -281,14 +282,14 @@ def test_image_and_label_are_one_request_where_they_lie_close(tmp_path, monkeypa
 
     monkeypatch.setattr(cache_module, "read_range", read)
     label = 1500 + far
-    for span in (
-        ranges.Span("s3://b/x.tar", 500, 1000, label, 3),
-        ranges.Span("s3://b/x.tar", label, 1000, 500, 1000),  # the label first
-        ranges.Span("s3://b/x.tar", 500, 1000, 0, 0),
+    for row in (
+        Row(b"a", 500, 1000, label, 3),
+        Row(b"a", label, 1000, 500, 1000),  # the label first
+        Row(b"a", 500, 1000, 0, 0),
     ):
-        image, text = ranges.Ranges(Cache(CacheConfig(str(tmp_path)))).take((0, 0), span)
-        assert image == content[span.image : span.image + span.image_size]
-        assert text == content[span.label : span.label + span.label_size]
+        image, text = ranges.Ranges(Cache(CacheConfig(str(tmp_path)))).take((0, 0), "s3://b/x.tar", row)
+        assert image == content[row.image : row.image + row.image_size]
+        assert text == content[row.label : row.label + row.label_size]
     assert ((500, 1500) in asked[:1]) == (far > 1 << 16)
 
 
@@ -316,12 +317,16 @@ def test_what_the_first_batch_waits_for_is_said(faulty, local, tmp_path):
     cfg = CacheConfig(str(tmp_path), **PATIENT)
     loader = loader_of(faulty.index, cfg)
     shards = np.unique(loader.decoder.order.batch(0).shard).tolist()
-    line = loader.waits_for()
-    assert line.startswith(f"{BATCH} samples of {len(shards)} shards; 0 of them are here, {len(shards)} (")
-    assert line.endswith("GiB) are not: s3://images/set/train-000000.tar …")
+    lines: list[str] = []
+    loader.log_wait(lines.append)
+    needed = f"waiting for the first batch: {BATCH} samples of {len(shards)} shards"
+    assert lines[0].startswith(f"{needed}; 0 of them are here, {len(shards)} (")
+    assert lines[0].endswith("GiB) are not: s3://images/set/train-000000.tar …")
     Cache(cfg).path(faulty.index.location(shards[0]), faulty.index.shards[shards[0]])
-    assert f"; 1 of them are here, {len(shards) - 1} (" in loader.waits_for()
-    assert loader_of(local, cfg).waits_for().endswith(f"{len(shards)} shards, all of which are here")
+    loader.log_wait(lines.append)
+    assert f"; 1 of them are here, {len(shards) - 1} (" in lines[1]
+    loader_of(local, cfg).log_wait(lines.append)
+    assert lines[2] == f"{needed}, all of which are here"
 
 
 def test_decoding_processes_read_by_range_too(faulty, local, tmp_path, monkeypatch):
@@ -357,24 +362,24 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
 
 def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path, monkeypatch):
     entered, may_go = threading.Event(), threading.Event()
-    span = ranges.Span("s3://b/x.tar", 0, 4, 4, 4)
+    where = ("s3://b/x.tar", Row(b"a", 0, 4, 4, 4))
     monkeypatch.setattr(cache_module, "read_range", lambda *piece: entered.set() or (may_go.wait(30) and b"12345678"))
     running = ranges.Ranges(Cache(CacheConfig(str(tmp_path))))
     for sample in range(ranges.AT_ONCE + 1):
-        running.request((0, sample), span)
+        running.request((0, sample), *where)
     assert entered.wait(30)
     assert not pickle.loads(pickle.dumps(running)).requested, "a new decoding process asks for its own samples"
     # The last one has no thread yet: it is cancelled while it is waited for.
     with pytest.raises(StorageError, match=r"^s3://b/x.tar: left where it was$"):
-        running.take((0, ranges.AT_ONCE), span, running.stop)
+        running.take((0, ranges.AT_ONCE), *where, running.stop)
     may_go.set()
     # As where the stop comes between the look at `stopped` and the request.
     running.stopped = False
     with pytest.raises(RuntimeError):
-        running.request((1, 0), span)
+        running.request((1, 0), *where)
     monkeypatch.setattr(running.pool, "submit", lambda *_: refuse(running))
     with pytest.raises(StorageError, match="left where it was"):
-        running.take((1, 0), span)
+        running.take((1, 0), *where)
 
 
 def refuse(running: ranges.Ranges) -> None:
@@ -385,7 +390,7 @@ def refuse(running: ranges.Ranges) -> None:
 
 def test_a_reader_that_is_stopped_does_not_begin_to_fetch_whole_shards(faulty, tmp_path, monkeypatch):
     by_range = ShardReader(faulty.index, cache=CacheConfig(str(tmp_path), **PATIENT), by_range=True)
-    monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, span: self.stop())
+    monkeypatch.setattr(ranges.Ranges, "request", lambda self, place, url, row: self.stop())
     with pytest.raises(StorageError, match="left where it was"):
         by_range.read(0, 0)
     assert not faulty.gets and not by_range.given_up

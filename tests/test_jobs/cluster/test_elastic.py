@@ -13,7 +13,7 @@ from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
-from jobs.worlds import allowed_worlds, in_words
+from jobs.worlds import allowed_worlds
 from pipeline.training_config import TrainConfig
 
 
@@ -45,11 +45,6 @@ def test_a_deepspeed_file_allows_the_worlds_of_its_own_accumulation(tmp_path) ->
     assert allowed_worlds(config(deepspeed=str(file)), between(1, 12)) == (3,)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         allowed_worlds(config(deepspeed=str(file)), between(4, 12))
-
-
-def test_many_worlds_are_said_in_few_words() -> None:
-    assert [in_words((2,)), in_words((4, 2, 1))] == ["2", "4, 2 or 1"]
-    assert in_words(tuple(range(64, 0, -1))) == "64, 63, 62 … 1"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +94,8 @@ def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsy
     assert "  workers 4, 2 or 1, as there is room; lines about a worker are for 1\n" in out
     assert main([*words, "--resolved"]) == 0
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
+    assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0
+    assert "  workers 9, 8, 7 … 1, as there is room; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, None)])

@@ -247,13 +247,6 @@ def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
             "f reads the runs of p, q, which are not called alike: seed-0; seed-1",
         ),
-        (
-            {
-                "p": {"sweep": {"seeds": [0]}},
-                "f": {"init": "@p.*", "sweep": {"each": {"a": {}}, "groups": {"g": ["a"]}}},
-            },
-            "f.sweep.groups: means are of one sweep",
-        ),
     ],
 )
 def test_a_chain_that_means_nothing_is_refused(sections, message):
@@ -549,6 +542,23 @@ def test_rows_have_the_axes_of_table_6(tmp_path):
     heading = "parameters GMACs exaFLOPs samples steps seconds images/s"
     assert said[-2].split() == heading.split() and said[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
     assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == said[-2:]
+
+
+def test_in_a_chain_every_row_has_means_of_its_own_and_a_name_its_own_grid():
+    each = {"cars": {}, "dots": {"grid": {"steps": [4]}, "held_out": {"data": "small"}}}
+    sweep = {"each": each, "grid": {"steps": [1, 2]}, "held_out": {"data": "most"}, "groups": {"natural": ["cars"]}}
+    recipe = {"p": {"kind": "pretrain", "sweep": {"each": {"S": {}, "B": {}}, "seeds": [0, 1]}}}
+    stages = expanded({**recipe, "finetune": {"init": "@p.*", "sweep": sweep}})
+    grids = [name for name in stages if "steps-" in name and ".S.seed-0." in name]
+    assert grids == [f"finetune.S.seed-0.{name}" for name in ("cars.steps-1", "cars.steps-2", "dots.steps-4")]
+    table = stages["finetune"].values
+    assert table["groups"] == {
+        "S, natural": ["S, cars"],
+        "S, mean": ["S, cars", "S, dots"],
+        "B, natural": ["B, cars"],
+        "B, mean": ["B, cars", "B, dots"],
+    }
+    assert {run["row"] for run in table["runs"].values()} == {"S, cars", "S, dots", "B, cars", "B, dots"}
 
 
 def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):

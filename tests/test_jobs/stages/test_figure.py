@@ -43,7 +43,12 @@ def tables(tmp_path: Path) -> dict[str, str]:
     for number, (size, task) in enumerate([("S-32", "c10"), ("S-32", "pets"), ("S-16", "c10"), ("S-16", "pets")]):
         tuned[f"{size}, {task}"] = {"accuracy": 0.5 + number / 8, "sd": 0.01, "values": {"lr": number}}
     runs = tmp_path / "other"
-    return {"pre": table(runs / "pre-00000000", sizes), "tuned": table(runs / "tuned-00000000", tuned)}
+    paths = {"pre": table(runs / "pre-00000000", sizes), "tuned": table(runs / "tuned-00000000", tuned)}
+    record = artifacts.read_record(runs / "tuned-00000000" / "sweep.json")
+    for size, mean in (("S-32", 0.5625), ("S-16", 0.8125)):
+        record["means"][f"{size}, mean of 2"] = {"accuracy": {"mean": mean, "sd": 0.02, "runs": 3, "interval": None}}
+    artifacts.write_record(runs / "tuned-00000000" / "sweep.json", record)
+    return paths
 
 
 def draw(tmp_path: Path, section: dict[str, Any]) -> tuple[dict[str, Any], Path]:
@@ -79,6 +84,12 @@ def test_rows_get_their_x_from_the_table_that_they_go_on_from_and_the_paper_stan
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
     svg = (folder / "figure.svg").read_text()
     assert "table 6</text>" in svg and ">small</text>" in svg
+
+
+def test_means_over_rows_are_drawn_where_rows_names_them(tables, tmp_path):
+    record, _ = draw(tmp_path, {"tables": tables, "x": "pre.exaflops", "series": "row.2", "rows": "*, mean of *"})
+    points = [(point["series"], point["x"], point["y"], point["high"], point["runs"]) for point in record["points"]]
+    assert points == [("mean of 2", 55.0, 0.5625, 0.5825, 3), ("mean of 2", 224.0, 0.8125, 0.8325, 3)]
 
 
 def trained_table(folder: Path, **own: Any) -> str:

@@ -124,7 +124,7 @@ def test_what_would_be_no_branch_or_costs_too_much_is_refused_before_anything_st
 
 def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
     # A branch of a grid is a branch like any other.
-    loaded = campaign.load(recipe(tmp_path, shards, {"cool.sweep": {"grid": {"begin": [8]}}}), [])
+    loaded = campaign.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
     trunk = loaded.stage("trunk")
     assert tuple(axes_at(trunk.config, trunk.model, 1, 24)) == AT_A_STEP
     image = 6 * models.macs_of(loaded.stage("trunk").model) * 16 / 1e18  # forward and twice backward, 2 a MAC

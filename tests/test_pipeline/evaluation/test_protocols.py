@@ -134,7 +134,9 @@ def test_the_table_of_a_document_word_for_word() -> None:
     del whole["results"][1]["values"]["1shot"]["sd"]
     verdict = "75.00% without 2 shared with eeeeeeee; /more (ffffffff) not checked"
     learned = "the weights were trained on this set; not checked"
-    assert document.table(whole) == [
+    lines: list[str] = []
+    document.log_table(whole, lines.append)
+    assert lines == [
         "set      protocol  value   95 % interval     sd        samples  leaks",
         f"pets     top-1     80.00%  49.02% to 94.33%  -         10       {verdict}",
         f"flowers  5shot     50.00%  25.00% to 75.00%  ± 1.23%   1,200    {learned}",
