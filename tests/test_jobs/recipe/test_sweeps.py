@@ -468,6 +468,10 @@ def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_ch
         finish(loaded, name, 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
     document, said = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {} and said[4].split() == ["optim.lr=0.1", "stopped"]
+    outcome = artifacts.read_done(loaded.directory(loaded.stage("finetune.grid")))
+    assert outcome is not None
+    log_table([{"stage": "finetune.grid", "skipped": False, **outcome}], said.append)
+    assert "2 runs in 2 rows" in said[-1], "the table was made, though its runs were stopped"
     loaded = campaign.load(protocol, [])
     for name in ("finetune.seed-0", "finetune.seed-1"):
         stage = loaded.stage(name)
