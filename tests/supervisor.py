@@ -5,10 +5,11 @@
 
 1. ExecStart is run with the variables of deploy/systemd/patchline.env and those that are given, which come in the place
    of LoadCredential too. The checkout stands where this one does, and RECIPES in the place of /etc/patchline.
-2. When it has ended, what is left of its processes is killed, as systemd does with a unit's control group: each has the
-   INVOCATION_ID of this start in its environment.
+2. When it has ended, ExecStop is run, without a MAINPID, and what is left of its processes is killed, as systemd does
+   with a unit's control group: each has the INVOCATION_ID of this start in its environment.
 3. Restart, RestartPreventExitStatus and RestartSec say whether and when it is started again.
-4. SIGTERM is `systemctl stop`: the command is sent SIGTERM, and its exit code is this one's.
+4. SIGTERM is `systemctl stop`: ExecStop is run with the MAINPID, the command is sent SIGTERM, and its exit code is this
+   one's.
 """
 
 import configparser
@@ -46,12 +47,17 @@ def main(words: list[str]) -> int:
     key, _, value = service["Environment"].partition("=")
     if value == "%n":
         variables[key] = name
-    command = service["ExecStart"].replace("/opt/patchline/.venv/bin/", f"{Path(sys.executable).parent}/")
-    command = (
-        command.replace("/opt/patchline", str(ROOT))
-        .replace("/etc/patchline", variables.get("RECIPES", ""))
-        .replace("%i", instance)
-    )
+
+    def command_of(key: str) -> list[str]:
+        command = service.get(key, "").removeprefix("-").replace("%i", instance)
+        command = command.replace("/opt/patchline/.venv/bin/", f"{Path(sys.executable).parent}/")
+        command = command.replace("/opt/patchline", str(ROOT)).replace("/etc/patchline", variables.get("RECIPES", ""))
+        return shlex.split(Template(command).substitute(variables))
+
+    def run_stop_command(**pid: str) -> None:
+        if command_of("ExecStop"):
+            subprocess.run(command_of("ExecStop"), env=variables | pid, cwd=ROOT)
+
     prevented = {int(code) for code in service.get("RestartPreventExitStatus", "").split()}
 
     child: subprocess.Popen[bytes] | None = None
@@ -61,14 +67,16 @@ def main(words: list[str]) -> int:
         nonlocal is_told_to_end
         is_told_to_end = True
         if child is not None:
+            run_stop_command(MAINPID=str(child.pid))
             child.terminate()
 
     signal.signal(signal.SIGTERM, stop)
     code = 0
     while not is_told_to_end:
         variables["INVOCATION_ID"] = uuid4().hex
-        child = subprocess.Popen(shlex.split(Template(command).substitute(variables)), env=variables, cwd=ROOT)
+        child = subprocess.Popen(command_of("ExecStart"), env=variables, cwd=ROOT)
         code = child.wait()
+        run_stop_command()
         kill_rest(variables["INVOCATION_ID"])
         is_failure = code != 0 and code not in prevented
         goes_on = not is_told_to_end and (service["Restart"] == "always" or is_failure)

@@ -67,7 +67,8 @@ class SweepConfig:
     """In a stage's section, what varies over several runs of it. One table is made of them all (docs/sweeps.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, and the fields that each has of its own
-    grid: dict[str, Any] = field(default_factory=dict)  # lists of values; a run for every combination of them
+    # Lists of values; a run for every combination of them. Names of `each` may have their own grid, and held_out.
+    grid: dict[str, Any] = field(default_factory=dict)
     held_out: dict[str, Any] = field(default_factory=dict)  # fields that the grid has instead; the best runs again
     seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
     best: str = "accuracy"  # the metric whose highest mean wins; of equal ones the first in the recipe
@@ -140,6 +141,7 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
             parents = dict(parents_of(name, stars, tables_above))
         stages: dict[str, Written] = {}
         runs: dict[str, Run] = {}
+        groups: dict[str, list[str]] = {}  # of rows of the table that get a mean of their own
         for suffix, parent in parents.items():
             base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
@@ -148,7 +150,6 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
             if parent is not None:
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(not has_seeds, f"{where}.seeds: the runs that {name} reads have seeds already\n  leave one out")
-                require(not sweep.groups, f"{where}.groups: means are of one sweep; {name} reads runs of another")
                 # The seed is the chain's, unless the section has one of its own.
                 kind = KINDS.get(str(base["kind"]))
                 if parent.seed is not None and kind is not None and "seed" in kind.config.__dataclass_fields__:
@@ -159,11 +160,18 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
             stages |= more_stages
             for run_name, run in more_runs.items():
                 runs[run_name] = run if parent is None else run.after(parent, name)
+            # In a chain every row that is gone on from has means of its own.
+            before = "" if parent is None else f"{parent.row}, "
+            if sweep.groups:
+                for group, members in {**sweep.groups, "mean": list(sweep.each)}.items():
+                    groups[before + group] = [before + member for member in members]
 
         # 2. The table of all has the section's name, and comes last. Without held_out the best row of a grid is named
         # by the very samples that its number is of.
         is_choice = bool(sweep.grid) and not sweep.held_out and not sweep.each and not stars
-        stages[name] = Written(table_section(runs, sweep, chooses=is_choice, on_test=is_choice), name)
+        table = table_section(runs, sweep, chooses=is_choice, on_test=is_choice)
+        table["groups"] = groups
+        stages[name] = Written(table, name)
         for run_name, written in stages.items():
             require(
                 run_name == name or run_name not in recipe,
@@ -184,8 +192,10 @@ def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
     # How far a branch goes may vary in a sweep: each of its runs begins at another step.
     candidates: list[object] = [section]
     sweep = section.get("sweep")
-    if isinstance(sweep, Mapping) and isinstance(sweep.get("each"), Mapping):
-        candidates += sweep["each"].values()
+    if isinstance(sweep, Mapping):
+        candidates.append(sweep.get("grid"))
+        if isinstance(sweep.get("each"), Mapping):
+            candidates += sweep["each"].values()
     begins = any(isinstance(fields, Mapping) and fields.get("begin") for fields in candidates)
     link = reference(str(section.get("init")))
     if not begins or link is None or link[0] not in above:
@@ -209,7 +219,7 @@ def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
     """Return a section with the fields of the sweep's first name, and the first values of its grid."""
     fields = dict(next(iter(sweep.each.values()), None) or {})
     fields.pop("held_out", None)
-    values: Section = next(iter(grid_of(sweep, where).values()), {})
+    values: Section = next(iter(grid_of(fields.pop("grid", sweep.grid), where).values()), {})
     return with_fields(with_own(base, flat(fields, where), where), values, where)
 
 
@@ -261,13 +271,13 @@ def stages_of(name: str, stem: str, base: Section, sweep: SweepConfig) -> tuple[
     `stem` begins their names; it is longer than the section's `name` where the sweep is made for a run of another.
     """
     where = f"{name}.sweep"
-    grid = grid_of(sweep, where)
     first_stem = stem
     stages: dict[str, Written] = {}
     table: dict[str, Run] = {}
     for row, fields in (sweep.each or {"": {}}).items():
         own = dict(fields or {})
         held_out = flat(own.pop("held_out", sweep.held_out), where)
+        grid = grid_of(own.pop("grid", sweep.grid), where)
         stem = f"{first_stem}.{row}".rstrip(".")
         section = with_own(base, flat(own, f"{where}.each.{row}"), where)
         chosen: dict[str, str] = {}
@@ -331,15 +341,14 @@ def written_runs(source: str, runs: Mapping[str, Run], chosen: Mapping[str, str]
     return sections
 
 
-def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool, on_test: bool = False) -> Section:
+def table_section(
+    runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool, on_test: bool = False
+) -> dict[str, object]:
     """Return the section of the stage that makes a table of these runs."""
     entries: dict[str, Section] = {}
     for name, run in runs.items():
         entries[name] = {"stage": f"@{name}", "row": run.row, "seed": run.seed, "values": dict(run.values)}
     section = {"kind": TABLE, "runs": entries, "best": sweep.best, "chooses": chooses, "groups": {}}
-    # A choice is made among the rows of one grid; means are of a table that reports.
-    if not chooses:
-        section["groups"] = sweep.groups
     if sweep.evaluation != "last":
         section["evaluation"] = sweep.evaluation
     if sweep.chosen_on_test or on_test:
@@ -350,10 +359,10 @@ def table_section(runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool,
 # ------------------------------------------------------------------------------------------------ fields and names
 
 
-def grid_of(sweep: SweepConfig, where: str) -> dict[str, Section]:
+def grid_of(grid: Any, where: str) -> dict[str, Section]:
     """Return every combination of a grid's values by the name of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
     values_of: dict[str, list[object]] = {}
-    for key, values in flat(sweep.grid, f"{where}.grid").items():
+    for key, values in flat(grid, f"{where}.grid").items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{where}.grid.{key} is {values!r}, expected a list of values")
         check_twice(f"{where}.grid.{key}", values)
@@ -367,15 +376,15 @@ def grid_of(sweep: SweepConfig, where: str) -> dict[str, Section]:
         names[key] = last
         if lasts.count(last) > 1:
             names[key] = key
-    grid: dict[str, Section] = {}
+    combinations: dict[str, Section] = {}
     for combination in itertools.product(*values_of.values()):
         parts = []
         for key, value in zip(values_of, combination, strict=True):
             parts.append(f"{names[key]}-{NO_NAME.sub('_', str(value))}")
         suffix = ".".join(parts)
-        require(suffix not in grid, f"{where}.grid: two of its runs would be called {suffix}")
-        grid[suffix] = dict(zip(values_of, combination, strict=True))
-    return grid
+        require(suffix not in combinations, f"{where}.grid: two of its runs would be called {suffix}")
+        combinations[suffix] = dict(zip(values_of, combination, strict=True))
+    return combinations
 
 
 def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
@@ -453,7 +462,8 @@ def resolve_sweep(campaign: Campaign) -> Campaign:
                 is_made = artifacts.read_done(folder) is not None
                 values_of[table] = artifacts.read_record(folder / tables.DOCUMENT)["chosen"] if is_made else None
             values = values_of[table]
-            if values is not None:
+            # Nothing was chosen where all runs were stopped as hopeless: then the stage is not run.
+            if values:
                 known[field_name] = values[field_name]
 
         # 2. Into the config with them, unless the stage was run with others.

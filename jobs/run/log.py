@@ -208,10 +208,10 @@ def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> 
                 parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
         elif DIVERGED in row:
             parts = ["diverged"]
-        elif STOPPED in row:
-            parts = ["not run"]
         elif "summary" in row:
             parts = [row["summary"]]
+        elif STOPPED in row:
+            parts = ["not run"]
         elif "sets" in row:
             shards = sum(packed["shards"] for packed in row["sets"].values())
             parts = [f"{counted(len(row['sets']), 'set')}, {counted(shards, 'shard')}"]

@@ -18,6 +18,9 @@ from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
 
+# The axes of a trained stage that are known of each step before it is taken: those of `axes_at`.
+AT_A_STEP = ("parameters", "gmacs", "exaflops", "samples", "steps")
+
 
 def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
     """Return what is known of a finished stage: of one that does not train, its model alone. Raises DataError."""

@@ -15,9 +15,11 @@ Out: figure.png and .svg, figure.csv, figure.json (what the page of the run draw
 2. A table that x names, as in pretrain.exaflops, has no points of its own: its rows give x to the rows that go on from
    them, "S-16" to "S-16, pets".
 3. A metric has an error bar: the deviation between seeds, or of one run the interval over its samples.
-4. With `curve` a row is a line: y of every evaluation, or step, in metrics.jsonl of its runs, mean over the seeds.
+4. With `curve` a row is a line: y of every evaluation, or step, in metrics.jsonl of its runs, mean over the seeds. A
+   row whose runs have all diverged, or were not run, has none.
 5. With `fit` a saturating power law of 1 − y (of a metric; of y otherwise) is laid over these axes
-   (pipeline/evaluation/power_law.py). With `paper` published values stand in a panel of their own, with their source.
+   (pipeline/evaluation/power_law.py), and without the largest point once more, where enough others are left for a law.
+   With `paper` published values stand in a panel of their own, with their source.
 """
 
 import csv
@@ -30,15 +32,18 @@ from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 
+import models
 from data.errors import ConfigError, DataError
 from data.files import write_whole
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
 from jobs.stages import sweep
+from jobs.stages.axes import axes_at
 from models.checks import did_you_mean
-from pipeline import artifacts
+from pipeline import artifacts, config
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.power_law import fit, leave_largest_out
 from pipeline.monitoring.telemetry import read_metrics
+from pipeline.training_config import TrainConfig
 
 DOCUMENT = "figure.json"
 PAPER = Path(__file__).parents[1] / "recipes/studies/paper.csv"
@@ -55,6 +60,7 @@ class Config:
     y: str = "accuracy"  # a metric, or an axis
     series: str = "table"  # what makes a line: `table`, or as x
     groups: dict[str, str] = field(default_factory=dict)  # lines by name → rows, as "S-*"; instead of series
+    rows: str = ""  # that have points, as "*, mean of *"; "": all but means over several rows
     log: tuple[str, ...] = ()  # of x and y, the axes that are logarithmic
     curve: bool = False  # y of metrics.jsonl: loss, accuracy and so on; x: steps, samples, seconds or exaflops
     paper: dict[str, str] = field(default_factory=dict)  # table, x and y of published values (studies/paper.csv)
@@ -62,7 +68,7 @@ class Config:
     draws: int = 200  # studies that are drawn from the law
     stamp: str = ""  # below the figure, as "scaled down: other data, other sizes"
 
-    RESUME: ClassVar[Tags] = tags(forbid="tables title x y series groups log curve paper fit draws stamp")
+    RESUME: ClassVar[Tags] = tags(forbid="tables title x y series groups rows log curve paper fit draws stamp")
 
     def __post_init__(self) -> None:
         require(set(self.log) <= {"x", "y"}, f"log is {list(self.log)}, expected x, y or both")
@@ -138,12 +144,19 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
     for row in read_rows(cfg, context.campaign):
         if cfg.curve:
-            points += curve_of(cfg, row)
+            curve = list(curve_of(cfg, row))
+            points += curve
+            if not curve:
+                context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged, or not run")
         # A row whose runs have diverged has no metric.
         elif row.means or cfg.y in row.values:
             points.append(point_of(cfg, row))
             is_share = is_share or cfg.y in row.means
     require(bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?")
+    # A value of a grid may be no number, as null beside 768: then all of them are names.
+    if not all(isinstance(point["x"], int | float) for point in points):
+        for point in points:
+            point["x"] = str(point["x"])
 
     # 2. The panels, ours and the paper's, and the law.
     figure: dict[str, Any] = {
@@ -199,7 +212,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
     for table, path in cfg.tables.items():
         folder = Path(campaign.path_of(path))
         record = artifacts.read_record(folder / sweep.DOCUMENT)
-        for name, means in record["rows"].items():
+        for name, means in (record["rows"] | record["means"]).items():
             runs = []
             values: dict[str, Any] = {"row": name}
             for result in record["runs"]:
@@ -216,7 +229,8 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
     drawn = []
     for row in rows:
         # The table that x names gives its axes to the rows of the others.
-        if cfg.x.startswith(f"{row.table}."):
+        is_named = fnmatchcase(row.name, cfg.rows) if cfg.rows else bool(row.runs)
+        if not is_named or cfg.x.startswith(f"{row.table}."):
             continue
         values = dict(row.values)
         # "S-16, pets" goes on from "S-16". Where several names begin it, the longest is entered last, and stays.
@@ -239,8 +253,8 @@ def point_of(cfg: Config, row: Row) -> Point:
             f"the row {row.name!r} of {row.table} is of none of the groups\n  expected a pattern for it: {cfg.groups}"
         )
     y = row.value(cfg.y)
-    point = Point(series=series, row=row.name, x=row.value(cfg.x), y=y, low=y, high=y, runs=len(row.runs), axes={})
-    mean = row.means.get(cfg.y, {"sd": None, "interval": None})
+    mean = row.means.get(cfg.y, {"sd": None, "interval": None, "runs": len(row.runs)})
+    point = Point(series=series, row=row.name, x=row.value(cfg.x), y=y, low=y, high=y, runs=mean["runs"], axes={})
     if mean["sd"] is not None:
         point |= {"low": y - mean["sd"], "high": y + mean["sd"]}
     elif mean["interval"] is not None:
@@ -251,45 +265,60 @@ def point_of(cfg: Config, row: Row) -> Point:
 
 
 def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
-    """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have."""
+    """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have.
+
+    There are none where all its runs have diverged, or were not run because what they start from was stopped.
+    """
+    x = "steps" if cfg.x == "row" else cfg.x
     curves: list[dict[int, float]] = []
-    axes: Mapping[str, float] = {}
     for result in row.runs:
-        if result["diverged"]:
+        # A run that was stopped on its way has the axes of what it has trained.
+        if result["diverged"] or (result.get("stopped") and "steps" not in result["axes"]):
             continue
-        axes = result["axes"]
+        ends = result["axes"]
+        folder = row.folder.parent / f"{result['stage']}-{result['key'][:8]}"
         values: dict[int, float] = {}
-        for entry in read_metrics(row.folder.parent / f"{result['stage']}-{result['key'][:8]}", None):
+        planned = 0  # steps
+        for entry in read_metrics(folder, None):
+            if entry["kind"] == "train":
+                planned = entry["steps"]
             if cfg.y == "loss" and entry["kind"] == "train":
                 values[entry["step"]] = float(np.mean(entry["losses"]))
             elif entry["kind"] == "evaluate" and cfg.y in entry:
                 values[entry["step"]] = entry[cfg.y]
         curves.append(values)
-    x = "steps" if cfg.x == "row" else cfg.x
-    steps: set[int] = set()
-    if curves:
-        steps = set.intersection(*map(set, curves))
-    if not steps or x not in axes:
+    if not curves:
+        return
+    steps = set.intersection(*map(set, curves))
+    if not steps or "steps" not in ends:
         raise DataError(
             f"the runs of {row.name!r} of {row.table} have no curve of {cfg.y} over {x} in metrics.jsonl\n"
-            f"  expected y: loss, or a metric of their evaluations; x: one of {', '.join(axes)}"
+            "  expected y: loss, or a metric of their evaluations"
         )
+    # What the runs of a row are differs by their seed alone.
+    record = artifacts.read_record(folder / "stage.json")
+    trained = config.build(TrainConfig, record["config"], record["name"])
+    model = models.from_dict(record["model"])
     for step in sorted(steps):
+        # As `foretell` counts them, which are those of trunk and branch together; seconds are known of the run alone.
+        axes = axes_at(trained, model, step, planned)
+        if trained.begin is None and "seconds" in ends:
+            axes["seconds"] = ends["seconds"] * step / ends["steps"]
+        for axis in (x, *cfg.fit):
+            if axis not in axes:
+                raise DataError(
+                    f"{axis} of the runs of {row.name!r} of {row.table} is not known step by step"
+                    f"{did_you_mean(axis, axes)}\n  expected one of {', '.join(axes)}"
+                )
         values_at = np.array([values[step] for values in curves])
         y = float(values_at.mean())
         spread = 0.0
         if len(curves) > 1:
             spread = float(values_at.std(ddof=1))
-        place = axes[x] * step / axes["steps"]
-        point = Point(series=row.name, row=row.name, x=place, y=y, low=y, high=y, runs=len(curves), axes={})
+        point = Point(series=row.name, row=row.name, x=axes[x], y=y, low=y, high=y, runs=len(curves), axes={})
         point |= {"low": y - spread, "high": y + spread}
         for axis in cfg.fit:
-            if axis not in axes:
-                raise DataError(f"the runs of {row.name!r} of {row.table} have no {axis}{did_you_mean(axis, axes)}")
-            # What grows with the steps has grown so far.
             point["axes"][axis] = axes[axis]
-            if axis in ("exaflops", "samples", "steps", "seconds"):
-                point["axes"][axis] *= step / axes["steps"]
         yield point
 
 
@@ -307,21 +336,19 @@ def fitted(cfg: Config, points: Sequence[Point], *, is_share: bool) -> dict[str,
     # The same study has the same intervals, run after run.
     rng = np.random.default_rng(0)
     law = fit(x, y, rng, cfg.draws)
-    number, foretold, low, high = leave_largest_out(x, y, rng, cfg.draws)
     result: dict[str, Any] = {
         "axes": dict(zip(cfg.fit, law.scale.tolist(), strict=True)),
         "of": of,
         "parameters": law.parameters(),
         "noise": law.noise,
         "law": law.record(),  # for stages that it foretells (jobs/stages/study.py)
-        "largest": {
-            "row": points[number]["row"],
-            "foretold": foretold,
-            "low": low,
-            "high": high,
-            "was": float(y[number]),
-        },
     }
+    try:
+        number, foretold, low, high = leave_largest_out(x, y, rng, cfg.draws)
+        row = points[number]["row"]
+        result["largest"] = {"row": row, "foretold": foretold, "low": low, "high": high, "was": float(y[number])}
+    except ValueError as error:
+        result["largest"] = {"unknown": str(error)}  # enough points for a law are too few for two
     if cfg.fit == (cfg.x,):
         line = np.geomspace(x.min(), x.max(), 60)
         values = law.at(line[:, None])
@@ -363,6 +390,9 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
         for name, (value, low, high) in law["parameters"].items():
             yield f"- {name} {value:.4g} [{low:.4g}, {high:.4g}]"
         largest = law["largest"]
+        if "unknown" in largest:
+            yield f"- what the law without the largest point foretells of it is not known: {largest['unknown']}"
+            return
         verdict = "OUTSIDE"
         if largest["low"] <= largest["was"] <= largest["high"]:
             verdict = "inside"

@@ -4,8 +4,8 @@
       model: {image_size: 224, classes: 1000}
       sweep: {each: {B-16: {model.name: B/16}, R50x1: {model.name: BiT-R50x1}}}   # a table of these axes
 
-1. The largest batch is found by doubling until memory runs out, and by halving the gap down to an eighth of it. A GPU
-   has a memory of its own; a CPU's process is given `memory_gb`.
+1. The largest batch is found by doubling until memory runs out, and by halving the gap down to an eighth of it; at
+   `most_batch` the search ends. A GPU has a memory of its own; a CPU's process is given `memory_gb`.
 2. Batches of each size in `batches` that fits are timed, `seconds` each after one that warms up; the best rate counts.
    The weights are random: no number depends on them.
 
@@ -72,6 +72,9 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
     for batch, rate in outcome["by_batch"].items():
         context.log(f"{context.stage.name}: {rate:.1f} images/s in batches of {batch}")
     largest = f"largest batch {outcome['largest_batch']:.0f}"
+    if outcome["largest_batch"] == cfg.most_batch:
+        largest += ", with which most_batch ends the search"
+    context.log(f"{context.stage.name}: {largest}")
     summary = f"{outcome['images_per_s']:.1f} images/s, {largest}, {outcome['hardware']}"
     axes = {"images_per_s": outcome["images_per_s"], "largest_batch": outcome["largest_batch"]}
     axes["image_size"] = float(context.model.image_size[0])
@@ -168,10 +171,8 @@ def fits(forward: Callable[[int], None], memory_gb: float, device: str, batch: i
 def largest_batch(goes_through: Callable[[int], bool], most: int) -> int:
     """Return the largest batch up to `most` that goes through, to an eighth; 0 where not even one image does."""
     low, high = 0, 1
-    while high <= most and goes_through(high):
-        low, high = high, 2 * high
-    if high > most:
-        return low
+    while low < most and goes_through(high):
+        low, high = high, min(2 * high, most)
     while high - low > max(1, low // 8):
         middle = (low + high) // 2
         if goes_through(middle):

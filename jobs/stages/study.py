@@ -8,14 +8,16 @@
 3. A budget is compared with what all trained stages of a recipe take, before any of them starts.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from data.errors import DataError
+import models
+from data.errors import ConfigError, DataError
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, reference
-from jobs.stages.axes import axes_at
+from jobs.stages.axes import AT_A_STEP, axes_at
 from models.checks import did_you_mean
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import step_of
@@ -48,23 +50,30 @@ def check_branch(stage: Stage, there: Available) -> None:
     link = reference(cfg.init or "")
     require(there.campaign.remote is None, f"{stage.name}.begin links a commit, and a run in a store has no links")
     require(not cfg.thinning.is_on, f"{stage.name}.begin: thinning changes with the steps of the whole stage")
-    # Of a trunk outside of the recipe all is known when the branch starts.
-    if begin is None or link is None:
-        return
+    assert begin is not None, "of branches alone"
+    if link is None:
+        raise ConfigError(
+            f"{stage.name}.begin: init is {cfg.init}, and a branch has the values of a stage of this recipe\n"
+            "  put the section of the trunk here, with the `run` that holds it: a stage that has finished is skipped"
+        )
     trunk = there.campaign.stage(link[0])
     require(trunk.kind.trains, f"{stage.name}.begin: {trunk.name} is of kind {trunk.kind.name}, which takes no steps")
     own: TrainConfig = trunk.config
     before = config.tagged(own, "forbid")
     after = config.tagged(cfg, "forbid")
-    for values in (before, after):
+    for values, model in ((before, trunk.model), (after, stage.model)):
         for name in list(values):
             if name.split(".")[0] in OWN or name == "optim.schedule.cooldown_steps":
                 del values[name]
+        # Of the model what it comes to is compared: what a branch does not write is that of its trunk's weights.
+        if model is not None:
+            for name, value in models.to_dict(model).items():
+                values[f"model.{name}"] = value
     changes = config.differences(before, after)
     require(
         not changes,
         f"{stage.name}: a branch of {trunk.name} has its values, and here they differ: {'; '.join(changes)}\n"
-        f"  leave them out; its own are steps and optim.schedule.cooldown_steps",
+        "  leave them out; its own are steps and optim.schedule.cooldown_steps",
     )
     ends = []
     for part in (own, cfg):
@@ -122,37 +131,54 @@ def branch_off(cfg: TrainConfig, begin: int, context: Context) -> None:
 # ------------------------------------------------------------------------------------------------ laws
 
 
-def foretell(cfg: TrainConfig, context: Context) -> Foretold:
-    """Return what the law that `cfg.law` names says of the stage's evaluations, and log it of the last.
+def check_law(stage: Stage, there: Available) -> None:
+    """Raise ConfigError where a law is not of what the stage will have, or of what nothing tells before it runs."""
+    law = stage.config.law
+    link = reference(law)
+    path = Path(there.campaign.path_of(law))
+    y = ""
+    fitted: Collection[str] = ()
+    if link is not None and link[1] == "figure.json":
+        figure = there.campaign.stage(link[0]).config
+        y = getattr(figure, "y", "")
+        fitted = getattr(figure, "fit", ())
+    elif link is None and not path.exists():
+        return  # all inputs that are missing are named together
+    elif link is None:
+        record = artifacts.read_record(path)
+        y = record.get("y", "")
+        fitted = record.get("fit", {}).get("axes", ())
+    require(bool(fitted), f"{stage.name}.law: {law} has no fit\n  expected @FIGURE/figure.json, of a figure with `fit`")
+    metrics = list(stage.kind.metrics(stage.config))
+    require(
+        y in metrics,
+        f"{stage.name}.law: {law} is a law of {y}, which its evaluations will not have{did_you_mean(y, metrics)}\n"
+        f"  expected one of {', '.join(metrics) or 'none'}: data.evaluate gives accuracy, probe gives 5shot and so on",
+    )
+    for axis in fitted:
+        require(
+            axis in AT_A_STEP,
+            f"{stage.name}.law: {law} is a law of {axis}, which nothing tells before the stage runs"
+            f"{did_you_mean(axis, AT_A_STEP)}\n  expected a fit over some of {', '.join(AT_A_STEP)}",
+        )
 
-    Raises DataError where the figure has no law of a metric, or of what is not known before a stage runs.
-    """
+
+def foretell(cfg: TrainConfig, context: Context) -> Foretold:
+    """Return what the law that `cfg.law` names says of the stage's evaluations, and log it of the last."""
     path = Path(context.campaign.path_of(cfg.law or ""))
     figure = artifacts.read_record(path)
-    if not figure.get("is_share") or "law" not in figure.get("fit", {}):
-        raise DataError(f"{context.stage.name}.law: {path} has no fit of a metric\n  expected a figure with fit=[…]")
-    metrics = list(context.stage.kind.metrics(cfg))
-    if figure["y"] not in metrics:
-        raise DataError(
-            f"{context.stage.name}.law: {path} is a law of {figure['y']}, which its evaluations will not have"
-            f"{did_you_mean(figure['y'], metrics)}\n  expected one of {', '.join(metrics)}"
-        )
     law = law_of(figure["fit"]["law"])
     steps = planned_steps(cfg, Available(context.campaign))
     assert steps is not None, "a stage starts when its sets are there"
     at = [steps]
-    if figure["is_curve"] and cfg.evaluate_every:
+    # A stage may end with the evaluation at which its patience runs out.
+    if cfg.evaluate_every and (figure["is_curve"] or cfg.patience):
         at = [*range(cfg.evaluate_every, steps, cfg.evaluate_every), steps]
     x = []
     for step in at:
         axes = axes_at(cfg, context.model, step, steps)
         place = []
         for axis in figure["fit"]["axes"]:
-            if axis not in axes:
-                raise DataError(
-                    f"{context.stage.name}.law: {path} is a law of {axis}, which nothing tells before the stage runs"
-                    f"{did_you_mean(axis, axes)}\n  expected a fit over some of {', '.join(axes)}"
-                )
             place.append(axes[axis])
         x.append(place)
     # The law is of the error, 1 − metric; the same law says the same of the same stage.

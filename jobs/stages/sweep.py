@@ -16,9 +16,10 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
    runs were evaluated by a stage evaluate, on the same samples, the interval over runs, draws and samples
    (pipeline/evaluation/intervals.py). The accuracies of training stages name no samples: they have no interval.
 3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
-   run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails.
+   run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails. Where
+   all were stopped as hopeless, what waits for the choice is not run.
 4. Another table needs all its runs: a mean of those that went well would be a number of nothing. A run that was stopped
-   as hopeless, below what a law foretold, has a row without a number.
+   as hopeless, below what a law foretold, has a row without a number, and so have the means over its row.
 5. Runs of a kind that measures nothing, as resize, have a table of their axes alone.
 """
 
@@ -215,7 +216,11 @@ def run(cfg: Config, context: Context) -> dict[str, object]:
         summary += ", chosen on test"
     if cfg.evaluation == "best":
         summary += ", best evaluations"
-    return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
+    outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
+    for other in context.campaign.stages:
+        if best is None and f"@{context.stage.name}" in other.chosen.values():
+            outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
+    return outcome
 
 
 def run_as_json(result: Result) -> dict[str, object]:
@@ -257,6 +262,10 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
     stage = context.campaign.stage(name)
     is_measured = any(stage.kind.metrics(stage.config))
     stopped = done.get(STOPPED, "")
+    if stopped:
+        # They are not of its end: neither its row nor a mean over rows may have them.
+        metrics = {}
+        steps = {}
     if best not in metrics and is_measured and not diverged and not stopped:
         raise DataError(
             f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
@@ -339,19 +348,13 @@ def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
 
 
 def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
-    """Return the means over several rows: of every group, and of all, where the table has groups.
+    """Return the means over the rows of every group.
 
     The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
     repeats a whole benchmark.
     """
-    if not groups:
-        return []
-    all_rows: list[str] = []
-    for result in results:
-        if result.row not in all_rows:
-            all_rows.append(result.row)
     means = []
-    for name, members in {**groups, "mean": all_rows}.items():
+    for name, members in groups.items():
         by_seed: dict[int | None, list[Mapping[str, float]]] = {}
         for result in results:
             if result.row in members:

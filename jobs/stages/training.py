@@ -32,7 +32,7 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
-from jobs.stages.study import branch_off, check_branch, foretell, planned_steps
+from jobs.stages.study import branch_off, check_branch, check_law, foretell, planned_steps
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
@@ -105,7 +105,7 @@ def run(
     # The records are all here now, also those of evaluations beside training.
     outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))
     if foretold is not None and STOPPED not in outcome:
-        outcome["foretold"] = foretold.score(outcome["metrics"], context.log)
+        outcome["foretold"] = foretold.score(outcome["step"], outcome["metrics"], context.log)
     # Rank 0 may have worked on another node: what it has handed on is brought here.
     for name, record in outcome["files"].items():
         campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
@@ -315,7 +315,7 @@ def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
     if cfg.begin is not None:
         check_branch(stage, there)
     if cfg.law is not None:
-        require(cfg.data.evaluate is not None or cfg.probe.train is not None, f"{name}.law: nothing is evaluated")
+        check_law(stage, there)
 
     if not there.looks_at_files:
         return

@@ -118,13 +118,17 @@ class Foretold:
                 )
         return ""
 
-    def score(self, metrics: Mapping[str, float], log: Callable[[str], None]) -> dict[str, float | bool | str]:
-        """Return, and log, whether the last evaluation lies where it was foretold."""
-        was, low, high = metrics[self.metric], self.lows[-1], self.highs[-1]
+    def score(
+        self, step: int, metrics: Mapping[str, float], log: Callable[[str], None]
+    ) -> dict[str, float | bool | str]:
+        """Return, and log, whether the last evaluation, of the step with which the stage ended, lies as foretold."""
+        number = self.steps.index(step)
+        was = metrics[self.metric]
+        value, low, high = self.values[number], self.lows[number], self.highs[number]
         is_inside = low <= was <= high
         verdict = "OUTSIDE"
         if is_inside:
             verdict = "inside"
-        log(f"foretold {self.metric} {self.values[-1]:.4f} [{low:.4f}, {high:.4f}], was {was:.4f}: {verdict}")
-        score: dict[str, float | bool | str] = {"metric": self.metric, "value": self.values[-1], "low": low}
+        log(f"foretold {self.metric} {value:.4f} [{low:.4f}, {high:.4f}] at step {step}, was {was:.4f}: {verdict}")
+        score: dict[str, float | bool | str] = {"metric": self.metric, "value": value, "low": low}
         return {**score, "high": high, "was": was, "is_inside": is_inside}

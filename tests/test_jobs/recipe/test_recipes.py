@@ -179,7 +179,7 @@ def test_vtab_is_19_tasks_in_three_groups_by_the_table_of_tasks():
     loaded = load("transfer/vtab", [])
     table = loaded.stage("finetune").config
     assert len(table.runs) == 19 * 3
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {"mean": [task.name for task in TASKS]}
     for task in TASKS:
         groups.setdefault(task.group, []).append(task.name)
         cfg = loaded.stage(f"finetune.{task.name}.seed-0").config

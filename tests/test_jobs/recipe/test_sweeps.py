@@ -247,13 +247,6 @@ def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_
             {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
             "f reads the runs of p, q, which are not called alike: seed-0; seed-1",
         ),
-        (
-            {
-                "p": {"sweep": {"seeds": [0]}},
-                "f": {"init": "@p.*", "sweep": {"each": {"a": {}}, "groups": {"g": ["a"]}}},
-            },
-            "f.sweep.groups: means are of one sweep",
-        ),
     ],
 )
 def test_a_chain_that_means_nothing_is_refused(sections, message):
@@ -469,6 +462,26 @@ def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs
     assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
 
 
+def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_choice_is_not_run(protocol):
+    loaded = campaign.load(protocol, [])
+    for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
+        finish(loaded, name, 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
+    document, said = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {} and said[4].split() == ["optim.lr=0.1", "stopped"]
+    outcome = artifacts.read_done(loaded.directory(loaded.stage("finetune.grid")))
+    assert outcome is not None
+    log_table([{"stage": "finetune.grid", "skipped": False, **outcome}], said.append)
+    assert "2 runs in 2 rows" in said[-1], "the table was made, though its runs were stopped"
+    loaded = campaign.load(protocol, [])
+    for name in ("finetune.seed-0", "finetune.seed-1"):
+        stage = loaded.stage(name)
+        stage = replace(stage, kind=replace(stage.kind, checks=no_checks), parents=stage.chosen)
+        context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+        assert run_stage(context, fresh=False)["stopped"] == "finetune.grid was stopped"
+    document, _ = make_table(loaded, "finetune")
+    assert document["rows"] == {"finetune": {}}
+
+
 def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(protocol):
     best = "finetune.sweep.evaluation=best"
     loaded = campaign.load(protocol, [best])
@@ -535,6 +548,23 @@ def test_rows_have_the_axes_of_table_6(tmp_path):
     assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == said[-2:]
 
 
+def test_in_a_chain_every_row_has_means_of_its_own_and_a_name_its_own_grid():
+    each = {"cars": {}, "dots": {"grid": {"steps": [4]}, "held_out": {"data": "small"}}}
+    sweep = {"each": each, "grid": {"steps": [1, 2]}, "held_out": {"data": "most"}, "groups": {"natural": ["cars"]}}
+    recipe = {"p": {"kind": "pretrain", "sweep": {"each": {"S": {}, "B": {}}, "seeds": [0, 1]}}}
+    stages = expanded({**recipe, "finetune": {"init": "@p.*", "sweep": sweep}})
+    grids = [name for name in stages if "steps-" in name and ".S.seed-0." in name]
+    assert grids == [f"finetune.S.seed-0.{name}" for name in ("cars.steps-1", "cars.steps-2", "dots.steps-4")]
+    table = stages["finetune"].values
+    assert table["groups"] == {
+        "S, natural": ["S, cars"],
+        "S, mean": ["S, cars", "S, dots"],
+        "B, natural": ["B, cars"],
+        "B, mean": ["B, cars", "B, dots"],
+    }
+    assert {run["row"] for run in table["runs"].values()} == {"S, cars", "S, dots", "B, cars", "B, dots"}
+
+
 def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
     """Nineteen tasks in small: three in two groups, and three seeds."""
     recipe = tmp_path / "tasks.yaml"
@@ -568,6 +598,23 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
     sd = 100 * accuracies.mean(axis=0).std(ddof=1)
     assert said[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
     assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
+
+
+def test_a_run_that_was_stopped_has_no_part_in_a_mean_over_rows(tmp_path):
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\n"
+        "finetune:\n"
+        "  model: {name: mu/8, image_size: 16, classes: 10}\n"
+        "  data: {train: a, evaluate: y}\n"
+        "  sweep: {each: {cars: {}, dots: {steps: 600}}, groups: {natural: [cars], structured: [dots]}}\n"
+    )
+    loaded = campaign.load(recipe, [])
+    finish(loaded, "finetune.cars", 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
+    finish(loaded, "finetune.dots", 0.5)
+    document, _ = make_table(loaded, "finetune")
+    assert document["means"].pop("structured of 1")["accuracy"]["mean"] == 0.5
+    assert document["means"] == {"natural of 1": {}, "mean of 2": {}}
 
 
 def evaluated(

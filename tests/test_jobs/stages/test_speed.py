@@ -10,7 +10,10 @@ from jobs.stages import speed
 from pipeline import artifacts
 
 
-@pytest.mark.parametrize(("holds", "most"), [(1, 64), (2, 64), (9, 64), (100, 4096), (1000, 4096), (5000, 512)])
+@pytest.mark.parametrize(
+    ("holds", "most"),
+    [(1, 64), (2, 64), (9, 64), (100, 4096), (1000, 4096), (5000, 512), (999, 1000), (5000, 1000)],
+)
 def test_the_largest_batch_is_found_to_an_eighth_with_few_tries(holds, most):
     tried = []
 
@@ -20,6 +23,7 @@ def test_the_largest_batch_is_found_to_an_eighth_with_few_tries(holds, most):
 
     found = speed.largest_batch(goes_through, most)
     limit = min(holds, most)
+    assert found == most or holds < most
     assert limit * 8 / 9 - 1 <= found <= limit and len(tried) <= 16
     assert speed.largest_batch(lambda batch: False, most) == 0
 
@@ -58,4 +62,5 @@ def test_a_sweep_of_speeds_is_a_table_of_them(tmp_path: Path, capsys):
     (run,) = tmp_path.glob("run/speed.precision-fp32-*")
     assert list(artifacts.read_done(run)["by_batch"]) == ["2"], "a batch that does not fit is not timed"
     shown = capsys.readouterr().out
-    assert "images/s in batches of 2" in shown and "largest_batch" in shown
+    assert "images/s in batches of 2" in shown and "largest batch 8, with which most_batch ends the search" in shown
+    assert "largest_batch" in shown

@@ -11,7 +11,9 @@ import models
 from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.recipe import campaign
-from jobs.stages.study import compute_of
+from jobs.resolved_recipe import Context
+from jobs.stages.axes import AT_A_STEP, axes_at
+from jobs.stages.study import compute_of, foretell
 from pipeline import artifacts
 from pipeline.evaluation.power_law import fit
 
@@ -50,7 +52,7 @@ def recipe(folder: Path, shards: Path, changes: dict[str, Any] | None = None) ->
         "cluster": {"workers": 1, "backend": "processes"},
         "trunk": trunk,
         "same": {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24},
-        "cool": {"kind": "pretrain", "init": "@trunk", "begin": 8, "steps": 16},
+        "cool": {"kind": "pretrain", "init": "@trunk", "begin": 8, "steps": 16, "law": law(folder)},
         "apart": {**COMMON, "data": data, "optim": {**COMMON["optim"], **COOLED}, "steps": 16},
         "hopeless": {**trunk, "evaluate_every": 8, "law": law(folder), "sweep": {"each": {"a": {}}}},
         "after": {"kind": "pretrain", "init": "@hopeless.*", "begin": 16, "steps": 24},
@@ -75,7 +77,7 @@ def test_a_branch_has_the_bits_of_its_trunk_and_of_a_run_of_its_own_and_what_is_
         weights[file.parent.name.rpartition("-")[0]] = file.read_bytes()
     assert weights["same"] == weights["trunk"] != weights["cool"]
     assert weights["cool"] == weights["apart"]
-    assert "a branch: goes on from step 8" in said
+    assert "a branch: goes on from step 8" in said and "OUTSIDE" in said
     # The law expects more than is there at steps 8 and 16; the third evaluation is not made.
     (folder,) = (tmp_path / "run").glob("hopeless.a-*")
     done = artifacts.read_done(folder)
@@ -86,15 +88,28 @@ def test_a_branch_has_the_bits_of_its_trunk_and_of_a_run_of_its_own_and_what_is_
     assert "a       stopped" in table.read_text()
 
 
+def law_of(axis: str, y: str = "accuracy") -> dict[str, Any]:
+    """A figure over the runs that are hopeless, with a law of an axis."""
+    return {"curves": {"kind": "figure", "tables": {"t": "@hopeless"}, "y": y, "fit": [axis]}}
+
+
+NEXT = {"kind": "pretrain", "init": "@trunk", "begin": 16, "steps": 24, "law": "@curves/figure.json"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"cool.begin": 12}, "keeps those that keep_every 8 and save_every 8 divide\n  type trunk.keep_every=12"),
         ({"cool.steps": 8}, "begins at step 8 and ends at step 8"),
         ({"cool.seed": 1}, "has its values, and here they differ: seed: 0 → 1"),
+        ({"cool.model": {"dropout": 0.5}}, "has its values, and here they differ: model.dropout: 0.1 → 0.5"),
+        ({"apart.begin": 8, "apart.init": "other/trunk"}, "apart.begin: init is other/trunk, and a branch has the"),
         ({"cool.optim": {"schedule": {"cooldown_steps": 12}}}, "the learning rate of step 8 is 0.003 in trunk, and"),
         ({"cool.init": "@hopeless"}, "cool.init is @hopeless: that is the table of a sweep"),
         ({"apart.begin": 8}, "begin is a step of the stage that init names: give init"),
+        ({**law_of("seconds"), "next": NEXT}, "@curves/figure.json is a law of seconds, which nothing tells before"),
+        ({**law_of("samples", y="5shot"), "next": NEXT}, "is a law of 5shot, which its evaluations will not have"),
+        ({"next": {**NEXT, "law": "@trunk/figure.json"}}, "next.law: @trunk/figure.json has no fit\n  expected @FIG"),
         ({"budget": 1e-12}, "budget is 1e-12 exaFLOPs, and the recipe takes"),
         ({"budget": "much"}, "budget is much, expected exaFLOPs"),
     ],
@@ -108,9 +123,26 @@ def test_what_would_be_no_branch_or_costs_too_much_is_refused_before_anything_st
 
 
 def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
-    loaded = campaign.load(recipe(tmp_path, shards), [])
+    # A branch of a grid is a branch like any other.
+    loaded = campaign.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
+    trunk = loaded.stage("trunk")
+    assert tuple(axes_at(trunk.config, trunk.model, 1, 24)) == AT_A_STEP
     image = 6 * models.macs_of(loaded.stage("trunk").model) * 16 / 1e18  # forward and twice backward, 2 a MAC
     compute = compute_of(loaded)
     # Trunk, same, cool, apart, hopeless and after; without branches the two trunks are not needed.
     assert compute.planned == pytest.approx((24 + 8 + 8 + 16 + 24 + 8) * image)
     assert compute.apart == pytest.approx((24 + 16 + 16 + 24) * image)
+
+
+@pytest.mark.parametrize(("patience", "steps"), [(0, [24]), (1, [8, 16, 24])])
+def test_where_patience_may_end_a_stage_a_law_of_ends_foretells_each_evaluation(patience, steps, tmp_path, shards):
+    changes = {"hopeless.keep_best": "accuracy", "hopeless.patience": patience, "hopeless.polyak": 0}
+    path = recipe(tmp_path, shards, changes)
+    figure = artifacts.read_record(tmp_path / "figure.json")
+    artifacts.write_record(tmp_path / "figure.json", {**figure, "is_curve": False})
+    loaded = campaign.load(path, [])
+    stage = loaded.stage("hopeless.a")
+    context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+    foretold = foretell(stage.config, context)
+    assert foretold.steps == steps and not foretold.stops
+    assert foretold.lows == sorted(foretold.lows), "more samples, fewer errors"

@@ -10,7 +10,7 @@ from data.errors import ConfigError
 from jobs.commands.trial import trial_key
 from jobs.recipe import campaign
 from pipeline import config
-from pipeline.evaluation.best import best_of, evaluations_of, evaluations_since_best
+from pipeline.evaluation.best import Foretold, best_of, evaluations_of, evaluations_since_best
 from pipeline.training_config import TrainConfig
 
 
@@ -96,3 +96,11 @@ def test_a_stage_with_keep_best_has_the_trials_of_one_without(recipe: Path):
         loaded = campaign.load(recipe, more)
         keys.add(trial_key(loaded, loaded.stage("pretrain")))
     assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(160, "inside"), (400, "OUTSIDE")])
+def test_a_stage_is_scored_by_what_was_foretold_of_the_step_with_which_it_ended(step, verdict):
+    said: list[str] = []
+    foretold = Foretold("accuracy", "figure.json", False, [160, 400], [0.5, 0.9], [0.4, 0.8], [0.6, 1.0])
+    score = foretold.score(step, {"accuracy": 0.5}, said.append)
+    assert said[0].endswith(f"at step {step}, was 0.5000: {verdict}") and score["is_inside"] == (step == 160)
