@@ -80,6 +80,7 @@ def assert_visible(scraper: Scraper, run: Path, folder: Path) -> None:
     for name in SHOWN:
         labels = scraper.seen.get(name, {})
         assert (labels.get("run"), labels.get("stage")) == (run.name, "pretrain"), (name, sorted(scraper.seen))
+    assert scraper.seen["ray_patchline_lease_age_s"]["run"] == run.name
     worker = scraper.seen[f"ray_{WORKER_GAUGE}"]
     assert (worker["run"], worker["stage"]) == (run.name, "pretrain") and worker["rank"] in "01"
 

@@ -8,7 +8,9 @@ A gauge that is not set again for about 25 s is gone from the port (measured wit
 disappears, and the gauges of a stage that trains are set with every look, also when it has reported nothing since.
 """
 
+import json
 import math
+from pathlib import Path
 
 from ray.util.metrics import Gauge
 
@@ -43,8 +45,12 @@ OF_DRIVER = {
     "report_age_s": "seconds since the newest report",
     "checkpoint_step": "step of the newest committed checkpoint",
     "checkpoint_age_s": "seconds since the newest commit",
-    "lease_age_s": "seconds since the driver last renewed the run's lease",
     "is_finite": "0 where the newest loss or gradient norm is not finite; those are not shown then",
+}
+# Those of the command, whether it is in a stage or not.
+OF_RUN = {
+    "lease_age_s": "seconds since the driver last renewed the run's lease",
+    "exit_code": "the code with which the command has ended, for the last seconds of its gauges",
 }
 
 
@@ -73,16 +79,27 @@ def values_of(view: View) -> dict[str, float]:
 class Gauges:
     """One Ray gauge for each name; make it when the cluster is connected. They outlive a new connection (measured)."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, run: Path, lease: Lease) -> None:
+        self.run = run
         self.lease = lease
         self.gauges: dict[str, Gauge] = {}
         for name in OF_REPORT:
             self.gauges[name] = Gauge(f"patchline_{name}", f"{name} in metrics.jsonl", tag_keys=("run", "stage"))
         for name, text in OF_DRIVER.items():
             self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run", "stage"))
+        for name, text in OF_RUN.items():
+            self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run",))
 
     def show(self, view: View) -> None:
         """Set the gauges of a stage."""
-        values = {**values_of(view), "lease_age_s": self.lease.age_s()}
-        for name, value in values.items():
+        for name, value in values_of(view).items():
             self.gauges[name].set(value, tags={"run": view.run, "stage": view.stage})
+
+    def show_run(self) -> None:
+        """Set the gauges of the command: the age of its lease, and its exit code once it has ended."""
+        tags = {"run": self.run.name}
+        self.gauges["lease_age_s"].set(self.lease.age_s(), tags=tags)
+        exit_code = json.loads((self.run / "status.json").read_text())["exit_code"]
+        # The last look comes after the command has written how it ended, and Ray takes it along when it is left.
+        if exit_code is not None:
+            self.gauges["exit_code"].set(exit_code, tags=tags)

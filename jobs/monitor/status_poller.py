@@ -13,7 +13,8 @@ of Ray must be set again within 20 s). A failure costs that look, and one line.
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -55,10 +56,16 @@ class StatusPoller:
     """Reads how the running stage stands, from a thread of its own, and gives the view to every `show`."""
 
     def __init__(
-        self, name: str, shows: Sequence[Show], log: Callable[[str], None], close_s: float | None = None
+        self,
+        name: str,
+        shows: Sequence[Show],
+        log: Callable[[str], None],
+        close_s: float | None = None,
+        show_run: Callable[[], None] | None = None,
     ) -> None:
         self.name = name  # in its lines
         self.shows = shows
+        self.show_run = show_run  # called with every look, also between stages and once more at the end
         self.log = log
         self.close_s = CLOSE_S if close_s is None else close_s
         self.running: StageStatus | None = None  # of the stage that runs
@@ -106,13 +113,22 @@ class StatusPoller:
             if running is not None:
                 has_attempt = self.polled is not None and time.monotonic() - self.polled < SILENT_S
                 self.show(running, "working" if has_attempt else "waiting")
+            if self.show_run is not None:
+                with self.failures_logged():
+                    self.show_run()
 
     def show(self, status: "StageStatus", state: State) -> None:
-        """Have a stage shown; log what fails, each complaint once."""
-        try:
+        """Have a stage shown."""
+        with self.failures_logged():
             view = status(state)
             for show in self.shows:
                 show(view)
+
+    @contextmanager
+    def failures_logged(self) -> Iterator[None]:
+        """Log what fails in the block, each complaint once, and go on."""
+        try:
+            yield
         except Exception as error:
             first_line = str(error).strip().partition("\n")[0]
             complaint = f"{self.name}: {type(error).__name__}: {first_line}"

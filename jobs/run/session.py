@@ -180,7 +180,8 @@ class Session:
                 log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
             from jobs.monitor.gauges import Gauges  # ray takes seconds to import
 
-            self.pollers.append(StatusPoller("monitoring", [Gauges(self.lease).show], log))
+            gauges = Gauges(self.campaign.run, self.lease)
+            self.pollers.append(StatusPoller("monitoring", [gauges.show], log, show_run=gauges.show_run))
         nodes_of(cluster).warm_up()
         load = os.getloadavg()[0]
         if cluster.backend == "processes" and load > 2 * cores():

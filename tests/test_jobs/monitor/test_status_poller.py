@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import yaml
 
 from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.monitor import status_poller
-from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, values_of
+from jobs.monitor.gauges import OF_DRIVER, OF_REPORT, OF_RUN, values_of
 from jobs.monitor.status_poller import StageStatus, StatusPoller, View, records_since
 from tests.families import wait_until
 
@@ -98,13 +99,17 @@ def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(s
 def test_the_poller_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:
     monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
     states: list[str] = []
-    poller = StatusPoller("monitoring", [lambda view: states.append(view.state)], states.append)
+    show_run = partial(states.append, "run")
+    poller = StatusPoller("monitoring", [lambda view: states.append(view.state)], states.append, show_run=show_run)
+    wait_until(lambda: "run" in states)  # before its first stage, and between two
     poller.show_stage(stage)
     wait_until(lambda: "waiting" in states)
     poller.poll(stage / "attempts" / "attempt-000007", 7)
-    wait_until(lambda: states[-1] == "working")
+    wait_until(lambda: "working" in states)
     poller.close()
-    assert states[-1] == "ended" and set(states) == {"waiting", "working", "ended"}
+    assert states[-1] == "run", "once more at the end, when the command has written its exit code"
+    of_stage = [state for state in states if state != "run"]
+    assert of_stage[-1] == "ended" and set(of_stage) == {"waiting", "working", "ended"}
 
 
 def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkeypatch) -> None:
@@ -150,7 +155,7 @@ def expressions() -> list[str]:
 def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() -> None:
     from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
 
-    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER)} | {f"ray_{WORKER_GAUGE}"}
+    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER, *OF_RUN)} | {f"ray_{WORKER_GAUGE}"}
     exported |= {f"ray_{name}" for name in METRICS_GAUGES}
     shown: set[str] = set()
     for query in expressions():
@@ -171,15 +176,23 @@ def test_the_alerts_are_a_file_that_prometheus_is_told_of() -> None:
     assert job["job_name"] == "ray", "the alerts name it"
 
 
-# One node and the head, scraped every minute: what is missing from here on fires the alerts, and what is there none.
+# Two nodes, scraped every minute: as a cluster is on which h14 ends with code 0, and where its node is lost after five
+# minutes. Ray lists living nodes alone: of one that is lost `up` vanishes with all else, and is not 0.
 LIVES_ON = "1+0x120"
+RUNS_ON = "3+0x120"
+HEAD = 'instance="10.0.0.1:40001", job="ray"'
+NODE = 'instance="10.0.0.2:40002", job="ray"'
+OF_H14 = f'run="h14", {NODE}'
 SERIES = {
-    'up{job="ray", instance="head"}': (LIVES_ON, "1+0x5 0+0x120"),
-    'up{job="ray", instance="node"}': (LIVES_ON, LIVES_ON),
-    'ray_patchline_lease_age_s{run="h14", stage="pretrain"}': ("3+0x120", "3+0x5 stale"),
-    'ray_patchline_lease_age_s{run="l16", stage="pretrain"}': ("3+0x120", "3+0x5 25+0x120"),
-    'ray_patchline_report_age_s{run="h14", stage="pretrain"}': ("5+0x120", "5+0x5 stale"),
-    'ray_patchline_waiting{run="h14", stage="pretrain"}': ("0+0x120", "0+0x5 stale"),
+    f"up{{{HEAD}}}": (LIVES_ON, LIVES_ON),
+    f"up{{{NODE}}}": (LIVES_ON, "1+0x5 stale"),
+    f'ray_node_cpu_count{{ip="10.0.0.1", IsHeadNode="true", {HEAD}}}': (LIVES_ON, LIVES_ON),
+    f'ray_node_cpu_count{{ip="10.0.0.2", IsHeadNode="false", {NODE}}}': (LIVES_ON, "1+0x5 stale"),
+    f"ray_patchline_lease_age_s{{{OF_H14}}}": ("3+0x5 stale", "3+0x5 stale"),
+    f"ray_patchline_exit_code{{{OF_H14}}}": ("_x5 0 stale", "_x120"),
+    f'ray_patchline_lease_age_s{{run="l16", {HEAD}}}': (RUNS_ON, "3+0x5 25+0x120"),
+    f'ray_patchline_report_age_s{{stage="pretrain", {OF_H14}}}': ("5+0x5 stale", "5+0x5 stale"),
+    f'ray_patchline_waiting{{stage="pretrain", {OF_H14}}}': ("0+0x5 stale", "0+0x5 stale"),
 }
 
 
@@ -187,14 +200,18 @@ SERIES = {
 @pytest.mark.parametrize(
     ("column", "alone", "minute", "expected"),
     [
+        # The end of h14 is good news, at once and later.
+        (0, None, 10, set()),
         (0, None, 90, set()),
-        # The head is dead, and with it the driver of h14; another run's driver cannot renew its lease.
-        (1, None, 30, {"PatchlineNodeGone", "PatchlineRunGone", "PatchlineLease"}),
+        # A node is lost, and with it the driver of h14; another run's driver cannot renew its lease.
+        (1, None, 10, {"PatchlineNodeGone", "PatchlineRunGone", "PatchlineLease"}),
+        # The dead stay dead. That the node left is told for an hour.
+        (1, None, 90, {"PatchlineRunGone", "PatchlineLease"}),
         # Nothing is left, or Prometheus has never known of anything.
         (1, "waiting", 45, {"PatchlineClusterGone", "PatchlineNoRun"}),
     ],
 )
-def test_prometheus_fires_the_alerts_of_a_head_and_a_driver_that_are_dead(
+def test_prometheus_fires_the_alerts_of_a_node_and_a_driver_that_are_dead_and_of_no_run_that_ended_well(
     column, alone, minute, expected, tmp_path
 ) -> None:
     (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
