@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import hosts
+from tests.drives import assert_same_stage, said, start
 from tests.hosts import ROOT, Network
 from tests.ray_hosts import PATIENCE
 from tests.test_jobs.run.test_sync import BUCKET, CREDENTIALS, recipe_on
@@ -126,8 +127,12 @@ def wait_for_log(shared: Path, job: str, text: str, timeout_s: float) -> None:
 
 @pytest.mark.timeout(3000)
 def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(network) -> None:
-    words = f"jobs/recipes/digits.yaml run={network.shared}/limit cluster.workers=2 pretrain.passes=60"
-    job = submit(network, "--time=5 --signal=B:USR1@150", words)
+    """The run that nothing befell is one of plain processes, without Slurm, Ray and hosts."""
+    recipe = ROOT / "jobs" / "recipes" / "digits.yaml"
+    run, twin = network.shared / "limit", network.shared / "twin"
+    overrides = ["cluster.workers=2", "pretrain.passes=60", "pretrain.log_every=1", "finetune.log_every=1"]
+    undisturbed = start(twin, *overrides, "cluster.backend=processes", recipe=recipe.read_text())
+    job = submit(network, "--time=5 --signal=B:USR1@150", f"{recipe} run={run} {' '.join(overrides)}")
     wait_for_log(network.shared, job, "the campaign ended with exit code 75, start 1 of job", 600)
     deadline = time.monotonic() + 2000
     while "the campaign ended with exit code 0, start " not in (log := log_of(network.shared, job)):
@@ -136,6 +141,12 @@ def test_a_job_commits_ahead_of_its_time_limit_and_goes_on_until_it_is_done(netw
     assert "the time limit is near; the campaign is asked to commit" in log
     assert re.search(r"attempt \d: resumed from step \d+ ", log)
     wait_for(network, f"scontrol show job {job}", "JobState=COMPLETED", 120)
+    undisturbed.join()
+    assert undisturbed.exitcode == 0, said(twin)
+    for name in ("pretrain", "finetune"):
+        (folder,) = run.glob(f"{name}-*")
+        (expected,) = twin.glob(f"{name}-*")
+        assert_same_stage(folder, expected)
 
 
 @pytest.mark.timeout(1500)

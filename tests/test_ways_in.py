@@ -125,22 +125,30 @@ def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path
     for name, text in commands.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    # What the driver does, the signal that Slurm sends to the script, its exit code, and whether it is put back.
-    table = (
-        ("0", None, 0, False),
-        ("75", None, 75, True),
-        ("69", None, 69, True),
-        ("65", None, 65, False),
-        ("wait", signal.SIGUSR1, 75, True),
-        ("wait", signal.SIGTERM, 75, False),
+    log = tmp_path / "patchline-17.log"
+    # How earlier starts ended, what the driver does, the signal that Slurm sends to the script, its exit code, and
+    # whether it is put back.
+    table: tuple[tuple[list[int], str, int | None, int, bool], ...] = (
+        ([], "0", None, 0, False),
+        ([], "75", None, 75, True),
+        ([75] * 30, "69", None, 69, True),
+        ([69] * 19 + [75] + [69] * 19, "69", None, 69, True),
+        ([75] + [69] * 20, "69", None, 69, False),
+        ([], "65", None, 65, False),
+        ([], "wait", signal.SIGUSR1, 75, True),
+        ([], "wait", signal.SIGTERM, 75, False),
     )
-    for code, sent, expected, is_put_back in table:
+    for before, code, sent, expected, is_put_back in table:
         told.write_text("")
+        end = "slurm: the campaign ended with exit code {}, start {} of job 17\n"
+        log.write_text("".join(end.format(code, start) for start, code in enumerate(before, 1)))
         variables = {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "17", "CODE": code}
+        variables["SLURM_RESTART_COUNT"] = str(len(before))
         variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-        job = subprocess.Popen(
-            ["bash", script, "digits", "run=s3://bucket/x"], cwd=tmp_path, env=variables, stdout=subprocess.DEVNULL
-        )
+        with log.open("a") as output:
+            job = subprocess.Popen(
+                ["bash", script, "digits", "run=s3://bucket/x"], cwd=tmp_path, env=variables, stdout=output
+            )
         if sent is not None:
             deadline = time.monotonic() + 20
             while "driver " not in told.read_text() and time.monotonic() < deadline:
@@ -148,9 +156,10 @@ def test_the_slurm_script_tells_its_own_child_and_requeues_by_exit_code(tmp_path
             time.sleep(0.1)
             job.send_signal(sent)
         assert job.wait(20) == expected, code
+        assert log.read_text().endswith(end.format(expected, len(before) + 1))
         lines = told.read_text()
         assert "driver -m jobs run digits run=s3://bucket/x" in lines and ("term" in lines) == (sent is not None)
-        assert ("scontrol requeue 17" in lines) == is_put_back, (code, sent)
+        assert ("scontrol requeue 17" in lines) == is_put_back, (before, code, sent)
         assert lines.count("srun ") == 2 and "--nodelist=n0 ray start --head" in lines and "--exclude=n0" in lines
 
 
