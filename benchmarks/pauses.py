@@ -15,6 +15,7 @@
 import argparse
 import itertools
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import Record, read_metrics
 
+INCIDENT = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) attempt \d+: (worker .*)")
 PARTS = ["noticed", "placed", "forked", "built", "first step", "pause"]
 
 
@@ -30,8 +32,9 @@ def read_incidents(folder: Path) -> list[tuple[float, str]]:
     incidents = []
     path = folder / "incidents.txt"
     for line in path.read_text().splitlines() if path.exists() else []:
-        if line[4:5] == "-" and " worker" in line[19:27]:
-            incidents.append((time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S")), line[20:]))
+        incident = INCIDENT.match(line)
+        if incident is not None:
+            incidents.append((time.mktime(time.strptime(incident[1], "%Y-%m-%d %H:%M:%S")), incident[2]))
     return incidents
 
 

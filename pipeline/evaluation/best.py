@@ -19,7 +19,10 @@ from pipeline.monitoring.telemetry import Record, read_metrics
 
 NOT_SCORES = ("time", "seconds")  # of a record, the numbers that say when and how long
 STOPPED = "stopped"  # the entry of a done.json that says why a stage ended before its last step, as hopeless
-MOST_BELOW = 2  # evaluations in a row below what was foretold, after which a stage is hopeless: one may be chance
+MOST_BELOW = 2  # evaluations in a row too far below what was foretold: the stage is hopeless; one may be chance
+# Too far is so many times as far below as the interval reaches. The interval takes each point of a law for a draw of
+# its own, and the evaluations of one run share their luck: docs/scaling.md has how often a good run is stopped.
+TOO_FAR = 3.0
 
 
 class Best(TypedDict):
@@ -103,18 +106,19 @@ class Foretold:
         """Return why a stage is to end early, in a sentence; "" while there is hope."""
         below: list[int] = []
         evaluations = evaluations_of(read_metrics(stage, None))
-        for step, low in zip(self.steps, self.lows, strict=True):
+        for step, foretold, low in zip(self.steps, self.values, self.lows, strict=True):
             value = evaluations.get(step, {}).get(self.metric)
             if value is None or not self.stops:
                 continue
-            if value >= low:
+            bound = foretold - TOO_FAR * (foretold - low)
+            if value >= bound:
                 below.clear()
                 continue
             below.append(step)
             if len(below) == MOST_BELOW:
                 return (
-                    f"hopeless: {self.metric} {value:.4f} at step {step}, foretold at least {low:.4f}, and below it at "
-                    f"step {below[0]} too"
+                    f"hopeless: {self.metric} {value:.4f} at step {step}, foretold {foretold:.4f}, stopped below "
+                    f"{bound:.4f}; it was too low at step {below[0]} too"
                 )
         return ""
 
