@@ -67,7 +67,7 @@ class SweepConfig:
     """In a stage's section, what varies over several runs of it. One table is made of them all (docs/sweeps.md)."""
 
     each: dict[str, Any] = field(default_factory=dict)  # runs by name, and the fields that each has of its own
-    # Lists of values; a run for every combination of them. Names of `each` may have their own grid, and held_out.
+    # lists of values; a run for every combination of them. Names of `each` may have their own, and held_out
     grid: dict[str, Any] = field(default_factory=dict)
     held_out: dict[str, Any] = field(default_factory=dict)  # fields that the grid has instead; the best runs again
     seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
