@@ -815,10 +815,12 @@ def test_a_forked_worker_has_the_compiler_and_keeps_freed_memory(tmp_path) -> No
 def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
     driver = start_driver(backend, tmp_path, "sleep_until_told")
     try:
-        wait_until(lambda: (tmp_path / "ready").exists() or driver.poll() is not None, 120)
+        # Two workers and what carries them: the first one is ready before the second is there.
+        everybody = lambda: (tmp_path / "ready").exists() and len(family_of(driver.pid)) >= 3  # noqa: E731
+        wait_until(lambda: everybody() or driver.poll() is not None, 120)
         family = family_of(driver.pid)
         directories = cluster_directories(family)
-        assert len(family) >= 3  # two workers and what carries them
+        assert len(family) >= 3
         # The fork server has what the driver has imported, and none of its files: a lock among them would outlive it.
         assert has_fork_server(driver.pid) == (backend == "processes")
         open_files = answers(family, lambda process: [file.path for file in process.open_files()])

@@ -140,8 +140,12 @@ def test_fewer_rows_than_features_are_interpolated_by_the_smallest_map(rows: int
     design = np.hstack([(x - x.mean(0)) / (x.std(0) + 1e-5), np.full((rows, 1), 100.0)])
     targets = np.where(np.eye(3)[labels], 1.0, -1.0)
     fitted = fit(torch.from_numpy(x), torch.from_numpy(labels), 0.0)
-    np.testing.assert_allclose(fitted.weights.numpy(), np.linalg.pinv(design) @ targets, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(fitted.scores(torch.from_numpy(x)).numpy(), targets, atol=1e-8)
+    # The fit goes through the Gram matrix: its rounding grows with the square of the design's condition number,
+    # and how much of that bound is used differs from one BLAS to another.
+    rounding = 10 * np.finfo(np.float64).eps * np.linalg.cond(design) ** 2
+    weights = np.linalg.pinv(design) @ targets
+    np.testing.assert_allclose(fitted.weights.numpy(), weights, rtol=1e-6, atol=rounding * np.abs(weights).max())
+    np.testing.assert_allclose(fitted.scores(torch.from_numpy(x)).numpy(), targets, atol=1e-9 + rounding)
 
 
 def test_few_shot_from_a_store_is_the_originals(golden, tmp_path: Path) -> None:
