@@ -34,7 +34,7 @@ demo: env
 	$(BIN)/python -m jobs demo
 
 cluster-demo: env
-	$(BIN)/python -m tests.cluster_demo
+	$(BIN)/python -m tests.support.cluster_demo
 
 # A quick test file says so itself: `pytestmark = pytest.mark.quick`.
 check: lint
@@ -47,7 +47,7 @@ test: env
 
 soak: env
 	$(BIN)/python -m pytest -m slow
-	$(BIN)/python -m tests.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.support.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Where torch sees no GPU it is rehearsed on the CPU, with tiny models, in minutes.
 gpu: env

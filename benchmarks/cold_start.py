@@ -36,7 +36,7 @@ from data.index.index import Index
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.sources.samples import Sample
-from tests.stores import Proxy, store
+from tests.support.stores import Proxy, store
 
 SHARDS = 16
 SAMPLES = 1800  # of a shard

@@ -24,9 +24,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from jobs.cluster_config import ClusterConfig
-from jobs.recipe.sweeps import SweepConfig
+from jobs.extras.studies.expand import SweepConfig
+from jobs.kinds import ALL
 from jobs.resolved_recipe import StageKind
-from jobs.stages.kinds import ALL
 from jobs.stages.training import PRETRAIN
 from jobs.trackers_config import TrackersConfig
 from models import configs

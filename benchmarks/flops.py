@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
-from pipeline.token_dropping import flops_of, phases
+from pipeline.extras.token_dropping import flops_of, phases
 from pipeline.training_config import steps_of
 
 TRAINED_IMAGES = 10_000

@@ -42,9 +42,9 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
+from pipeline.extras.plan.memory import memory_need
 from pipeline.monitoring.telemetry import memory_gb, peak_flops
 from pipeline.optimization import OptimConfig, build_optimizer
-from pipeline.plan.memory import memory_need
 from pipeline.process_group import join_group
 from pipeline.training_config import TrainConfig
 
@@ -296,7 +296,7 @@ def in_a_process(plan: Plan, part: str) -> Outcome:
 
 def run_tests(plan: Plan) -> list[dict[str, Any]]:
     """Run the tests; returns name, outcome, seconds and reason of each."""
-    files = ["tests/test_pipeline/test_on_gpu.py", "tests/test_data/images/test_gpu.py"]
+    files = ["tests/test_pipeline/test_on_gpu.py", "tests/test_data/extras/test_gpu_decoding.py"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", plan.test_marker, "--timeout=1800", f"--junitxml={report}"]

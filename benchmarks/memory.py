@@ -29,8 +29,8 @@ import torch.distributed as dist
 import models
 from pipeline.config import build
 from pipeline.engine.deepspeed import import_deepspeed
-from pipeline.plan.memory import MemoryNeed, memory_need
-from pipeline.plan.tracer import TracedWorker, take_step
+from pipeline.extras.plan.memory import MemoryNeed, memory_need
+from pipeline.extras.plan.tracer import TracedWorker, take_step
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig, batch_arithmetic
 

@@ -5,7 +5,7 @@
     python -m benchmarks.pictures runs/demo-… runs/second          # writes docs/pictures/report*.png
     python -m benchmarks.pictures runs/demo-… runs/second --all FOLDER    # four widths, light and dark
 
-Chromium has to be installed (tests/browser.py).
+Chromium has to be installed (tests/support/browser.py).
 """
 
 import argparse
@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from jobs.report.page import write_report
-from tests.browser import Browser
+from jobs.extras.report.page import write_report
+from tests.support.browser import Browser
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 WIDTHS = (400, 500, 800, 1400)

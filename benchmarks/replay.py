@@ -45,13 +45,14 @@ from data.sources.samples import Sample, digits
 from data.sources.tars import tars
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.replays.audit import Finding, compare, judge
-from pipeline import config, search, train
+from jobs.extras.replays.audit import Finding, compare, judge
+from pipeline import config, train
 from pipeline.engine.exact import ExactEngine
+from pipeline.extras.replays import search
+from pipeline.extras.replays.batch import TrainedStage
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.replay import TrainedStage
 from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig, model_config
 from pipeline.versions import code_version

@@ -96,7 +96,9 @@ class TrainLoader:
         prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,
         cache: CacheConfig | None = None,
-        decode: Literal["cpu", "gpu"] = "cpu",  # gpu: the images of a batch are on the GPU, see data.images.gpu
+        decode: Literal[
+            "cpu", "gpu"
+        ] = "cpu",  # gpu: the images of a batch are on the GPU, see data.extras.gpu_decoding
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
@@ -121,7 +123,7 @@ class TrainLoader:
 
         if decode == "gpu":
             # Imported here, because TorchCodec is optional, and no other run needs this module.
-            from data.images.gpu import DeviceDecoder
+            from data.extras.gpu_decoding import DeviceDecoder
 
             self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)
             # Decodes here what the GPU refused. A shallow copy, so that it shares the reader and its open shards.

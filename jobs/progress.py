@@ -157,7 +157,7 @@ class ProgressMeter:
         self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
-        """Show what has been packed: the `report` of data.shards.packing and data.shards.doctor.repair."""
+        """Show what has been packed: the `report` of data.shards.packing and data.extras.doctor.doctor.repair."""
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:

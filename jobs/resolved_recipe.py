@@ -1,7 +1,7 @@
 """A recipe, resolved: which stages a campaign has, of which kinds, with which keys, and where each of them lies.
 
 - `StageKind` holds all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
-  stands in a file of jobs/stages, and all of them in the table jobs/stages/kinds.py.
+  stands in a file of jobs/stages, and all of them in the table jobs/kinds.py.
 - `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
   all else that works on a campaign reads them.
 - `Context` is a stage of a campaign that runs: `StageKind.run` and the attempts of its workers are given it.

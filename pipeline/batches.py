@@ -30,9 +30,9 @@ from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
 from pipeline import config
 from pipeline.evaluation.features import normalise
+from pipeline.extras.token_dropping import kept_patches, phase_at, phases
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.start import Worker
-from pipeline.token_dropping import kept_patches, phase_at, phases
 from pipeline.training_config import training_loader
 
 LOG_EVERY_S = 20.0  # what the first batch waits for, until it is there

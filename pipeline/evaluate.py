@@ -3,7 +3,7 @@
 All evaluate the weights at a step in the same way (`evaluate_weights`):
 1. `evaluate_between`: the training workers evaluate, and go on with the steps whatever becomes of it;
 2. `request_async`: rank 0 requests the evaluation of a step that is about to be committed, where a worker is spare;
-   the driver runs `evaluate_commit` there, and rank 0 reports the outcome (pipeline/evaluation/async_evaluation.py);
+   the driver runs `evaluate_commit` there, and rank 0 reports the outcome (pipeline/extras/async_evaluation.py);
 3. `evaluate_unfinished`: at the start of an attempt, the commits whose evaluation a stop or a kill cut short;
 4. `evaluate_at_the_end`: of the weights that the stage ends with; a failure ends the stage.
 
@@ -29,10 +29,11 @@ from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.reader import Reader
-from pipeline.evaluation import async_evaluation, document
-from pipeline.evaluation.best import evaluations_since_best
+from pipeline.evaluation import document
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
+from pipeline.extras import async_evaluation
+from pipeline.extras.best import evaluations_since_best
 from pipeline.monitoring.telemetry import counted, read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job, Progress, Worker

@@ -8,7 +8,8 @@ A step whose gradient norm is not finite, in order:
 
 A spike is a norm that is not finite, or ten times the usual. With `health.on_spike: bisect`:
 1. rank 0 requests a search of its step, where a place beside training is free, and training goes on;
-2. the driver has it searched there (jobs/stages/spare_worker.py, pipeline/search.py) and leaves what came out;
+2. the driver has it searched there (jobs/extras/async_evaluation/spare_worker.py, pipeline/extras/replays/search.py)
+   and leaves what came out;
 3. with the next save the samples that were named begin to weigh nothing. Its manifest holds them, each with this step:
    a resume goes on without them, and a replay takes every step as it was taken.
 
@@ -38,8 +39,8 @@ from data.loader import Batch
 from pipeline.artifacts import EXCLUDED_STEPS, SEARCHES, read_record, write_record
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
-from pipeline.evaluation.async_evaluation import SPARE_FILE
-from pipeline.masking import Mask
+from pipeline.extras.async_evaluation import SPARE_FILE
+from pipeline.extras.replays.masking import Mask
 from pipeline.monitoring.telemetry import Telemetry, counted
 from pipeline.training_config import TrainConfig
 

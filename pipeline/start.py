@@ -39,10 +39,10 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import engine_settings
-from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.best import Foretold, steps_of_best
+from pipeline.extras import async_evaluation
+from pipeline.extras.best import Foretold, steps_of_best
+from pipeline.extras.replays.masking import Mask
 from pipeline.health import Health
-from pipeline.masking import Mask
 from pipeline.monitoring.telemetry import Telemetry, Window, counted, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import check_start, device_name, join_group, log_network, processor

@@ -45,13 +45,13 @@ from pipeline.evaluate import (
     evaluate_unfinished,
     request_async,
 )
-from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.best import best_commit
 from pipeline.evaluation.protocols import preprocessing_of
+from pipeline.extras import async_evaluation
+from pipeline.extras.best import best_commit
+from pipeline.extras.token_dropping import flops_of, phases
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
 from pipeline.start import Job, Progress, Worker, set_up
-from pipeline.token_dropping import flops_of, phases
 from pipeline.training_config import TrainConfig
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is judged

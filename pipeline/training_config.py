@@ -24,8 +24,8 @@ from models import ModelConfig
 from models.configs import MaskedConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops
+from pipeline.extras.token_dropping import TokenDroppingConfig, check_token_dropping
 from pipeline.optimization import Loss, OptimConfig
-from pipeline.token_dropping import TokenDroppingConfig, check_token_dropping
 from pipeline.values import shown
 
 if TYPE_CHECKING:

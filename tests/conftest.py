@@ -25,8 +25,8 @@ os.environ["PATCHLINE_REPORT"] = "off"
 
 from data.shards.packing import pack
 from data.sources.samples import digits
-from pipeline.plan.memory_traces import Moment, Trace
-from tests.recipes import TINY
+from pipeline.extras.plan.memory_traces import Moment, Trace
+from tests.support.recipes import TINY
 
 
 @pytest.fixture(scope="session")
@@ -50,11 +50,12 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is traced to learn what memory it needs, which takes ten seconds: every step needs 1 GiB and its images.
 
-    tests/test_pipeline/plan/test_memory.py, which is about that, has a fixture of this name that changes nothing.
+    tests/test_pipeline/extras/plan/test_memory.py, which is about that, has a fixture of this name that changes
+    nothing.
     """
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = Trace(2**30, (moment,), (moment,))
-    monkeypatch.setattr("pipeline.plan.memory.trace_of", lambda step: trace)
+    monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step: trace)
 
 
 @pytest.fixture(scope="session")

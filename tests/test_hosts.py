@@ -1,7 +1,7 @@
 """Campaigns across several hosts, real ones to every program on them: a host dies, its link is cut, slow, or mended.
 
-Three hosts (tests/hosts.py) with Ray on each, started as the README says; one processor each, so that a campaign of two
-workers lies on two hosts and has one to spare. The first host is the head, on which the driver runs.
+Three hosts (tests/support/hosts.py) with Ray on each, started as the README says; one processor each, so that a
+campaign of two workers lies on two hosts and has one to spare. The first host is the head, on which the driver runs.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ import pytest
 
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import Record, read_metrics
-from tests import hosts
-from tests.drives import assert_same, assert_same_stage, said, stage, start
-from tests.hosts import ROOT, Host, Network
-from tests.ray_hosts import (
+from tests.support import hosts
+from tests.support.drives import assert_same, assert_same_stage, said, stage, start
+from tests.support.hosts import ROOT, Host, Network
+from tests.support.ray_hosts import (
     PATIENCE,
     POLL_S,
     START_TIMEOUT_S,
@@ -34,7 +34,7 @@ from tests.ray_hosts import (
     is_saving,
     newest_nodes,
 )
-from tests.recipes import SMALL
+from tests.support.recipes import SMALL
 
 pytestmark = pytest.mark.skipif(hosts.missing() != "", reason=hosts.missing())
 
@@ -180,7 +180,7 @@ def test_a_link_is_cut_swallows_everything_is_slow_and_is_mended(tmp_path) -> No
 OWNER = """
 import sys, time
 from pathlib import Path
-from tests.hosts import Network
+from tests.support.hosts import Network
 network = Network(Path(sys.argv[1]))
 for name in ("one", "two"):
     network.boot(name).start("sleep 1000", sys.stderr)

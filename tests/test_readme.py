@@ -19,7 +19,7 @@ import torch
 import models
 from data.sources.samples import digits
 from jobs.__main__ import main
-from tests.recipes import TINY
+from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

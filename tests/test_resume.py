@@ -14,17 +14,17 @@ from data.storage import Folder
 from jobs.__main__ import main
 from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.cluster.worker import records
-from jobs.commands.demo import step_losses
-from jobs.monitor.gauges import OF_DRIVER, OF_REPORT
+from jobs.extras.demo import step_losses
+from jobs.extras.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import Lease
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
-from tests.drives import assert_same_stage
-from tests.families import answers, family_of
-from tests.recipes import TINY
-from tests.scrape import EXPORT_EVERY, Scraper
+from tests.support.drives import assert_same_stage
+from tests.support.families import answers, family_of
+from tests.support.recipes import TINY
+from tests.support.scrape import EXPORT_EVERY, Scraper
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))

@@ -18,9 +18,9 @@ import pytest
 from jobs.__main__ import main
 from jobs.cluster import fork_server, placement
 from jobs.cluster.placement import ThisMachine
-from tests.drives import launch_by_fork
-from tests.recipes import TINY
-from tests.stacks import Call, numbered, recorded, recording_call, recording_worker
+from tests.support.drives import launch_by_fork
+from tests.support.recipes import TINY
+from tests.support.stacks import Call, numbered, recorded, recording_call, recording_worker
 
 pytestmark = pytest.mark.quick
 

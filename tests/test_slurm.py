@@ -1,4 +1,4 @@
-"""deploy/slurm/train.sbatch under a real Slurm on two hosts (tests/hosts.py): slurmctld, slurmd and munged.
+"""deploy/slurm/train.sbatch under a real Slurm on two hosts (tests/support/hosts.py): slurmctld, slurmd and munged.
 
 Debian's packages slurmctld, slurmd, slurm-client and munge; skipped where they, or root, are missing.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import hosts
-from tests.drives import assert_same_stage, said, start
-from tests.hosts import ROOT, Network
-from tests.ray_hosts import PATIENCE
+from tests.support import hosts
+from tests.support.drives import assert_same_stage, said, start
+from tests.support.hosts import ROOT, Network
+from tests.support.ray_hosts import PATIENCE
 from tests.test_jobs.run.test_sync import BUCKET, CREDENTIALS, recipe_on
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")

@@ -18,8 +18,8 @@ from data.sources.samples import Sample
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics
-from tests.drives import stage
-from tests.hosts import ROOT
+from tests.support.drives import stage
+from tests.support.hosts import ROOT
 
 POISONED = 137
 RECIPE = """

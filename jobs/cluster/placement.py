@@ -14,7 +14,7 @@ from jobs.cluster_config import ClusterConfig
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_nodes import RayNodes
-    from jobs.cluster.spare_nodes import SpareBundle
+    from jobs.extras.async_evaluation.spare_nodes import SpareBundle
 
 Nodes: TypeAlias = "ThisMachine | RayNodes"
 SparePlace: TypeAlias = "SpareCore | SpareBundle"
@@ -46,7 +46,7 @@ def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
     if cluster.backend == "processes":
         return SpareCore(cluster, cluster.world, busy_cores)
     training = nodes_of(cluster)
-    from jobs.cluster.spare_nodes import SpareBundle
+    from jobs.extras.async_evaluation.spare_nodes import SpareBundle
 
     assert not isinstance(training, ThisMachine), training
     return SpareBundle(training)

@@ -65,7 +65,7 @@ def new(
     _debug: Debug = False,
 ) -> None:
     """Look at images and write a recipe that trains on them as it is."""
-    from jobs.commands import new
+    from jobs.extras.new import new
 
     new.new(images, model=model, init=init, output=output, minutes=minutes, unlabelled=unlabelled)
 
@@ -127,7 +127,7 @@ def plan(
     from jobs.resolved_recipe import INPUTS, MEMORY
     from jobs.run.stale_evaluations import with_new_evaluations
     from jobs.run.sync import looked_at
-    from pipeline.plan.cost import Assumptions
+    from pipeline.extras.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
     with looked_at(campaign.storage) as folder:
@@ -136,7 +136,7 @@ def plan(
         results = validate_all(campaign, campaign.stages, fresh=fresh)
         refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
         # Only now: torch is imported for what is planned, and a recipe that is refused does not wait for it.
-        from jobs.commands.plan import plan
+        from jobs.extras.planning.plan import plan
 
         plan(campaign, assumed, activity.now)
         for result in results:
@@ -157,7 +157,7 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
     campaign = load_campaign(recipe, overrides)
     from jobs.cluster.ray import disconnect
-    from jobs.commands import preflight
+    from jobs.extras.planning import preflight
 
     try:
         return preflight.preflight(campaign)
@@ -174,7 +174,7 @@ def trial(
 ) -> None:
     """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
     campaign = load_campaign(recipe, overrides)
-    from jobs.commands import trial
+    from jobs.extras.planning import trial
 
     trial.trial(campaign, stage)
 
@@ -204,8 +204,8 @@ def report(
 ) -> None:
     """Write the page of a run; of several runs, what they do not have in common and where they part."""
     from jobs.commands import stored_runs
-    from jobs.report.kept import NAME
-    from jobs.report.page import write_report
+    from jobs.extras.report.kept import NAME
+    from jobs.extras.report.page import write_report
 
     with ExitStack() as copies:
         paths = []
@@ -239,7 +239,7 @@ def diff(
     _debug: Debug = False,
 ) -> None:
     """Name what differs in meaning, the most consequential first, with what the paper and its code do."""
-    from jobs.commands import diff
+    from jobs.extras.diff import diff
 
     diff.diff(mine, other, overrides or [], load_campaign)
 
@@ -252,7 +252,7 @@ def replay(
     _debug: Debug = False,
 ) -> None:
     """Rebuild the global batch of one step, as every worker saw it."""
-    from jobs.commands.replay import replay
+    from jobs.extras.replays.batch import replay
 
     replay(run, step, to)
 
@@ -262,7 +262,7 @@ def demo(
     directory: Annotated[str, typer.Option(help="Where its run directory goes.")] = "runs", _debug: Debug = False
 ) -> int:
     """Run it all on handwritten digits and kill a worker meanwhile."""
-    from jobs.commands import demo
+    from jobs.extras import demo
 
     return demo.demo(Path(directory))
 

@@ -47,10 +47,10 @@ def leaks(
     """Find training images that are also in a test set: copies, crops, mirror images, other encodings."""
     from hashlib import sha256  # with OpenSSL, for which `--help` does not wait
 
+    from data.extras.leaks.report import lines, write_page
+    from data.extras.leaks.search import DOCUMENT, find_leaks
     from data.files import write_whole
     from data.index.document import SUFFIX, load_index
-    from data.leaks.report import lines, write_page
-    from data.leaks.search import DOCUMENT, find_leaks
     from jobs.cluster_config import cores
 
     folder = Path(output)
@@ -61,7 +61,7 @@ def leaks(
     if weights is not None:
         weights = find_weights(weights)
     # Only now: it imports torch, for which a refusal does not wait.
-    from pipeline.evaluation import embedding
+    from pipeline.extras import leak_embedding
 
     # Features first: what they have found waits in a journal of its own for the document.
     embeddings = None
@@ -80,7 +80,7 @@ def leaks(
             for name, value in sorted(model.state_dict().items()):
                 digest.update(name.encode())
                 digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-            embeddings = embedding.find_alike(
+            embeddings = leak_embedding.find_alike(
                 model,
                 (weights, digest.hexdigest()),
                 train_sets.values(),
@@ -106,7 +106,7 @@ def leaks(
             report=progress.of,
             report_test=progress.of,
         )
-    (folder / embedding.JOURNAL).unlink(missing_ok=True)
+    (folder / leak_embedding.JOURNAL).unlink(missing_ok=True)
 
     # The document is there; a report and a page tell people of it, and for each set what to type.
     report = lines(found_leaks, train_sets, test_sets)

@@ -33,7 +33,7 @@ def audit(
 ) -> None:
     """Prove a training: take stretches of it again, and compare every bit with what the run has kept."""
     run = str(find_trained(run))  # a wrong name does not wait for torch
-    from jobs.replays.audit import audit
+    from jobs.extras.replays.audit import audit
 
     audit(run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or [])
 
@@ -52,7 +52,7 @@ def bisect(
 ) -> None:
     """Find the samples behind a spike, or the shard behind a lost point of accuracy between two commits."""
     run = str(find_trained(run))
-    from jobs.replays.bisect import bisect
+    from jobs.extras.replays.bisect import bisect
 
     bisect(run, words, first=first, last=last, output=output)
 
@@ -71,6 +71,6 @@ def without(
     run = str(find_trained(run))
     if samples is None and not shards:
         raise UsageError("nothing is named that the run is to be without\n  expected --samples FILE or --shards NAME")
-    from jobs.replays.without import without
+    from jobs.extras.replays.without import without
 
     without(run, samples=samples, shards=shards or [], to=to, output=output, overrides=overrides or [])

@@ -21,10 +21,10 @@ from jobs.terminal import echo
 from pipeline.monitoring.telemetry import counted
 
 if TYPE_CHECKING:
+    from data.extras.doctor.doctor import Report
     from data.index.index import Index
     from data.index.names import Names
     from data.remote.cache import CacheConfig
-    from data.shards.doctor import Report
 
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
@@ -334,7 +334,7 @@ def check(
     _debug: Debug = False,
 ) -> int:
     """Read and decode every sample; exit 65 where a run would miss one."""
-    from data.shards.page import write_page
+    from data.extras.doctor.page import write_page
 
     report = examine(path, decode=True, page=page, workers=workers, cache=cache)
     for line in report.lines(world):
@@ -361,7 +361,7 @@ def stats(
     _debug: Debug = False,
 ) -> None:
     """Read headers and labels alone, and show how sizes are spread."""
-    from data.shards.page import write_page
+    from data.extras.doctor.page import write_page
 
     report = examine(path, decode=False, page=page, workers=workers, cache=cache)
     for line in report.lines(world):
@@ -390,8 +390,8 @@ def repair(
     _debug: Debug = False,
 ) -> None:
     """Pack every good sample into a new set."""
+    from data.extras.doctor.doctor import repair
     from data.index.document import load_index
-    from data.shards.doctor import repair
 
     folder = Path(directory)
     refuse_file(folder)
@@ -436,8 +436,8 @@ def cache_config(folder: str | None) -> "CacheConfig":
 
 def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: str | None) -> "Report":
     """Look at every sample of a set."""
+    from data.extras.doctor.doctor import check
     from data.index.document import load_index
-    from data.shards.doctor import check
 
     index = load_index(find_set(path))
     # A page that cannot be written is found out now, not after hours of looking.

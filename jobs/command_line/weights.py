@@ -136,7 +136,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
             f"no images in {', '.join(images)}\n"
             f"  expected image files ({', '.join(IMAGES)}), folders of them or tar shards"
         )
-    from jobs.commands import analyze
+    from jobs.extras.analyze import analyze
 
     analyze.analyze(weights, images, output, limit)
 

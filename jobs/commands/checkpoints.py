@@ -21,9 +21,9 @@ from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
-from pipeline.evaluation import async_evaluation
-from pipeline.evaluation.best import scores_of, steps_of_best
 from pipeline.evaluation.protocols import preprocessing_of
+from pipeline.extras import async_evaluation
+from pipeline.extras.best import scores_of, steps_of_best
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.versions import code_version
 

@@ -14,7 +14,7 @@ from jobs.ownership import RAY_JOB, judge
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
-from pipeline.evaluation import async_evaluation
+from pipeline.extras import async_evaluation
 from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
 
 if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need

@@ -23,13 +23,14 @@ from data.checks import check_name
 from data.errors import ConfigError
 from data.files import state_folder
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.studies import expand
+from jobs.extras.studies.law import check_budget
+from jobs.kinds import KINDS
 from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_place
-from jobs.recipe import key, sweeps
+from jobs.recipe import key
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Reads, Stage, StageKind, reference
-from jobs.stages.kinds import KINDS
-from jobs.stages.study import check_budget
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
@@ -62,7 +63,7 @@ def resolve(recipe: Recipe) -> Campaign:
             "  then type python -m jobs index s3://BUCKET/SET --output indexes/train (docs/storage.md)",
         )
     check_place(campaign.run)
-    campaign = sweeps.resolve_sweep(replace(campaign, stages=tuple(stages.values())))
+    campaign = expand.resolve_sweep(replace(campaign, stages=tuple(stages.values())))
     # Every stage is checked before the first starts: the last must not be refused when the others have been computed.
     there = Available(campaign, looks_at_files=False)
     for stage in campaign.stages:
@@ -98,7 +99,7 @@ def parse(recipe: Recipe) -> Campaign:
     require(bool(sections), f"{recipe.source} names no stage\n  expected a section of {', '.join(KINDS)}")
     stages = {}
     folders: dict[tuple[str, Reads], str] = {}  # that inputs mean: each is said once, however many runs read it
-    expanded = sweeps.expand(sections, read_section)
+    expanded = expand.expand(sections, read_section)
     # A wrong key does not wait for the runs of a sweep, whose first run has been read.
     for name, written in sorted(expanded.items(), key=lambda item: item[0] != item[1].source):
         kind, stage_config = read_section(name, written.values)
@@ -114,7 +115,7 @@ def parse(recipe: Recipe) -> Campaign:
                 else:
                     folders[path, reads] = find_stage(path)
             if folders[path, reads] != path:
-                stage_config = sweeps.with_field(stage_config, field.split("."), folders[path, reads])
+                stage_config = expand.with_field(stage_config, field.split("."), folders[path, reads])
         stages[name] = Stage(name, kind, stage_config, written.source, written.chosen)
     ordered = in_order({name: stages[name] for name in expanded})
 

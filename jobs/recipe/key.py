@@ -17,9 +17,10 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
+from jobs.extras.studies import table
+from jobs.kinds import KINDS
 from jobs.resolved_recipe import Reads, Stage, reference
-from jobs.stages import any_weights, sweep
-from jobs.stages.kinds import KINDS
+from jobs.stages import any_weights
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
@@ -52,7 +53,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             if (reads, value) not in digests:
                 # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
                 if reads is Reads.TABLE:
-                    digest = hashlib.sha256((Path(value) / sweep.DOCUMENT).read_bytes()).hexdigest()
+                    digest = hashlib.sha256((Path(value) / table.DOCUMENT).read_bytes()).hexdigest()
                 elif reads is Reads.FILE:
                     digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
                 elif reads is Reads.WEIGHTS:

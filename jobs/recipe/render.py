@@ -20,10 +20,10 @@ from pathlib import Path
 
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
-from jobs.recipe import sweeps
+from jobs.extras.studies import expand
+from jobs.kinds import KINDS
 from jobs.recipe.campaign import NOT_STAGES
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stages.kinds import KINDS
 from pipeline import config
 from pipeline.config import Recipe
 
@@ -43,11 +43,11 @@ def resolved(campaign: Campaign) -> str:
     for stage in campaign.stages:
         first = first_runs.setdefault((stage.source, stage.kind.name), stage)
         values = config_as_known(campaign, stage)
-        if first is stage or not stage.is_run or stage.kind.name == sweeps.TABLE:
+        if first is stage or not stage.is_run or stage.kind.name == expand.TABLE:
             sections[stage.name] = {"kind": stage.kind.name, **values}
             continue
-        before = sweeps.flat(config_as_known(campaign, first), stage.name)
-        after = sweeps.flat(values, stage.name)
+        before = expand.flat(config_as_known(campaign, first), stage.name)
+        after = expand.flat(values, stage.name)
         changed = {}
         for field in {**before, **after}:
             value = after.get(field, "absent")
@@ -62,13 +62,13 @@ def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
     values = config.plain(stage.config)
     for field in stage.chosen:
         if field not in stage.known:
-            values = sweeps.with_fields(values, {field: choice_text(campaign, stage, field)}, stage.name)
+            values = expand.with_fields(values, {field: choice_text(campaign, stage, field)}, stage.name)
     return values
 
 
 def choice_text(campaign: Campaign, stage: Stage, field: str) -> str:
     """Return a chosen field of a stage in words: a value, or the best of several that is not known yet."""
-    table = sweeps.table_of(campaign, stage.chosen[field])
+    table = expand.table_of(campaign, stage.chosen[field])
     values = []
     for run in table.config.runs.values():
         value = str(run.values[field])
@@ -134,7 +134,7 @@ def absolute_fields(
     fields: Mapping[str, object], patterns: Sequence[str], where: str, folder: Path, changed: list[str]
 ) -> dict[str, object]:
     """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
-    values = sweeps.flat(fields, where)
+    values = expand.flat(fields, where)
     for key, value in values.items():
         # Below `each` a field stands under a name, and may stand under held_out.
         is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
@@ -151,7 +151,7 @@ def absolute_fields(
         values[key] = paths[0]
         if isinstance(value, list):
             values[key] = paths
-    return sweeps.with_fields({}, values, where)
+    return expand.with_fields({}, values, where)
 
 
 def is_relative(value: str) -> bool:

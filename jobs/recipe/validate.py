@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
 from data.index.index import shared_samples
+from jobs.extras.studies import table as sweep
 from jobs.named_stages import RECORD, stages_in
 from jobs.recipe import class_names
 from jobs.recipe.records import forbidden_fields, half_done_folder
 from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Reads, Stage, reference
-from jobs.stages import sweep
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 

@@ -9,7 +9,7 @@ In order (`run_campaign`):
 4. the Ray cluster is started or joined, where a stage that is still to be run needs workers;
 5. the stages are walked in order; a finished one is skipped, and the reason is printed;
 6. a table says what each stage did; status.json says how the command ended, whichever way it did;
-7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/report/kept.py).
+7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/extras/report/kept.py).
 """
 
 import os
@@ -29,19 +29,19 @@ from data.errors import Preempted
 from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
-from jobs.monitor.status_poller import StatusPoller
-from jobs.monitor.trackers import facts_of, start_trackers
+from jobs.extras.monitor.status_poller import StatusPoller
+from jobs.extras.monitor.trackers import facts_of, start_trackers
+from jobs.extras.report.kept import kept_page
+from jobs.extras.studies.expand import resolve_sweep
+from jobs.extras.studies.table import DIVERGED
 from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
-from jobs.recipe.sweeps import resolve_sweep
 from jobs.recipe.validate import refuse, validate_all
-from jobs.report.kept import kept_page
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.log import RunLog, log_next, log_table, status_file
 from jobs.run.stage_run import run_stage
 from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
-from jobs.stages.sweep import DIVERGED
 from jobs.terminal import typed_command
 from pipeline.monitoring.telemetry import counted
 
@@ -178,7 +178,7 @@ class Session:
             log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
             if info.dashboard:
                 log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
-            from jobs.monitor.gauges import Gauges  # ray takes seconds to import
+            from jobs.extras.monitor.gauges import Gauges  # ray takes seconds to import
 
             gauges = Gauges(self.campaign.run, self.lease)
             self.pollers.append(StatusPoller("monitoring", [gauges.show], log, show_run=gauges.show_run))

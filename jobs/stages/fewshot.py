@@ -16,8 +16,8 @@ from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, 
 from jobs.stages import training
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
-from pipeline.evaluation.async_evaluation import without_single_seeds
 from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
+from pipeline.extras.async_evaluation import without_single_seeds
 
 
 @dataclass(frozen=True)

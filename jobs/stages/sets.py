@@ -14,6 +14,8 @@ from typing import ClassVar, Literal
 
 from data.checks import at_least
 from data.errors import DataError
+from data.extras.known_sets.known import known_archive
+from data.extras.known_sets.vtab_prepared import VTAB
 from data.index.document import load_index
 from data.index.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
 from data.shards.subset import Rule, check_seed
@@ -26,10 +28,8 @@ from data.sources.folders import (
     table_classes,
     unlabelled_folder,
 )
-from data.sources.known import known_archive
 from data.sources.samples import DIGITS, Archive, Sample, digits, numbered, samples_of_archive
 from data.sources.tars import tars, tars_classes
-from data.vtab.prepared import VTAB
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")

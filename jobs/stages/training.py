@@ -21,6 +21,7 @@ from data.shards.reader import check_sizes
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.cluster_config import cores
+from jobs.extras.studies.law import branch_off, check_branch, check_law, foretell, planned_steps
 from jobs.resolved_recipe import (
     MEMORY,
     Available,
@@ -32,14 +33,13 @@ from jobs.resolved_recipe import (
     Stage,
     StageKind,
 )
-from jobs.stages.study import branch_off, check_branch, check_law, foretell, planned_steps
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts, config
 from pipeline.config import require
-from pipeline.evaluation.best import STOPPED, Foretold
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
+from pipeline.extras.best import STOPPED, Foretold
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model
@@ -51,13 +51,13 @@ def run(
 ) -> dict[str, object]:
     """Train until the stage is done; its sets have been checked.
 
-    A replay (jobs/replays) ends with the step `until`, and does without `masked` samples, as `start.Job` has them.
-    Raises Preempted, or StageFailed with the exit code that the worker wanted.
+    A replay (jobs/extras/replays) ends with the step `until`, and does without `masked` samples, as `start.Job` has
+    them. Raises Preempted, or StageFailed with the exit code that the worker wanted.
     """
     # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-    from jobs.stages.spare_worker import SpareWorker
+    from jobs.extras.async_evaluation.spare_worker import SpareWorker
     from pipeline.checkpoints.saver import check_disk_space
-    from pipeline.evaluation.best import best_of, evaluations_of
+    from pipeline.extras.best import best_of, evaluations_of
     from pipeline.health import EXCLUDED_STEPS
     from pipeline.train import train
 
@@ -128,7 +128,7 @@ def make_training_task(
 
     Raises DataError where the weights that the attempt starts from have changed.
     """
-    from pipeline.plan.memory import need_if_traced, with_blocks
+    from pipeline.extras.plan.memory import need_if_traced, with_blocks
     from pipeline.start import Job
 
     campaign = context.campaign
@@ -396,8 +396,15 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     limit = there.campaign.cluster.gpu_memory_gb if is_gpu else None
     if cfg.activation_gb is None and limit is None:
         return
-    from pipeline.plan.memory import GIB, BudgetTooSmall, blocks_of, check_fits, smaller_micro_batches, with_blocks
-    from pipeline.plan.memory_traces import TraceFailed
+    from pipeline.extras.plan.memory import (
+        GIB,
+        BudgetTooSmall,
+        blocks_of,
+        check_fits,
+        smaller_micro_batches,
+        with_blocks,
+    )
+    from pipeline.extras.plan.memory_traces import TraceFailed
 
     # What is traced is of whole images: of fewer patches nobody knows the need.
     has_whole_images = cfg.thinning.has_whole_images

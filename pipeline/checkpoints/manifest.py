@@ -63,7 +63,7 @@ class Manifest:
     key: str  # of the stage
     code: str  # version of the code that wrote it
     bad_samples: int = 0
-    # Ranges of samples that weigh nothing, each behind the step from which on (pipeline/masking.py).
+    # Ranges of samples that weigh nothing, each behind the step from which on (pipeline/extras/replays/masking.py).
     masked: Sequence[Sequence[int]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)  # empty now: what a step scores is known after its commit
     files: dict[str, ChunkedRecord] = field(default_factory=dict)  # by name

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.configuration_page import all_keys, configuration_page
 from jobs.cluster_config import ClusterConfig
-from jobs.recipe.sweeps import SweepConfig
-from jobs.stages.kinds import KINDS
+from jobs.extras.studies.expand import SweepConfig
+from jobs.kinds import KINDS
 from jobs.trackers_config import TrackersConfig
 from models.configs import CONFIGS
 

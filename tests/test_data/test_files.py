@@ -25,7 +25,7 @@ from data.errors import ConfigError, StorageError
 from data.storage import Folder
 from jobs.ownership import Lease, claim_attempt
 from models.weights.files import write_tensors
-from tests import hosts
+from tests.support import hosts
 
 pytestmark = pytest.mark.quick
 

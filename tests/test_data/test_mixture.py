@@ -20,7 +20,7 @@ from jobs.recipe import campaign
 from pipeline import config
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
-from pipeline.replay import rebuild
+from pipeline.extras.replays.batch import rebuild
 from pipeline.training_config import TrainConfig, training_order
 
 RECIPE = """

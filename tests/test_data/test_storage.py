@@ -35,9 +35,9 @@ from pipeline.checkpoints import restore, saver, stage_checkpoints
 from pipeline.checkpoints.reader import Reader
 from pipeline.checkpoints.restore import choose_together
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints
-from tests import savers
-from tests.contexts import pretrain_context
-from tests.stores import Proxy, store
+from tests.support import savers
+from tests.support.contexts import pretrain_context
+from tests.support.stores import Proxy, store
 
 BUCKET = "images"
 SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone

@@ -13,7 +13,7 @@ from data.errors import RunOwned
 from data.storage import Folder
 from jobs import ownership
 from jobs.ownership import Lease, judge, newest_lease
-from tests.drives import fork_context
+from tests.support.drives import fork_context
 
 pytestmark = pytest.mark.quick
 

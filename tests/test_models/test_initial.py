@@ -8,7 +8,7 @@ import pytest
 import models
 from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
-from tests.golden import GOLDEN, needs_golden
+from tests.support.golden import GOLDEN, needs_golden
 
 STATS = GOLDEN / "init_stats.json"
 CASES = {

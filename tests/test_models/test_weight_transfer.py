@@ -9,7 +9,7 @@ import torch
 import models
 from models import positions
 from models.weight_transfer import check_weights
-from tests.golden import GOLDEN, needs_golden
+from tests.support.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ import models
 from data.files import whole_file
 from models.vit import ACTIVATIONS
 from models.weights import timm as weights_timm
-from tests.golden import GOLDEN, needs_golden
+from tests.support.golden import GOLDEN, needs_golden
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 CASES = {  # file: tolerance, what the file cannot tell

@@ -22,7 +22,7 @@ from models.weights import files
 from pipeline import artifacts, train
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.stage_checkpoints import Chosen
-from tests.recipes import TINY
+from tests.support.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
 LOGS = {"log.txt", "metrics.jsonl", "examples.json"}  # nothing is made of them

@@ -11,8 +11,9 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.remote.cache import CacheConfig
 from jobs.cluster_config import ClusterConfig
-from jobs.recipe.sweeps import SweepConfig
-from jobs.stages import fewshot, pack, resize, sweep
+from jobs.extras.studies import table
+from jobs.extras.studies.expand import SweepConfig
+from jobs.stages import fewshot, pack, resize
 from pipeline import config
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.quick
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
-    *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig, SweepConfig, sweep.Config),
+    *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig, SweepConfig, table.Config),
 ]
 
 

@@ -13,7 +13,7 @@ from models.weights import layout as weights_map
 from models.weights import npz as weights_npz
 from pipeline.losses import LOSSES, dense_targets
 from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
-from tests.golden import GOLDEN
+from tests.support.golden import GOLDEN
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ import pytest
 from pipeline import identity
 from pipeline.identity import DEVICE, NO_RANK, differences, other_code
 from pipeline.versions import MUST_BE_EQUAL
-from tests.identities import worker
+from tests.support.identities import worker
 
 
 def torch(*versions: str) -> list[Any]:

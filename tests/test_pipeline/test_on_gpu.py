@@ -24,7 +24,7 @@ from models.vit import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, build_optimizer
-from tests import on_device
+from tests.support import on_device
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [GPU, "cpu"]

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from data.errors import ConfigError
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.optimization import OptimConfig, ScheduleConfig, build_optimizer, learning_rate
-from tests.golden import read_golden
+from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
 

@@ -15,8 +15,8 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.identity import DEVICE, differences, other_code
 from pipeline.process_group import Arrival, check_device_memory, log_differences, log_network
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
-from tests import hosts, preflights
-from tests.identities import worker
+from tests.support import hosts, preflights
+from tests.support.identities import worker
 
 NODE = socket.gethostname()
 TWO = ClusterConfig(workers=2, backend="processes")

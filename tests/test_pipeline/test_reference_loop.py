@@ -22,10 +22,10 @@ from jobs.cluster_config import ClusterConfig
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.monitoring.telemetry import read_metrics
-from tests import reference_loop as loop
-from tests import reference_runs as runs
-from tests.reference_loop import Plan, Trained
-from tests.reference_runs import CASES, PROBE, SIZE, WITH_DROPOUT, Case, Images
+from tests.support import reference_loop as loop
+from tests.support import reference_runs as runs
+from tests.support.reference_loop import Plan, Trained
+from tests.support.reference_runs import CASES, PROBE, SIZE, WITH_DROPOUT, Case, Images
 
 FACTOR = 4  # as in test_twin.py: two correct float32 runs differ by their noise, and this one was measured once
 

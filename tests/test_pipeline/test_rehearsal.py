@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import models
-from pipeline.plan.memory import memory_need
-from pipeline.plan.memory_traces import Kind, step_to_trace
+from pipeline.extras.plan.memory import memory_need
+from pipeline.extras.plan.memory_traces import Kind, step_to_trace
 from pipeline.training_config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -37,21 +37,21 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("guard") / "guard.so"
     include = TORCH / "include"
     command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{include}"]
-    command += [f"-I{include}/torch/csrc/api/include", str(ROOT / "tests" / "cuda_guard.cpp")]
+    command += [f"-I{include}/torch/csrc/api/include", str(ROOT / "tests" / "support" / "cuda_guard.cpp")]
     command += [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}/lib", "-o", str(library)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return library
 
 
 def rehearsed(guard: Path, cfg: TrainConfig, model: models.ModelConfig, recomputed: int = 0) -> dict[str, Any]:
-    """What tests/rehearsal.py says of the step."""
+    """What tests/support/rehearsal.py says of the step."""
     step = dataclasses.asdict(step_to_trace(cfg, model, WORLD, 1, recomputed, is_gpu=True))
     for name in ("file", "is_gpu"):
         del step[name]
     question = json.dumps({"step": step, "micro_batch": cfg.micro_batch})
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rehearsal", str(guard), question],
+        [sys.executable, "-m", "tests.support.rehearsal", str(guard), question],
         cwd=ROOT,
         env=environment,
         capture_output=True,

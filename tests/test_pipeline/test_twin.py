@@ -29,7 +29,7 @@ from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
-from tests import twin
+from tests.support import twin
 
 TWIN = Path(__file__).parents[3] / "shared" / "golden" / "twin"
 pytestmark = pytest.mark.skipif(not TWIN.is_dir(), reason="shared/golden/twin is not beside this checkout")

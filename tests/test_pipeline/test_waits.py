@@ -7,9 +7,9 @@ import pytest
 
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from tests import reference_runs as runs
-from tests import waits
-from tests.reference_loop import Plan
+from tests.support import reference_runs as runs
+from tests.support import waits
+from tests.support.reference_loop import Plan
 
 # DeepSpeed learns in the first steps of ZeRO 3 in which order weights are gathered, and has the workers compare it.
 STEPS = 4

@@ -9,7 +9,7 @@ import pytest
 from data.images import preprocess as preprocessing
 from data.images.augment import AugmentConfig, Draws, inception_box
 from data.images.preprocess import preprocess, shape_of
-from tests.golden import GOLDEN, needs_golden
+from tests.support.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick
 

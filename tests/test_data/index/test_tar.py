@@ -8,7 +8,7 @@ import pytest
 from data.errors import DataError
 from data.index.names import parse_labels
 from data.index.tar import Refusals, check_end, members, read_pax, walk
-from tests.tars import tar_of
+from tests.support.tars import tar_of
 
 pytestmark = pytest.mark.quick
 

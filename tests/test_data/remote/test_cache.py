@@ -21,18 +21,18 @@ import torch
 
 from data.decoder import send_sign_of_life
 from data.errors import ConfigError, DataError, StorageError
+from data.extras.doctor.doctor import check
 from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
 from data.remote import urls
 from data.remote.cache import Ahead, Cache, CacheConfig
-from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
-from tests.stores import store
+from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
 

@@ -25,7 +25,7 @@ from data.remote.cache import Ahead, Cache, CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
-from tests.stores import store
+from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 30.0}
 BATCH = 20

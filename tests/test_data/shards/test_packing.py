@@ -19,22 +19,22 @@ import webdataset
 from pyarrow import parquet
 
 from data.errors import DataError
+from data.extras.doctor.doctor import check
+from data.extras.known_sets.imagenet import train as imagenet_train
+from data.extras.known_sets.imagenet import validation as imagenet_validation
 from data.files import write_whole
 from data.images.decode import decode, library
 from data.index.document import load_index
 from data.index.index import exclude
 from data.shards import reader
-from data.shards.doctor import check
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
 from data.sources.folders import class_folders, image_parquet, path_table
-from data.sources.imagenet import train as imagenet_train
-from data.sources.imagenet import validation as imagenet_validation
 from data.sources.samples import Sample, digits
 from data.sources.tars import tars
 from jobs.__main__ import main
-from tests.tars import open_tar, picture, tar_of
+from tests.support.tars import open_tar, picture, tar_of
 
 pytestmark = pytest.mark.quick
 

@@ -18,20 +18,20 @@ import data.remote.cache as cache_module
 import data.shards.reader as reader_module
 from data.errors import DataError
 from data.evaluation import EvaluationSet
+from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index
 from data.index.index import Index
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
 from data.remote.cache import Cache, CacheConfig
-from data.shards.doctor import check, repair
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.shards.subset import Rule
 from data.sources.samples import digits
 from jobs.__main__ import main
-from tests.archives import make_subset
+from tests.support.archives import make_subset
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 
 from data.errors import DataError
 from data.sources.members import members, tar_members
-from tests import archives
-from tests.archives import picture, tar_bytes, write_folder
+from tests.support import archives
+from tests.support.archives import picture, tar_bytes, write_folder
 
 FILES = {"a/x.jpg": picture(1), "a/._x.jpg": b"no", "b.txt": b"hello" * 3000, "./c/d.jpg": picture(3)}
 READ = {"a/x.jpg": picture(1), "b.txt": b"hello" * 3000, "c/d.jpg": picture(3)}

@@ -14,8 +14,8 @@ from data.shards.indexing import build_index
 from data.sources.members import Member
 from data.sources.samples import Sample
 from data.sources.tars import tars
-from tests.archives import packed, picture, tar_bytes
-from tests.tars import open_tar
+from tests.support.archives import packed, picture, tar_bytes
+from tests.support.tars import open_tar
 
 
 def test_compressed_webdataset_tars_are_packed_as_the_plain_ones_are(tmp_path, caplog):

@@ -18,7 +18,7 @@ from jobs.cluster import agent
 from jobs.cluster.agent import Agent, StartRequest, WorkerState
 from jobs.cluster.fork_server import Ended, Forked, Listen, Listening
 from jobs.cluster.worker import RankInfo, worker_file
-from tests.families import wait_until
+from tests.support.families import wait_until
 
 pytestmark = pytest.mark.quick
 

@@ -21,7 +21,7 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import NodeAgent, NodesStatus
 from jobs.cluster.worker_group import AgentLink, WorkerGroup
 from jobs.cluster_config import ClusterConfig
-from tests import worker_functions
+from tests.support import worker_functions
 
 pytestmark = pytest.mark.quick
 

@@ -1,7 +1,7 @@
 """What workers leave on nodes that share no storage reaches the driver: by plain folders, and on hosts with Ray.
 
 In the quick tests two folders of one machine stand for a node and the driver; the last test has real hosts
-(tests/hosts.py), on which nothing below /tmp is shared.
+(tests/support/hosts.py), on which nothing below /tmp is shared.
 """
 
 import json
@@ -16,8 +16,8 @@ import pytest
 from jobs.cluster import node_files
 from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
 from jobs.cluster.worker import records
-from tests import hosts
-from tests.ray_hosts import RayHosts
+from tests.support import hosts
+from tests.support.ray_hosts import RayHosts
 
 ATTEMPT = Path("attempts") / "attempt-000002"
 
@@ -209,7 +209,7 @@ from jobs.cluster.worker import records
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup, do_nothing
 from jobs.cluster_config import ClusterConfig
-from tests import worker_functions
+from tests.support import worker_functions
 
 stage, act = Path(sys.argv[1]), sys.argv[2]
 attempts = stage / "attempts"

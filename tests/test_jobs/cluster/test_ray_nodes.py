@@ -33,9 +33,9 @@ from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
-from tests import worker_functions
-from tests.contexts import pretrain_context
-from tests.families import wait_until
+from tests.support import worker_functions
+from tests.support.contexts import pretrain_context
+from tests.support.families import wait_until
 
 ROOT = Path(__file__).parents[3]
 NODES = 3  # with one CPU each, beside a head without any

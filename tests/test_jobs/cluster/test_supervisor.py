@@ -19,8 +19,8 @@ from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.identity import NO_RANK, Identity
 from pipeline.monitoring.watchdog import Place, Watch
-from tests.contexts import pretrain_context
-from tests.identities import worker
+from tests.support.contexts import pretrain_context
+from tests.support.identities import worker
 
 pytestmark = pytest.mark.quick
 

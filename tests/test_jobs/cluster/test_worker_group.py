@@ -40,9 +40,9 @@ from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
-from tests import worker_functions
-from tests.contexts import pretrain_context
-from tests.families import answers, family_of, wait_until
+from tests.support import worker_functions
+from tests.support.contexts import pretrain_context
+from tests.support.families import answers, family_of, wait_until
 from tests.test_jobs.cluster.test_failure import left
 
 if TYPE_CHECKING:
@@ -784,7 +784,7 @@ DRIVER = """
     from jobs.cluster_config import ClusterConfig
     from jobs.cluster.placement import start_early
     from jobs.cluster.worker_group import run_worker_group
-    from tests import worker_functions
+    from tests.support import worker_functions
 
     if __name__ == "__main__":
         backend, folder, function = sys.argv[1], Path(sys.argv[2]), getattr(worker_functions, sys.argv[3])

@@ -9,7 +9,7 @@ import torch
 import models
 from jobs.__main__ import main
 from pipeline.checkpoints.manifest import committed
-from tests.drives import finish, said, stage
+from tests.support.drives import finish, said, stage
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from data.shards.packing import pack
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.progress import ProgressMeter
-from tests.families import wait_until
+from tests.support.families import wait_until
 
 pytestmark = pytest.mark.quick
 

@@ -13,8 +13,8 @@ import models
 from data.remote import urls
 from jobs.__main__ import main
 from pipeline import artifacts
-from tests.golden import GOLDEN, needs_golden
-from tests.stores import store
+from tests.support.golden import GOLDEN, needs_golden
+from tests.support.stores import store
 
 pytestmark = pytest.mark.quick
 

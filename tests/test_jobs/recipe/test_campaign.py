@@ -23,11 +23,11 @@ from data.shards import packing
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.command_line import campaigns
-from jobs.commands.plan_training import GPU_FLOPS
+from jobs.extras.planning.plan_training import GPU_FLOPS
 from jobs.recipe import campaign, render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
-from tests.tars import picture, write_tar
+from tests.support.tars import picture, write_tar
 
 ROOT = Path(__file__).parents[3]
 PACKED = "shards={kind: pack, sets: {train: {source: digits}}}"
@@ -307,14 +307,14 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  feed"))
 
     assert "measured here on this set" in said()
-    monkeypatch.setattr("jobs.commands.plan_training.images_per_cpu_s", lambda *_: 1000.0)
+    monkeypatch.setattr("jobs.extras.planning.plan_training.images_per_cpu_s", lambda *_: 1000.0)
     monkeypatch.setattr("models.training_flops", lambda _model, images, _kept=None: GPU_FLOPS / 3500 * images)
     line = said()
     assert "takes 3,500 images/s" in line and "CANNOT FEED IT" in line
     assert "pretrain.data.processes=4 cluster.cpus_per_worker=5," in line
     assert "CANNOT" in said("pretrain.data.processes=4"), "four processes on one core"
     assert "keeps up" in said("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
-    monkeypatch.setattr("jobs.commands.plan_training.images_per_cpu_s", lambda *_: None)
+    monkeypatch.setattr("jobs.extras.planning.plan_training.images_per_cpu_s", lambda *_: None)
     assert "a core decodes 650 (assumed" in said()
 
 

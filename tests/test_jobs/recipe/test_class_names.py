@@ -14,10 +14,10 @@ from pyarrow import parquet
 import models
 from data.errors import DataError
 from data.evaluation import EvaluationSet
+from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index, seal_of
 from data.index.index import join
 from data.index.names import number, read_class_list
-from data.shards.doctor import check, repair
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.sources.samples import Sample
@@ -27,7 +27,7 @@ from jobs.recipe.campaign import load
 from jobs.resolved_recipe import Available
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
-from tests.tars import write_tar
+from tests.support.tars import write_tar
 
 
 def picture(value: int) -> bytes:

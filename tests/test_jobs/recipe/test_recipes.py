@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import models
-from data.vtab.tasks import TASKS
+from data.extras.known_sets.vtab_tasks import TASKS
 from jobs.command_line.campaigns import RECIPES
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign

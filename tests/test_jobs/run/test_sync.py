@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from data.remote import urls
-from tests import hosts
-from tests.ray_hosts import Driver, RayHosts
-from tests.recipes import SMALL
-from tests.stores import Proxy, store
+from tests.support import hosts
+from tests.support.ray_hosts import Driver, RayHosts
+from tests.support.recipes import SMALL
+from tests.support.stores import Proxy, store
 
 ROOT = Path(__file__).parents[3]
 AFTER = """

@@ -14,10 +14,10 @@ import torch
 
 import models
 from data.evaluation import EvaluationSet
+from data.extras.leaks.document import SCHEMA
 from data.images import preprocess
 from data.index.document import load_index
 from data.seal import seal
-from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.shards.subset import Rule
 from data.sources.samples import DIGITS, digits
@@ -35,10 +35,10 @@ from pipeline import artifacts
 from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of
-from tests import ranks
-from tests.archives import make_subset
-from tests.golden import GOLDEN
-from tests.recipes import TINY
+from tests.support import ranks
+from tests.support.archives import make_subset
+from tests.support.golden import GOLDEN
+from tests.support.recipes import TINY
 
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 

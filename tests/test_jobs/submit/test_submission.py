@@ -29,9 +29,9 @@ from jobs.cluster.embedded import LOOPBACK
 from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.command_line.campaigns import load_campaign
+from jobs.kinds import KINDS
 from jobs.ownership import Lease
 from jobs.recipe.render import VARIABLE, portable
-from jobs.stages.kinds import KINDS
 from jobs.submit import submission
 from pipeline.config import read_recipe, section_kind
 from pipeline.versions import COMMIT_VARIABLE

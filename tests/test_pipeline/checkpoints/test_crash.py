@@ -17,9 +17,9 @@ from data.errors import CheckpointError
 from data.storage import Folder
 from pipeline.checkpoints.manifest import committed, newest_attempt
 from pipeline.checkpoints.reader import verify
-from tests.faulty import FAIL, FAIL_FROM, KILL, TEAR
-from tests.powercut import Recording, build
-from tests.savers import start_from
+from tests.support.faulty import FAIL, FAIL_FROM, KILL, TEAR
+from tests.support.powercut import Recording, build
+from tests.support.savers import start_from
 
 ROOT = Path(__file__).parents[3]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
@@ -35,10 +35,10 @@ def recorded(request) -> tuple[Path, list[dict[str, Any]]]:
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     request.addfinalizer(lambda: shutil.rmtree(folder))
     shim = folder / "faults.so"
-    source = ROOT / "tests" / "faults.c"
+    source = ROOT / "tests" / "support" / "faults.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", shim, source, "-ldl"], check=True)
     subprocess.run(
-        [sys.executable, "-m", "tests.faulty", folder, folder / "outcomes"],
+        [sys.executable, "-m", "tests.support.faulty", folder, folder / "outcomes"],
         env={**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         check=True,

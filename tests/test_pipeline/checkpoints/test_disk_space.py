@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import models
-from tests.recipes import TINY
+from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[3]
 IN_A_NAME_SPACE = ["unshare", "--map-root-user", "--mount"]

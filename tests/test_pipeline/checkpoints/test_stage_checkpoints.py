@@ -52,7 +52,7 @@ from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.monitoring import watchdog
 from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
-from tests import drives, hosts, savers
+from tests.support import drives, hosts, savers
 
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))
 

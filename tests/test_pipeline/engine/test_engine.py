@@ -21,7 +21,7 @@ from jobs.cluster_config import ClusterConfig
 from pipeline import process_group
 from pipeline.engine.settings import TUNING
 from pipeline.optimization import OptimConfig, build_optimizer
-from tests import ranks
+from tests.support import ranks
 
 ROOT = Path(__file__).parents[3]
 CASES = [(0, "fp32", 2), (1, "fp32", 2), (2, "fp32", 2), (3, "fp32", 2), (2, "fp32", 1)]
@@ -221,7 +221,7 @@ from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization import OptimConfig
-from tests.ranks import digest, whole_state
+from tests.support.ranks import digest, whole_state
 
 import_deepspeed()
 torch.set_num_threads(1)

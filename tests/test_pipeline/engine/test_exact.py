@@ -14,7 +14,7 @@ from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization import STATE, OptimConfig, build_optimizer
 from pipeline.start import report_exact
 from pipeline.training_config import TrainConfig
-from tests import ranks
+from tests.support import ranks
 
 PLAIN = {"zero": 2, "precision": "fp32", "parts": 0}
 PLAIN_SGD = {**PLAIN, "name": "sgd"}

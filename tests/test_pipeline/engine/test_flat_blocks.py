@@ -13,7 +13,7 @@ import models
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.engine.flat_blocks import FlatBlocks
-from tests import ranks
+from tests.support import ranks
 
 SMALL = {"depth": 2, "width": 16, "mlp": 32, "heads": 2}
 FAMILIES: list[tuple[str, int, dict[str, Any]]] = [

@@ -5,7 +5,7 @@ import pytest
 
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from tests import ranks
+from tests.support import ranks
 
 
 @pytest.mark.slow

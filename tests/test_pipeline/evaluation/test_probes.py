@@ -31,7 +31,7 @@ from pipeline.evaluation.probes import (
 )
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.evaluation.worker import Request, result_of
-from tests.golden import read_golden
+from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
 

@@ -36,7 +36,7 @@ from pipeline.evaluation.protocols import (
 )
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.monitoring.watchdog import Phases
-from tests.golden import GOLDEN
+from tests.support.golden import GOLDEN
 from tests.test_pipeline.evaluation.test_probes import CPU, NAMES, inputs_of, no_beat, store_of
 
 pytestmark = pytest.mark.quick

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from data.errors import DataError
+from data.extras.known_sets.imagenet import labelled_images, real
 from data.shards.packing import pack
-from data.sources.imagenet import labelled_images, real
 from data.sources.samples import Sample
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
-from tests.golden import read_golden
+from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
 

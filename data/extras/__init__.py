@@ -1,0 +1,1 @@
+"""Everything on data that training does without."""

@@ -1,0 +1,1 @@
+"""Check sets, print their statistics, repair them."""

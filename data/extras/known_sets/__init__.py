@@ -1,0 +1,1 @@
+"""Data sets as their owners distribute them: ImageNet, ObjectNet, VTAB."""

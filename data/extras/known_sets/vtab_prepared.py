@@ -1,0 +1,160 @@
+"""The tasks of VTAB-1k from folders that TensorFlow Datasets has prepared: the very files that the original reads.
+
+    caltech101/3.0.1/                     `path` of the set: this folder, or the folder above it
+      dataset_info.json                   its name, and how many examples each file of each split holds
+      label.labels.txt                    the class names, a line each
+      caltech101-train.tfrecord-00000-of-00001
+
+1. `prepared_set` reads the description, and compares it with what the task is made of;
+2. `samples` opens the files that hold rows of the task's split, and takes these rows, in their order;
+3. `label_of` makes each task's label of an example (`data.extras.known_sets.vtab_tasks`).
+
+    VTAB["dtd"].samples(Path("dtd/3.0.1"), "train800val200")      1,000 samples of 47 classes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from data.errors import DataError
+from data.extras.known_sets.vtab_records import features, records
+from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, Task, label_of
+from data.index.names import Names
+from data.index.tar import Refusals
+from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
+
+INFO = "dataset_info.json"
+CLASS_NAMES = "label.labels.txt"
+CONFIGS = {"sun397": "tfds", "eurosat": "rgb", "diabetic_retinopathy_detection": "btgraham-300"}
+SPLITS: tuple[Split, ...] = ("train800", "val200", "train800val200", "test")
+SOURCE = "Zhai et al. 2019, table 2; task_adaptation's tests"
+
+
+@dataclass(frozen=True)
+class PreparedSet:
+    """A set of TensorFlow Datasets in its folder."""
+
+    folder: Path
+    name: str
+    shards: Mapping[str, list[int]]  # split → examples of each of its files
+
+
+def prepared_set(path: Path, task: Task) -> PreparedSet:
+    """Read what was prepared; raises DataError where it is nothing, another set, or in files that are no TFRecords."""
+    config = CONFIGS.get(task.dataset)
+    expected = f"{task.dataset}/{config}" if config else task.dataset
+    # Folders are called by their version, and people name either.
+    files = [file for file in (path / INFO, *sorted(path.glob(f"*/{INFO}"))) if file.is_file()]
+    if not files:
+        raise DataError(
+            f"{path}: no {INFO} here or one folder below\n"
+            f"  expected the folder of {expected} as TensorFlow Datasets prepares it (docs/vtab.md)\n"
+            "  type, where tensorflow-datasets is installed: python -c "
+            f"\"import tensorflow_datasets as tfds; tfds.builder('{expected}').download_and_prepare()\""
+        )
+    if len(files) > 1:
+        raise DataError(
+            f"{path}: holds {len(files)} prepared sets: {', '.join(map(str, files))}\n  name one of their folders"
+        )
+    try:
+        content: dict[str, Any] = json.loads(files[0].read_bytes())
+        name = content["name"]
+        prepared_config = content.get("configName") or config
+        file_format = content.get("fileFormat", "tfrecord")
+        shards: dict[str, list[int]] = {}
+        for split in content["splits"]:
+            shards[split["name"]] = list(map(int, split["shardLengths"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{files[0]}: no description of a prepared set ({error}); prepare it again") from None
+    is_expected = name == task.dataset and config in (None, prepared_config)
+    if not is_expected:
+        raise DataError(f"{files[0]}: is {name}/{prepared_config or ''}, and {task.name} is made of {expected}")
+    if file_format != "tfrecord":
+        raise DataError(
+            f"{files[0]}: its files are {file_format}, expected tfrecord: prepare it with file_format='tfrecord'"
+        )
+    return PreparedSet(files[0].parent, name, shards)
+
+
+def samples(task: Task, path: Path, split: str) -> Iterator[Sample]:
+    """Give the samples of a task's split, in the order of the rows.
+
+    Raises DataError where the prepared set is not the task's, has another size than is published, or is torn.
+    """
+    prepared = prepared_set(path, task)
+    changed = Refusals()
+    for set_split, rows in task.rows(cast(Split, split)):  # checked with the recipe: VTAB names the splits
+        counts = prepared.shards.get(set_split, [])
+        if sum(counts) != task.sizes[set_split]:
+            raise DataError(
+                f"{task.dataset}, {set_split}: found {sum(counts):,} images, expected {task.sizes[set_split]:,}\n"
+                f"  the images of {task.name} are chosen by their place among all of them: prepare the whole set again"
+            )
+        first_row = 0  # of the file
+        for number, count in enumerate(counts):
+            wanted = range(max(rows.start, first_row), min(rows.stop, first_row + count))
+            file = prepared.folder / f"{prepared.name}-{set_split}.tfrecord-{number:05d}-of-{len(counts):05d}"
+            if wanted:
+                yield from rows_of(file, task, set_split, first_row, wanted, changed)
+            first_row += count
+    warn_of(prepared.folder, changed)
+
+
+def rows_of(file: Path, task: Task, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
+    """Give the wanted rows of a file, whose first row is `start`; raises DataError where it ends before them."""
+    # Imported here, because every command reads the table of sets below.
+    import cv2
+    import numpy as np
+
+    if not file.is_file():
+        raise DataError(f"there is nothing at {file}; prepare the set again")
+    next_row = wanted.start
+    with open(file, "rb") as stream:
+        for row, record in enumerate(records(stream, str(file)), start):
+            if row >= wanted.stop:
+                break
+            if row not in wanted:
+                continue
+            example = features(record, str(file))
+            try:
+                label = label_of(task.name, example)
+            except (KeyError, IndexError, ValueError) as error:
+                raise DataError(f"{file}: an example without {error}; prepare the set again") from None
+            raw = example.get("image", [b""])[0]
+            if not isinstance(raw, bytes) or not raw:
+                raise DataError(f"{file}, row {row}: has no image; prepare the set again")
+            image, kind = as_image(raw, f"{file}, row {row}", changed)
+            if task.dataset == "dsprites":
+                # Its pixels are 0 and 1, which VTAB multiplies by 255.
+                pixels = cv2.imdecode(np.frombuffer(raw, np.uint8), cv2.IMREAD_GRAYSCALE)
+                if pixels is None:
+                    raise DataError(f"{file}, row {row}: its image cannot be decoded; prepare the set again")
+                image, kind = encode(pixels * np.uint8(255)), "png"
+            yield Sample(f"{split}-{row:06d}", image, (label,), kind)
+            next_row = row + 1
+    if next_row < wanted.stop:
+        raise DataError(
+            f"{file}: ends before row {next_row:,}, expected rows to {wanted.stop:,}; prepare the set again"
+        )
+
+
+def classes(task: Task, path: Path) -> Names:
+    """Return the class names of a task, in the order of their ids; none where neither its set nor we have any."""
+    if task.name in NAMES:
+        return NAMES[task.name]
+    file = prepared_set(path, task).folder / CLASS_NAMES
+    return tuple(file.read_text().splitlines()) if file.is_file() else ()
+
+
+# The tasks as the sources of a pack stage know data sets.
+VTAB: dict[str, Archive] = {}
+for _task in TASKS:
+    _published: dict[str, Published] = {}
+    for _split in SPLITS:
+        _published[_split] = Published(_task.samples(_split), _task.classes, SOURCE)
+    VTAB[_task.name] = Archive(partial(samples, _task), partial(classes, _task), _published)

@@ -1,0 +1,1 @@
+"""Search training sets for images of test sets."""

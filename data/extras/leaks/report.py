@@ -1,0 +1,95 @@
+"""What a search for leaks came to, for people: a few lines, and a page of the pairs as pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from data import page
+from data.checks import printable
+from data.extras.leaks.document import Leaks, Pair, Side, in_pairs
+from data.images.decode import BadImage, decode
+from data.index.index import Index
+from data.remote.cache import CacheConfig
+from data.shards.reader import ShardReader
+
+MOST_EXAMPLES = 5  # pairs that the lines name
+MOST_SHOWN = 200  # pairs on the page: evenly many of the whole range of distances
+
+
+def lines(leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index]) -> list[str]:
+    """Return how much of each set leaks, and what to type to train without it."""
+    report = []
+    counts = leaks.looked_at
+    report.append(
+        f"{counts['train']:,} training and {counts['test']:,} test samples compared, {len(leaks.pairs):,} pairs"
+    )
+    sides: dict[Side, Mapping[str, Index]] = {"test": test, "train": train}
+    for side, sets in sides.items():
+        for path, index in sets.items():
+            leaked = in_pairs(leaks, index, side)
+            report.append(
+                f"{side:5} {path}: {int(leaked.sum()):,} of {len(leaked):,} samples are in a pair ({leaked.mean():.3%})"
+            )
+    kinds = Counter(pair.kind for pair in leaks.pairs)
+    if kinds:
+        report.append("  ".join(f"{kind} {count:,}" for kind, count in sorted(kinds.items())))
+    own_pairs = leaks.settings.get("test_pairs")
+    if own_pairs is not None:
+        alike = own_pairs["alike"]
+        report.append(f"of {own_pairs['compared']:,} pairs of different test images {alike:,} are alike at first sight")
+    for pair in leaks.pairs[:MOST_EXAMPLES]:
+        report.append(f"  {caption(pair)}")
+    undecodable = counts["train_undecodable"] + counts["test_undecodable"]
+    if undecodable or counts["train_flat"]:
+        report.append(
+            f"compared by their bytes alone: {undecodable:,} that cannot be decoded; by bytes and pixels alone: "
+            f"{counts['train_flat']:,} training images of almost one colour"
+        )
+    return report
+
+
+def caption(pair: Pair) -> str:
+    """Return a pair as a line."""
+    text = f"{pair.train[0]} {pair.train[1]} = {pair.test[0]} {pair.test[1]}: {pair.kind}, distance {pair.distance:.3g}"
+    return printable(text)
+
+
+def write_page(
+    path: Path, leaks: Leaks, train: Mapping[str, Index], test: Mapping[str, Index], cache: CacheConfig | None = None
+) -> None:
+    """Write an HTML page of pairs as pictures, which needs nothing else."""
+    farthest_first = sorted(leaks.pairs, key=lambda pair: -pair.distance)
+    # The least alike are those to judge by eye; of very many pairs, some of every distance are shown.
+    step = max(1, -(-len(farthest_first) // MOST_SHOWN))
+    shown = farthest_first[::step]
+    train_readers = [ShardReader(index, cache=cache) for index in train.values()]
+    test_readers = [ShardReader(index, cache=cache) for index in test.values()]
+    figures = []  # (training image, test image, caption); images as JPEG in base64
+    for pair in shown:
+        # Of a pair that was found by its bytes, neither may be an image.
+        with suppress(BadImage):
+            images = []
+            for reader, (shard, key) in (
+                (train_readers[pair.train_set], pair.train),
+                (test_readers[pair.test_set], pair.test),
+            ):
+                number = reader.index.numbers[shard]
+                row = int(np.flatnonzero(reader.index.keys(number) == key)[0])
+                _, encoded, _ = reader.read(number, row)
+                images.append(page.jpeg(decode(encoded)))
+            figures.append((*images, caption(pair)))
+    summary = "\n".join(lines(leaks, train, test))
+    page.write_page(
+        path,
+        "leaks.html",
+        title="Leaks",
+        summary=summary,
+        shown=len(figures),
+        pairs=len(leaks.pairs),
+        figures=figures,
+    )

@@ -1,0 +1,1 @@
+"""Inspect a folder of images before a recipe is written for it."""

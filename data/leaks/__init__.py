@@ -1,1 +1,0 @@
-"""Leaks: training images that are also in a test set, found by their pixels."""

@@ -1,0 +1,1 @@
+"""Commands, kinds of stages and watchers that the core does without."""

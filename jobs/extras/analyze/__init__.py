@@ -1,0 +1,1 @@
+"""Attention maps, attention distances, filters and position embeddings of trained weights."""

@@ -1,0 +1,1 @@
+"""Evaluate checkpoints on spare workers during training."""

@@ -1,0 +1,396 @@
+"""What a stage means, whatever keys say it: stages whose facts are equal train alike, and are judged alike.
+
+    passes: 300, of 1,281,167 images, in batches of 4096     {"images": 384,348,160, …}
+    steps: 93835 in batches of 4096                          the same
+    micro_batch: 64, cluster.workers: 8                      no fact: how a batch is shared changes nothing
+
+1. `of_campaign` and `of_run` read the stages that train or evaluate; of runs that differ by their seed, the first.
+2. `facts_of` begins with the fields that a resume may not change, takes out those that another one switches off, and
+   puts what follows from several fields in the place of these.
+3. What nothing tells, as the size of a set that is not here, is a fact of the value None.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data.images.preprocess import parse_ops
+from data.index.index import Index
+from data.order import DEFAULT_BLOCK, DEFAULT_LANES
+from jobs.extras.report.reading import flat, read_run
+from jobs.extras.studies import table as sweep
+from jobs.kinds import KINDS
+from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
+from jobs.stages import evaluate, fewshot
+from models.configs import ModelConfig, ViTConfig, from_dict
+from pipeline import config
+from pipeline.optimization import learning_rate
+from pipeline.training_config import steps_of
+
+JUDGING = (evaluate.KIND, fewshot.KIND)
+NONE = "none"  # the value of what is not there, and known not to be
+# Protocols with settings of their own, which mean something where the protocol is used.
+WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that a stage does; `words` say it to people."""
+
+    value: Any  # None: not known; a tuple: the best of these
+    words: str
+    slack: float = 0.0  # by which equal values may differ
+    keys: Mapping[str, Any] | None = None  # that say it, with their values; None: the field that it is called by
+
+    def equals(self, other: "Fact") -> bool:
+        """Return whether two facts mean the same: a value is no other than the best of several with it among them."""
+        slack = max(self.slack, other.slack)
+        if slack:
+            return bool(abs(self.value - other.value) <= slack)
+        if isinstance(self.value, tuple) and not isinstance(other.value, tuple):
+            return other.value in self.value
+        if isinstance(other.value, tuple) and not isinstance(self.value, tuple):
+            return self.value in other.value
+        return bool(self.value == other.value)
+
+
+@dataclass(frozen=True)
+class ComparedStage:
+    """A stage of a recipe or a run, with what is known of its data and of the weights that it starts from."""
+
+    name: str  # of its section in a recipe
+    row: str  # of the sweep's table, where it has one; else the name
+    kind: StageKind
+    config: Any  # of the kind
+    model: ModelConfig | None  # None where the weights that it starts from are not here
+    image_size: tuple[int, int] | None
+    size_key: str  # of a recipe, that sets the image size
+    workers: int
+    sets: Mapping[str, Index | None]  # by field; None of one that is not here
+    choices: Mapping[str, list[Any]] = field(default_factory=dict)  # of a sweep: field → the values to choose from
+    seeds: int = 1  # runs that differ by their seed alone
+
+    @property
+    def samples(self) -> int | None:
+        """Return how many samples it trains on; None where neither recipe nor index tells."""
+        samples = 0
+        for name, index in self.sets.items():
+            if name.startswith("data.train"):
+                if index is None:
+                    return self.config.data.samples
+                samples += index.samples
+        return samples
+
+    @property
+    def steps(self) -> int | None:
+        """Return how many steps it takes; None where it makes passes over nobody knows how many samples."""
+        if self.config.steps is None and self.samples is None:
+            return None
+        return steps_of(self.config, self.samples or 0)
+
+
+def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
+    """Iterate the stages of a recipe that train or evaluate: of a sweep's table the first run of each row."""
+    there = Available(campaign)
+    table_of: dict[str, Stage] = {}  # by the names of its runs
+    waited_for: set[str] = set()  # tables that other runs take their values from
+    for stage in campaign.stages:
+        waited_for.update(stage.chosen.values())
+        if stage.kind is sweep.KIND:
+            table_of.update(dict.fromkeys(stage.config.runs, stage))
+    seen: set[tuple[str, str]] = set()
+    for stage in campaign.stages:
+        table = table_of.get(stage.name)
+        is_candidate = table is not None and f"@{table.name}" in waited_for
+        if is_candidate or not (stage.kind.trains or stage.kind in JUDGING):
+            continue
+        # 1. Its row, how many runs that has, and of which values it has the best.
+        row = stage.name
+        seeds = 1
+        chooser = None
+        if table is not None:
+            runs = table.config.runs
+            row = runs[stage.name].row
+            seeds = sum(run.row == row for run in runs.values())
+            # Nobody waits for this choice, and all rows of the grid are one.
+            if table.config.chooses:
+                chooser = table
+                row = stage.source
+        for value in stage.chosen.values():
+            chooser = campaign.stage(value.removeprefix("@"))
+        if (stage.source, row) in seen:
+            continue
+        seen.add((stage.source, row))
+        choices: dict[str, list[Any]] = {}
+        if chooser is not None:
+            for run in chooser.config.runs.values():
+                for key, value in run.values.items():
+                    if value not in choices.setdefault(key, []):
+                        choices[key].append(value)
+
+        # 2. Its sets, as far as they are here.
+        sets = {}
+        for name, (path, _reads) in stage.kind.inputs_of(stage.config).items():
+            if name != "init":
+                sets[name.replace("mixture", "train")] = there.index(path)
+
+        # 3. The size of its images, which a stage `resize` before it may have set.
+        section = getattr(stage.config, "model", {})
+        size = section.get("image_size")
+        if stage.model is not None:
+            size = stage.model.image_size
+        size_key = f"{stage.source}.model.image_size"
+        link = reference(stage.config.init or "")
+        if link is not None and "image_size" not in section:
+            maker = campaign.stage(link[0])
+            if maker.kind.name == "resize":
+                size = maker.config.image_size
+                size_key = f"{maker.name}.image_size"
+        if isinstance(size, int):
+            size = (size, size)
+        yield ComparedStage(
+            name=stage.source,
+            row=row,
+            kind=stage.kind,
+            config=stage.config,
+            model=stage.model,
+            image_size=size and tuple(size),
+            size_key=size_key,
+            workers=campaign.cluster.most,
+            sets=sets,
+            choices=choices,
+            seeds=seeds,
+        )
+
+
+def of_run(path: Path) -> Iterator[ComparedStage]:
+    """Iterate the stages of a run that train or evaluate. Raises ConfigError where another version wrote them."""
+    for stage in read_run(path).stages:
+        record = stage.record
+        kind = KINDS.get(record.get("kind", ""))
+        if kind is None or not (kind.trains or kind in JUDGING):
+            continue
+        model = None
+        image_size = None
+        if record["model"]:
+            model = from_dict(record["model"])
+            image_size = model.image_size
+        workers = 1
+        if stage.starts:
+            workers = stage.starts[-1]["world"]
+        sets = {}
+        for name, index in stage.sets.items():
+            # "probe train", and "train" or "evaluate" of `data`.
+            name = f"data.{name}".replace("data.probe ", "probe.")
+            sets[name] = index if isinstance(index, Index) else None
+        yield ComparedStage(
+            name=stage.name,
+            row=stage.name,
+            kind=kind,
+            config=config.build(kind.config, record["config"], stage.name),
+            model=model,
+            image_size=image_size,
+            size_key=f"{stage.name}.model.image_size",
+            workers=workers,
+            sets=sets,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def facts_of(stage: ComparedStage, other: ComparedStage) -> dict[str, Fact]:
+    """Return what a stage does, by the field that says it most directly; it is to be compared with `other`."""
+    facts = {}
+    if stage.kind.trains:
+        facts.update(facts_of_training(stage, other.config.optim.lr))
+    else:
+        facts.update(facts_of_evaluation(stage))
+    for name, index in stage.sets.items():
+        facts[f"content.{name}"] = Fact(None, "")
+        if index is not None:
+            facts[f"content.{name}"] = Fact(index.digest, f"digest {index.digest}"[:19], keys={})
+    return facts
+
+
+def fact_of_field(value: Any, keys: Mapping[str, Any] | None = None) -> Fact:
+    """Return the fact that a field is of this value; a missing value is known to be missing."""
+    return Fact(NONE if value is None else value, config.shown(value), keys=keys)
+
+
+def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
+    """Return how a stage evaluates: its protocols with their settings, and what becomes of an image before."""
+    cfg = stage.config
+    facts = {}
+    for name, value in flat(config.plain(cfg)).items():
+        section = name.partition(".")[0]
+        # Which weights and sets are no settings; how they are read changes no number.
+        is_path = section in ("init", "model", "sets", "leaks") or name.startswith("probe.t")
+        is_free = section in ("micro_batch", "cache", "stall_s")
+        is_unused = section in WITH_SETTINGS and section not in cfg.protocols
+        if not (is_path or is_free or is_unused):
+            facts[name] = Fact(value, config.shown(value))
+    if stage.kind is evaluate.KIND:
+        facts["protocols"] = Fact(sorted(cfg.protocols), ", ".join(sorted(cfg.protocols)))
+    facts["preprocess"] = fact_of_ops(cfg.preprocess, stage.image_size)
+    return facts
+
+
+def facts_of_training(stage: ComparedStage, peak: float) -> dict[str, Fact]:
+    """Return what is trained how; the schedule is drawn at a given peak, for an end of 1e-5 is one at any peak."""
+    cfg = stage.config
+    optim = cfg.optim
+    schedule = optim.schedule
+    augment = cfg.data.augment
+    values = flat(config.plain(cfg))
+    # 1. The fields that a resume may change go, and those that stand below in another form.
+    unused = [*config.tagged(cfg, "warn"), *config.tagged(cfg, "free")]
+    unused += ["passes", "steps", "data.train", "data.samples", "optim.head_weight_decay"]
+    for name in values:
+        if name.startswith(("model", "data.mixture", "optim.schedule.", "init")):
+            unused.append(name)
+    # 2. So do those that another field switches off.
+    switched_off = {
+        "loss label_smoothing mixup data.max_labels": cfg.objective == "masked",
+        "new_head": cfg.objective == "masked" or cfg.init is None,
+        "optim.beta1 optim.beta2 optim.eps": optim.name == "sgd",
+        "optim.momentum": optim.name != "sgd",
+        "data.augment.min_area data.augment.min_aspect data.augment.max_aspect": augment.crop != "inception",
+        "data.augment.reduced": augment.crop == "random",
+        "data.augment.randaug_magnitude": not augment.randaug_layers,
+        "thinning.patch_dropout_until": not cfg.thinning.patch_dropout,
+    }
+    for names, is_off in switched_off.items():
+        if is_off:
+            unused += names.split()
+    for name in unused:
+        values.pop(name, None)
+
+    # 3. Values that stand for others: defaults, and how often a best one is looked for.
+    values["data.lanes"] = cfg.data.lanes or min(DEFAULT_LANES, cfg.batch_size)
+    values["data.shuffle_block"] = cfg.data.shuffle_block or DEFAULT_BLOCK
+    values["data.drop"] = sorted(cfg.data.drop)
+    if cfg.keep_best is not None:
+        values["evaluate_every"] = cfg.evaluate_every
+    if cfg.probe.train is not None:
+        for name in ("shots", "seeds", "l2"):
+            values[f"probe.{name}"] = config.plain(cfg.probe)[name]
+    # The partner of an image stands beside it in the micro-batch: a single image has none.
+    if cfg.mixup and min(cfg.micro_batch, math.ceil(cfg.batch_size / stage.workers)) == 1:
+        values["mixup"] = 0.0
+    facts = {}
+    for name, value in values.items():
+        facts[name] = fact_of_field(value)
+    facts["sweep.seeds"] = Fact(stage.seeds, str(stage.seeds), keys={"sweep.seeds": list(range(stage.seeds))})
+    facts |= facts_of_model(stage)
+
+    # 4. The data. None of these is told by a value that another recipe could take.
+    weights = cfg.data.weights()
+    shares = sorted(round(weight / sum(weights), 6) for weight in weights)
+    facts["data.mixture"] = Fact(shares, f"{len(shares)} sets by {shares}", keys={})
+    facts["init"] = Fact("of pretrained weights", "of pretrained weights", keys={})
+    if cfg.init is None:
+        facts["init"] = Fact("random", "random", keys={})
+    facts["data.evaluate"] = Fact("a set of its own", "a set of its own", keys={})
+    if cfg.data.evaluate is None:
+        facts["data.evaluate"] = Fact(NONE, NONE, keys={})
+    if cfg.data.evaluate is not None or cfg.probe.train is not None:
+        facts["data.preprocess"] = fact_of_ops(cfg.data.preprocess, stage.image_size)
+    facts["data.samples"] = Fact(stage.samples, f"{stage.samples or 0:,} images")
+    facts["images"] = Fact(None, "")
+    if stage.steps is not None:
+        images = stage.steps * cfg.batch_size
+        facts["images"] = Fact(images, f"{images:,}", slack=cfg.batch_size)
+
+    # 5. The optimizer. Many keys can say one curve, so that schedules are compared by their rates after the warm-up.
+    decay = optim.weight_decay
+    of_head = optim.head_weight_decay
+    if of_head is None:
+        of_head = decay
+    way = "added to the gradient"
+    if optim.name == "adam":
+        way = "decoupled, times the rate"
+    decay_keys = {"optim.weight_decay": optim.weight_decay, "optim.head_weight_decay": optim.head_weight_decay}
+    words = f"{decay:g}, {way}, on kernels"
+    if of_head != decay:
+        words = f"{decay:g}, {of_head:g} on the head"
+    facts["optim.weight_decay"] = Fact([decay, of_head, way], words, keys=decay_keys)
+    if of_head == decay == 0:
+        facts["optim.weight_decay"] = Fact(NONE, NONE, keys=decay_keys)
+    steps = stage.steps or 10 * (schedule.warmup_steps + schedule.cooldown_steps + 1)
+    end = f"{learning_rate(steps, steps, peak, schedule):.2g}"
+    shape = []
+    for quarter in (0.25, 0.5, 0.75):
+        step = schedule.warmup_steps + quarter * (steps - schedule.warmup_steps)
+        shape.append(round(learning_rate(step, steps, peak, schedule) / peak, 2))
+    words = schedule.decay
+    if schedule.cooldown_steps:
+        words += f", the last {schedule.cooldown_steps:,} steps linearly to 0"
+    schedule_keys = flat(config.plain(schedule), "optim.schedule.")
+    warmup = schedule_keys.pop("optim.schedule.warmup_steps")
+    facts["optim.schedule.decay"] = Fact([shape, end], f"{words}, ends at {end}", keys=schedule_keys)
+    facts["optim.schedule.warmup_steps"] = Fact(warmup, f"{warmup:,} steps, {warmup / steps:.1%} of all")
+    # 6. The best of several values is chosen by a sweep.
+    for name, choices in stage.choices.items():
+        words = f"the best of {', '.join(map(str, choices))}"
+        facts[name] = Fact(tuple(choices), words, keys={f"sweep.grid.{name}": choices})
+    return facts
+
+
+def facts_of_model(stage: ComparedStage) -> dict[str, Fact]:
+    """Return the fields of a stage's model that do something; of weights that are not here, what the recipe says."""
+    model = stage.model
+    values = dict(stage.config.model)
+    values.pop("name", None)
+    if model is not None:
+        values = asdict(model)
+    elif stage.config.new_head:
+        values.setdefault("representation", None)
+    values.pop("image_size", None)
+    if isinstance(model, ViTConfig):
+        if model.position_std is None:
+            # As models/initial.py draws them.
+            values["position_std"] = model.width**-0.5
+            if model.class_slot and model.pool != "map":
+                values["position_std"] = 0.02
+        if model.positions in ("none", "sincos2d"):
+            del values["position_std"], values["class_slot"], values["positions_at"]
+        elif model.prefix_tokens == 0:
+            del values["class_slot"]
+        if model.stem is None:
+            del values["stem_width"]
+    facts = {}
+    if model is not None:
+        # A family has no key: a model is of one by its name.
+        keys = {"model": stage.config.model["name"]} if "name" in stage.config.model else {}
+        facts["model.family"] = Fact(model.family, model.family, keys=keys)
+    for name, value in values.items():
+        name = f"model.{name}"
+        if isinstance(value, tuple):
+            value = list(value)
+        facts[name] = fact_of_field(value, {name: value})
+    if stage.image_size is not None:
+        height, width = stage.image_size
+        # The key is of the stage that sets the size, which may be another one in the other recipe.
+        facts["model.image_size"] = Fact([height, width], f"{height} × {width} pixels")
+    return facts
+
+
+def fact_of_ops(ops: str | None, size: tuple[int, int] | None) -> Fact:
+    """Return evaluation ops by what they do: the size of the images is called so, and `decode` does nothing."""
+    if ops is None:
+        if size is None:
+            return Fact(None, "")
+        ops = f"resize({size[0]})"
+    meant: list[object] = []
+    for op, arguments in parse_ops(ops):
+        if op.__name__ == "unchanged":
+            continue
+        numbers = list(arguments)
+        for place, argument in enumerate(arguments):
+            if size is not None and argument in (size, size[0]):
+                numbers[place] = "size"
+        meant.append((op.__name__, numbers))
+    return Fact(meant, ops)

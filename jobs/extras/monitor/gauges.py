@@ -1,0 +1,105 @@
+"""How a run stands as Ray metrics, for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
+
+The driver sets them, so they are on the metrics port of the driver's node; every other node tells which workers it
+has (jobs/cluster/ray_agents.py), and Ray tells of each node's processors, GPUs, memory, disks and links. Ray's own
+way for a worker's numbers, `train.report`, holds up a step for 2 s a call (measured).
+
+A gauge that is not set again for about 25 s is gone from the port (measured with Ray 2.60): so a stage that has ended
+disappears, and the gauges of a stage that trains are set with every look, also when it has reported nothing since.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from ray.util.metrics import Gauge
+
+from jobs.extras.monitor.status_poller import View
+from jobs.ownership import Lease
+
+# Those of the newest report in metrics.jsonl, under its names.
+OF_REPORT = (
+    "step",
+    "steps",
+    "loss",
+    "lr",
+    "grad_norm",
+    "images_per_s",
+    "tflops_per_worker",
+    "mfu",
+    "wait",
+    "wait_storage",
+    "wait_decode",
+    "wait_transfer",
+    "memory_gb",
+    "eta_s",
+    "samples_seen",
+    "bad_samples",
+    "world",
+)
+# Those that the driver adds, with what they say.
+OF_DRIVER = {
+    "waiting": "1 while no attempt runs: the stage waits for places, or for its next attempt",
+    "restarts": "attempts of the stage but the first",
+    "incidents": "incidents of the stage, as in incidents.txt",
+    "report_age_s": "seconds since the newest report",
+    "checkpoint_step": "step of the newest committed checkpoint",
+    "checkpoint_age_s": "seconds since the newest commit",
+    "is_finite": "0 where the newest loss or gradient norm is not finite; those are not shown then",
+}
+# Those of the command, whether it is in a stage or not.
+OF_RUN = {
+    "lease_age_s": "seconds since the driver last renewed the run's lease",
+    "exit_code": "the code with which the command has ended, for the last seconds of its gauges",
+}
+
+
+def values_of(view: View) -> dict[str, float]:
+    """Return what is shown of a stage, by name; what is not known, or not finite, is left out."""
+    values: dict[str, float] = {
+        "waiting": float(view.state == "waiting"),
+        "restarts": float(max(0, view.attempts - 1)),
+        "incidents": float(view.incidents),
+    }
+    if view.report is not None:
+        for name in OF_REPORT:
+            number = view.report.get(name)
+            if number is not None:
+                values[name] = float(number)
+        # Clocks of nodes differ: a record may come from the future.
+        values["report_age_s"] = max(0.0, view.time - view.report["time"])
+        values["is_finite"] = float(math.isfinite(values.get("loss", 0.0) + values.get("grad_norm", 0.0)))
+    if view.commit is not None:
+        values["checkpoint_step"] = float(view.commit["step"])
+        values["checkpoint_age_s"] = max(0.0, view.time - view.commit["time"])
+    # Ray drops NaN without a word (measured).
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+class Gauges:
+    """One Ray gauge for each name; make it when the cluster is connected. They outlive a new connection (measured)."""
+
+    def __init__(self, run: Path, lease: Lease) -> None:
+        self.run = run
+        self.lease = lease
+        self.gauges: dict[str, Gauge] = {}
+        for name in OF_REPORT:
+            self.gauges[name] = Gauge(f"patchline_{name}", f"{name} in metrics.jsonl", tag_keys=("run", "stage"))
+        for name, text in OF_DRIVER.items():
+            self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run", "stage"))
+        for name, text in OF_RUN.items():
+            self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run",))
+
+    def show(self, view: View) -> None:
+        """Set the gauges of a stage."""
+        for name, value in values_of(view).items():
+            self.gauges[name].set(value, tags={"run": view.run, "stage": view.stage})
+
+    def show_run(self) -> None:
+        """Set the gauges of the command: the age of its lease, and its exit code once it has ended."""
+        tags = {"run": self.run.name}
+        self.gauges["lease_age_s"].set(self.lease.age_s(), tags=tags)
+        exit_code = json.loads((self.run / "status.json").read_text())["exit_code"]
+        # The last look comes after the command has written how it ended, and Ray takes it along when it is left.
+        if exit_code is not None:
+            self.gauges["exit_code"].set(exit_code, tags=tags)

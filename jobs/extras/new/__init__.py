@@ -1,0 +1,1 @@
+"""Write a recipe for a folder of images."""

@@ -1,0 +1,1 @@
+"""Plan a run, try its steps, and check the cluster before it starts."""

@@ -1,0 +1,1 @@
+"""Repeat recorded steps: replay, audit, bisect, without."""

@@ -1,0 +1,1 @@
+"""Sweeps, tables, figures and scaling laws."""

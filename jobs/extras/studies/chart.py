@@ -1,0 +1,116 @@
+"""The chart of a figure.json (jobs/extras/studies/figure.py): as files for any viewer, and inline in the page of the
+run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
+
+from data.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
+from pipeline.monitoring.telemetry import amount
+
+WIDTH = 4.9  # inches of a panel
+LONGEST_LABEL = 28  # characters
+
+
+def write_study_chart(record: Mapping[str, Any], folder: Path) -> None:
+    """Write the figure of a study as figure.png and figure.svg, in colours that need no page."""
+    style: Any = {**STYLE, "figure.facecolor": "white"}
+    for key, value in style.items():
+        if isinstance(value, str):
+            style[key] = ON_PAPER.get(value, value)
+    with matplotlib.rc_context(style):
+        drawn = study_figure(record, ON_PAPER)
+        drawn.savefig(folder / "figure.png", dpi=150)
+        drawn.savefig(folder / "figure.svg", metadata={"Date": None})
+
+
+def study_chart(record: Mapping[str, Any]) -> Markup:
+    """Draw the figure of a study for the page."""
+    with charted():
+        return svg(study_figure(record, {}), record["title"])
+
+
+def study_figure(record: Mapping[str, Any], colours: Mapping[str, str]) -> Figure:
+    """Return the chart of a figure.json: our points, and the paper's in a panel beside them."""
+    panels = [record]
+    if "paper" in record:
+        panels.append(record["paper"])
+    bottom = 0.06 if record["stamp"] else 0.0  # of the height, for the stamp's line
+    layout = ConstrainedLayoutEngine(rect=(0, bottom, 1, 1 - bottom))
+    figure = Figure(figsize=(WIDTH * len(panels), 3.4), dpi=72, layout=layout)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw_panel(axes, panel, record["log"], colours)
+    law = record.get("fit", {})
+    if "line" in law:
+        figure.axes[0].plot(*law["line"], color=colours.get(INK, INK), linewidth=0.9, linestyle=DASHES[1])
+    if record["stamp"]:
+        figure.text(0.01, 0.005, record["stamp"], fontsize=7, style="italic", va="bottom")
+    return figure
+
+
+def draw_panel(axes: Axes, panel: Mapping[str, Any], log: list[str], colours: Mapping[str, str]) -> None:
+    """Draw the points of a panel, a line for each of its series; `log` names the axes that are logarithmic."""
+    axes.set_title(panel["title"], fontsize=9, loc="left")
+    axes.tick_params(which="both", labelsize=7)
+    axes.grid(color=colours.get(GRID, GRID), linewidth=0.6)
+    axes.set_xlabel(panel["x"], fontsize=8)
+    axes.set_ylabel(panel["y"], fontsize=8)
+    # Names stand at 0, 1, 2, … in the order in which they come.
+    names: list[str] = []
+    by_series: dict[str, list[Mapping[str, Any]]] = {}
+    for point in panel["points"]:
+        by_series.setdefault(point["series"], []).append(point)
+        if isinstance(point["x"], str) and point["x"] not in names:
+            names.append(point["x"])
+    for number, (series, points) in enumerate(by_series.items()):
+        colour = LINES[number % len(LINES)]
+        look: Any = {"linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
+        if names:
+            look["linestyle"] = ""
+        if panel["is_curve"]:
+            look["marker"] = ""
+        places = []
+        for point in points:
+            places.append(names.index(point["x"]) if names else point["x"])
+        order = np.argsort(places, kind="stable")
+        y, low, high = np.array([(point["y"], point["low"], point["high"]) for point in points])[order].T
+        axes.errorbar(
+            np.array(places)[order],
+            y,
+            yerr=np.maximum([y - low, high - y], 0),
+            color=colours.get(colour, colour),
+            markersize=4,
+            linewidth=1.3,
+            capsize=2.5,
+            elinewidth=0.8,
+            label=series[:LONGEST_LABEL],
+            **look,
+        )
+    if len(by_series) > 1:
+        axes.legend(fontsize=7, frameon=False, loc="best", handlelength=3.2)
+    # Each axis has a scale, and ticks in words where its values are names, amounts or shares.
+    if names:
+        axes.set_xticks(range(len(names)), [name[:LONGEST_LABEL] for name in names], rotation=30, ha="right")
+    elif "x" in log:
+        axes.set_xscale("log")
+        # At 1, 3, 10, 30, …: left to itself each of 1 to 9 has a label where few powers of ten are in sight.
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axes.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_formatter(lambda value, _place: amount(value))
+    if "y" in log:
+        axes.set_yscale("log")
+    elif panel["is_share"]:
+        axes.yaxis.set_major_formatter(lambda value, _place: f"{100 * value:.3g} %")

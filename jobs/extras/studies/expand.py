@@ -1,0 +1,514 @@
+"""Sweeps: one section of a recipe becomes many stages, of which a table is made in the end.
+
+`sweep:` in a section names the fields that vary, and `expand` writes the section once for every run of it:
+1. `each`: one run a name, with the fields that stand below the name, such as the tasks of a benchmark;
+2. `grid`: one run for every combination of the fields' values;
+3. `seeds`: every run once a seed;
+4. with `held_out`, the grid is run on a part of the training data and judged on the rest of it; the runs over the seeds
+   then take the values that did best, which `<section>.grid` knows when the grid has been run.
+
+    finetune:                                     finetune.lr-0.01    of the grid, with the fields of held_out
+      init: "@resize"                             finetune.lr-0.03    of the grid
+      data: {train: all, evaluate: test}     →    finetune.grid       the table of the grid: which lr did best
+      sweep:                                      finetune.seed-0     optim.lr is the one that did best
+        grid: {optim: {lr: [0.01, 0.03]}}         finetune.seed-1
+        held_out: {data: {train: most, …}}        finetune            the table of the runs: mean ± sd
+        seeds: [0, 1]
+
+All of them are stages like any other: each has a key, is skipped when it has finished, and is resumed when it has not.
+What they read, they share. `expand` knows nothing of keys and folders: a text becomes a longer one.
+
+A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, under the same name and row
+and with the same seed; a sweep of its own varies each of them:
+
+    pretrain: {sweep: {each: {small: …, large: …}}}       pretrain.small   pretrain.large   pretrain
+    resize:   {init: "@pretrain.*"}                    →  resize.small     resize.large     resize
+    finetune: {init: "@resize.*", sweep: {seeds: [0]}}    finetune.small.seed-0 …           finetune
+
+A run that takes the best values of a grid has, until the grid's table is made, the first values of the grid in their
+place. Its key is computed with these, and with the key of the table: so every key is known before anything has run, and
+stays the same afterwards. `resolve_sweep` puts the values that a table has chosen into the configs that wait for them:
+
+    before  finetune.seed-0: optim.lr is the best of 0.003, 0.01, 0.03 by accuracy, known after finetune.grid
+    after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy, of finetune.grid
+"""
+
+import copy
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+
+from data.errors import ConfigError, DataError
+from jobs.extras.studies import table as tables
+from jobs.kinds import KINDS
+from jobs.recipe.key import model_of
+from jobs.resolved_recipe import Campaign, Stage, reference
+from models.checks import did_you_mean
+from pipeline import artifacts, config
+from pipeline.config import Tags, require, tags
+
+Section: TypeAlias = Mapping[str, object]  # of a recipe: nested, plain, not yet checked
+Config = TypeVar("Config")  # a dataclass, or a dict of some
+
+TABLE = "sweep"  # the kind of stage that makes the table (jobs/extras/studies/table.py)
+GRID = "grid"  # the last part of the name of a grid's table
+FINAL = "final"  # the last part of the name of the run with the best values, where there are no seeds
+# Of a trunk: how long it is, and what its branches take from its weights.
+NOT_INHERITED = ("steps", "passes", "begin", "law", "model", "new_head")
+EACH_RUN = re.compile(r"@(?P<sweep>[^/*]+)\.\*(?P<part>(/.*)?)")  # "@pretrain.*", "@shards.*/train"
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]")  # what may not stand in a stage's name
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """In a stage's section, what varies over several runs of it. One table is made of them all (docs/sweeps.md)."""
+
+    each: dict[str, Any] = field(default_factory=dict)  # runs by name, and the fields that each has of its own
+    # lists of values; a run for every combination of them. Names of `each` may have their own, and held_out
+    grid: dict[str, Any] = field(default_factory=dict)
+    held_out: dict[str, Any] = field(default_factory=dict)  # fields that the grid has instead; the best runs again
+    seeds: list[int] = field(default_factory=list)  # every run once a seed; with `held_out` the best alone
+    best: str = "accuracy"  # the metric whose highest mean wins; of equal ones the first in the recipe
+    # which evaluation of each run counts: its last, or the best of all that it has made
+    evaluation: Literal["last", "best"] = "last"
+    groups: dict[str, list[str]] = field(default_factory=dict)  # names of `each` that get a mean of their own
+    chosen_on_test: bool = False  # let held_out share samples with the final evaluation; the table says so
+
+    RESUME: ClassVar[Tags] = tags(forbid="each grid held_out seeds best evaluation groups chosen_on_test")
+
+    def __post_init__(self) -> None:
+        require(bool(self.grid) or not self.held_out, "held_out is what a grid is run on: give grid, or leave it out")
+        lowest = min(self.seeds, default=0)
+        require(lowest >= 0, f"seeds are {self.seeds}, expected 0 or more")
+        check_twice("seeds", self.seeds)
+        for name, fields in self.each.items():
+            require(fields is None or isinstance(fields, Mapping), f"each.{name} is {fields!r}, expected fields")
+        for group, names in self.groups.items():
+            check_twice(f"groups.{group}", names)
+            for name in names:
+                require(name in self.each, f"groups.{group} names {name!r}{did_you_mean(name, self.each)}")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A stage's section as it would stand in a recipe that spells everything out."""
+
+    values: object  # the section, or a value where the recipe has one in its place
+    source: str  # the section of the recipe that it comes from
+    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that will choose its value
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep: its section, and where it stands in the table."""
+
+    section: Section
+    row: str  # runs of one row differ by their seed
+    seed: int | None
+    values: Section  # of the grid, by dotted name
+
+    def after(self, parent: "Run", name: str) -> "Run":
+        """Return the run as one that goes on from a run of another sweep; `name` is its section's."""
+        row = parent.row
+        if self.row != name:
+            row = f"{parent.row}, {self.row}"
+        seed = parent.seed if self.seed is None else self.seed
+        return Run(self.section, row, seed, {**parent.values, **self.values})
+
+
+def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str, Written]:
+    """Return the sections of a recipe by the names of their stages; those with a `sweep` have become many.
+
+    `check` is given the section of every sweep with the first of all that varies: a wrong key is named as it was typed.
+    """
+    sections: dict[str, Written] = {}
+    tables_above: dict[str, dict[str, Run]] = {}  # by section: the runs of its table, by name
+    for name, section in recipe.items():
+        stars = set(starred(section))
+        # `finetune.sweep=null` takes a sweep off.
+        if isinstance(section, Mapping) and section.get("sweep") is None:
+            section = {key: value for key, value in section.items() if key != "sweep"}
+        if not isinstance(section, Mapping) or ("sweep" not in section and not stars):
+            sections[name] = Written(with_trunk(section, sections), name)
+            continue
+        where = f"{name}.sweep"
+        # 1. One section for every run of the sweeps that it reads, and one alone where it reads none.
+        parents: dict[str, Run | None] = {"": None}
+        if stars:
+            parents = dict(parents_of(name, stars, tables_above))
+        stages: dict[str, Written] = {}
+        runs: dict[str, Run] = {}
+        groups: dict[str, list[str]] = {}  # of rows of the table that get a mean of their own
+        for suffix, parent in parents.items():
+            base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections)
+            sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
+            varies = bool(sweep.each or sweep.grid or sweep.seeds)
+            require(varies or parent is not None, f"{where}: nothing varies: give each, grid or seeds")
+            if parent is not None:
+                has_seeds = parent.seed is not None and bool(sweep.seeds)
+                require(not has_seeds, f"{where}.seeds: the runs that {name} reads have seeds already\n  leave one out")
+                # The seed is the chain's, unless the section has one of its own.
+                kind = KINDS.get(str(base["kind"]))
+                if parent.seed is not None and kind is not None and "seed" in kind.config.__dataclass_fields__:
+                    base.setdefault("seed", parent.seed)
+            if not stages:
+                check(name, first_section(base, sweep, where))
+            more_stages, more_runs = stages_of(name, f"{name}.{suffix}".rstrip("."), base, sweep)
+            stages |= more_stages
+            for run_name, run in more_runs.items():
+                runs[run_name] = run if parent is None else run.after(parent, name)
+            # In a chain every row that is gone on from has means of its own.
+            before = "" if parent is None else f"{parent.row}, "
+            if sweep.groups:
+                for group, members in {**sweep.groups, "mean": list(sweep.each)}.items():
+                    groups[before + group] = [before + member for member in members]
+
+        # 2. The table of all has the section's name, and comes last. Without held_out the best row of a grid is named
+        # by the very samples that its number is of.
+        is_choice = bool(sweep.grid) and not sweep.held_out and not sweep.each and not stars
+        table = table_section(runs, sweep, chooses=is_choice, on_test=is_choice)
+        table["groups"] = groups
+        stages[name] = Written(table, name)
+        for run_name, written in stages.items():
+            require(
+                run_name == name or run_name not in recipe,
+                f"{run_name} is a stage of the recipe, and a run of {where}\n  rename the stage",
+            )
+            sections[run_name] = written
+        tables_above[name] = runs
+    return sections
+
+
+def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
+    """Return the section of a branch with the values of its trunk, where it has none of its own; others as they are.
+
+    The sections `above` are those of all stages before it, as they would stand in a recipe that spells everything out.
+    """
+    if not isinstance(section, Mapping):
+        return section
+    # How far a branch goes may vary in a sweep: each of its runs begins at another step.
+    candidates: list[object] = [section]
+    sweep = section.get("sweep")
+    if isinstance(sweep, Mapping):
+        candidates.append(sweep.get("grid"))
+        if isinstance(sweep.get("each"), Mapping):
+            candidates += sweep["each"].values()
+    begins = any(isinstance(fields, Mapping) and fields.get("begin") for fields in candidates)
+    link = reference(str(section.get("init")))
+    if not begins or link is None or link[0] not in above:
+        return dict(section)
+    trunk: Any = above[link[0]].values
+    kind = KINDS.get(str(trunk.get("kind", link[0])))
+    if kind is None or not kind.trains:
+        return dict(section)
+    inherited = dict(trunk)
+    for name in NOT_INHERITED:
+        inherited.pop(name, None)
+    own = dict(section)
+    sweep = own.pop("sweep", None)
+    whole = with_fields(inherited, flat(own, link[0]), link[0])
+    if sweep is not None:
+        whole["sweep"] = sweep
+    return whole
+
+
+def first_section(base: Section, sweep: SweepConfig, where: str) -> Section:
+    """Return a section with the fields of the sweep's first name, and the first values of its grid."""
+    fields = dict(next(iter(sweep.each.values()), None) or {})
+    fields.pop("held_out", None)
+    values: Section = next(iter(grid_of(fields.pop("grid", sweep.grid), where).values()), {})
+    return with_fields(with_own(base, flat(fields, where), where), values, where)
+
+
+def starred(section: object) -> Iterator[str]:
+    """Iterate the names of the sweeps whose runs a section reads one by one, as "@pretrain.*"."""
+    if isinstance(section, str):
+        match = EACH_RUN.fullmatch(section)
+        if match is not None:
+            yield match["sweep"]
+    elif isinstance(section, Mapping):
+        for value in section.values():
+            yield from starred(value)
+
+
+def starred_as(section: Any, suffix: str) -> Any:
+    """Return a section with "@pretrain.small" in the place of "@pretrain.*"."""
+    if isinstance(section, str):
+        return EACH_RUN.sub(rf"@\g<sweep>.{suffix}\g<part>", section)
+    if isinstance(section, Mapping):
+        return {key: starred_as(value, suffix) for key, value in section.items()}
+    return section
+
+
+def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Mapping[str, Run]]) -> dict[str, Run]:
+    """Return the runs of the sweeps that a section reads, by what stands behind the sweep's name.
+
+    Raises ConfigError where one is no sweep that stands above, and where two do not have the same runs.
+    """
+    parents: dict[str, Run] = {}
+    for star in sorted(stars):
+        require(
+            star in tables_above,
+            f"{name} reads @{star}.*, the runs of a sweep, and no section {star} above it has or reads one\n"
+            f"  type @{star}, or move {name} below the sweep",
+        )
+        runs = {run_name.removeprefix(f"{star}."): run for run_name, run in tables_above[star].items()}
+        require(
+            not parents or parents.keys() == runs.keys(),
+            f"{name} reads the runs of {', '.join(sorted(stars))}, which are not called alike: "
+            f"{', '.join(parents)}; {', '.join(runs)}\n  expected sweeps of which one reads the other's runs",
+        )
+        parents = parents or runs
+    return parents
+
+
+def stages_of(name: str, stem: str, base: Section, sweep: SweepConfig) -> tuple[dict[str, Written], dict[str, Run]]:
+    """Return all stages of a sweep but the table of all, and the runs that this table is of.
+
+    `stem` begins their names; it is longer than the section's `name` where the sweep is made for a run of another.
+    """
+    where = f"{name}.sweep"
+    first_stem = stem
+    stages: dict[str, Written] = {}
+    table: dict[str, Run] = {}
+    for row, fields in (sweep.each or {"": {}}).items():
+        own = dict(fields or {})
+        held_out = flat(own.pop("held_out", sweep.held_out), where)
+        grid = grid_of(own.pop("grid", sweep.grid), where)
+        stem = f"{first_stem}.{row}".rstrip(".")
+        section = with_own(base, flat(own, f"{where}.each.{row}"), where)
+        chosen: dict[str, str] = {}
+        runs: dict[str, Run] = {}
+        if not grid:
+            runs = seeded(stem, section, sweep.seeds, row or name)
+        elif held_out:
+            # A choice among sections could not be put into a config that is made of others.
+            for candidate in grid.values():
+                for key, value in candidate.items():
+                    require(
+                        not isinstance(value, Mapping),
+                        f"{where}.grid.{key} lists {value!r}, a section, which a grid with held_out cannot choose\n"
+                        f"  expected values of its fields: {where}.grid.{key}.FIELD=[…]",
+                    )
+            # The grid and its table are stages before the runs that take the best values.
+            choice = f"{stem}.{GRID}"
+            candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
+            stages |= written_runs(name, candidates, {})
+            stages[choice] = Written(table_section(candidates, sweep, chooses=True), name)
+            # The first values stand for the best, which are not known yet.
+            first_values = next(iter(grid.values()))
+            section = with_fields(section, first_values, where)
+            chosen = dict.fromkeys(first_values, f"@{choice}")
+            # The table of all has the section's name, so that a single run needs another.
+            if stem == name and not sweep.seeds:
+                stem = f"{name}.{FINAL}"
+            runs = seeded(stem, section, sweep.seeds, row or name)
+        else:
+            require(not row, f"{where} has each and grid\n  expected held_out too, on which the best values are chosen")
+            runs = grid_runs(stem, section, grid, sweep.seeds, where)
+        stages |= written_runs(name, runs, chosen)
+        table |= runs
+    return stages, table
+
+
+def seeded(stem: str, section: Section, seeds: list[int], row: str, values: Section | None = None) -> dict[str, Run]:
+    """Return the runs of a row by name: one a seed, or one alone where there are no seeds."""
+    if not seeds:
+        return {stem: Run(section, row, None, values or {})}
+    runs = {}
+    for seed in seeds:
+        runs[f"{stem}.seed-{seed}"] = Run({**section, "seed": seed}, row, seed, values or {})
+    return runs
+
+
+def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: list[int], where: str) -> dict[str, Run]:
+    """Return the runs of a grid by name: a row for every combination of values."""
+    runs: dict[str, Run] = {}
+    for suffix, values in grid.items():
+        combined = with_fields(section, values, where)
+        runs |= seeded(f"{stem}.{suffix}", combined, seeds, tables.in_words(values), values)
+    return runs
+
+
+def written_runs(source: str, runs: Mapping[str, Run], chosen: Mapping[str, str]) -> dict[str, Written]:
+    """Return the sections of runs, by their names."""
+    sections = {}
+    for name, run in runs.items():
+        sections[name] = Written(run.section, source, chosen)
+    return sections
+
+
+def table_section(
+    runs: Mapping[str, Run], sweep: SweepConfig, *, chooses: bool, on_test: bool = False
+) -> dict[str, object]:
+    """Return the section of the stage that makes a table of these runs."""
+    entries: dict[str, Section] = {}
+    for name, run in runs.items():
+        entries[name] = {"stage": f"@{name}", "row": run.row, "seed": run.seed, "values": dict(run.values)}
+    section = {"kind": TABLE, "runs": entries, "best": sweep.best, "chooses": chooses, "groups": {}}
+    if sweep.evaluation != "last":
+        section["evaluation"] = sweep.evaluation
+    if sweep.chosen_on_test or on_test:
+        section["chosen_on_test"] = True
+    return section
+
+
+# ------------------------------------------------------------------------------------------------ fields and names
+
+
+def grid_of(grid: Any, where: str) -> dict[str, Section]:
+    """Return every combination of a grid's values by the name of its run: {"lr-0.01": {"optim.lr": 0.01}, …}."""
+    values_of: dict[str, list[object]] = {}
+    for key, values in flat(grid, f"{where}.grid").items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{where}.grid.{key} is {values!r}, expected a list of values")
+        check_twice(f"{where}.grid.{key}", values)
+        values_of[key] = values
+    if not values_of:
+        return {}
+    # A field is called by the last part of its name, or by all of it where two end alike.
+    lasts = [key.rpartition(".")[2] for key in values_of]
+    names: dict[str, str] = {}
+    for key, last in zip(values_of, lasts, strict=True):
+        names[key] = last
+        if lasts.count(last) > 1:
+            names[key] = key
+    combinations: dict[str, Section] = {}
+    for combination in itertools.product(*values_of.values()):
+        parts = []
+        for key, value in zip(values_of, combination, strict=True):
+            parts.append(f"{names[key]}-{NO_NAME.sub('_', str(value))}")
+        suffix = ".".join(parts)
+        require(suffix not in combinations, f"{where}.grid: two of its runs would be called {suffix}")
+        combinations[suffix] = dict(zip(values_of, combination, strict=True))
+    return combinations
+
+
+def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
+    """Return nested fields by dotted name, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay what they are.
+
+    Raises ConfigError for a field that is given both ways.
+    """
+    values: dict[str, object] = {}
+    for name, value in fields.items():
+        key = f"{prefix}{name}"
+        entries: dict[str, object] = {key: value}
+        # An empty section is a value: it takes the place of what stands there.
+        if isinstance(value, Mapping) and value:
+            entries = flat(value, where, f"{key}.")
+        for entry in entries:
+            require(entry not in values, f"{where} has {entry} twice, as {entry} and as a section")
+        values |= entries
+    return values
+
+
+def with_fields(section: Section, fields: Section, where: str) -> dict[str, object]:
+    """Return a copy of a section with fields set by dotted name. Raises ConfigError where one leads into a value."""
+    changed = copy.deepcopy(dict(section))
+    for key, value in fields.items():
+        *path, last = key.split(".")
+        place = changed
+        # Down to the section in which the field stands; the sections on the way that are missing are made.
+        for part in path:
+            deeper = place.setdefault(part, {})
+            if deeper is None:
+                deeper = place[part] = {}
+            if not isinstance(deeper, dict):
+                raise ConfigError(f"{where} sets {key}, and {part} is {deeper!r}, no section")
+            place = deeper
+        place[last] = copy.deepcopy(value)
+    return changed
+
+
+def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
+    """Return a copy of a section with the fields of a name of `each`.
+
+    One that names another model takes over what every model has, and no field of the model that it replaces.
+    """
+    section = dict(base)
+    model = section.get("model")
+    if "model.name" in fields and isinstance(model, Mapping) and model.get("name") != fields["model.name"]:
+        section["model"] = {key: model[key] for key in ("image_size", "classes") if key in model}
+    return with_fields(section, fields, where)
+
+
+def check_twice(where: str, values: Sequence[object]) -> None:
+    """Raise ConfigError where a list has an entry twice."""
+    for value in values:
+        require(values.count(value) == 1, f"{where} has {value!r} twice")
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
+def resolve_sweep(campaign: Campaign) -> Campaign:
+    """Return the campaign with every choice that has been made in the configs of the stages that wait for it.
+
+    Raises DataError where a stage was run with other values than its sweep has chosen.
+    """
+    stages: dict[str, Stage] = {}
+    is_changed = False
+    # A table is read once for all that wait for it: a benchmark of 19 tasks has a hundred runs and more.
+    values_of: dict[str, Mapping[str, object] | None] = {}
+    for stage in campaign.stages:
+        # 1. The values that are known, of the tables that are made.
+        known: dict[str, object] = {}
+        for field_name, table in stage.chosen.items():
+            if table not in values_of:
+                folder = campaign.directory(table_of(campaign, table))
+                is_made = artifacts.read_done(folder) is not None
+                values_of[table] = artifacts.read_record(folder / tables.DOCUMENT)["chosen"] if is_made else None
+            values = values_of[table]
+            # Nothing was chosen where all runs were stopped as hopeless: then the stage is not run.
+            if values:
+                known[field_name] = values[field_name]
+
+        # 2. Into the config with them, unless the stage was run with others.
+        if known != stage.known:
+            record = campaign.directory(stage) / "stage.json"
+            changes: list[str] = []
+            if record.exists():
+                changes = config.differences(artifacts.read_record(record).get("chosen", {}), known)
+            if changes:
+                names = ", ".join(sorted({table[1:] for table in stage.chosen.values()}))
+                raise DataError(
+                    f"{record.parent} was run with other values than {names} has chosen: {'; '.join(changes)}\n"
+                    "  expected the same: was the table made again, of runs that came to something else?\n"
+                    f"  bring the folder of {names} back, or move {record.parent} away to run {stage.name} with what "
+                    "is chosen now"
+                )
+            stage_config = stage.config
+            for field_name, value in known.items():
+                stage_config = with_field(stage_config, field_name.split("."), value)
+            stage = dataclasses.replace(stage, config=stage_config, known=known)
+            is_changed = True
+        # 3. A choice may be of the model, which the stages after this one go on with.
+        if is_changed and stage.model is not None:
+            stage = dataclasses.replace(stage, model=model_of(stage, stages, []))
+        stages[stage.name] = stage
+    return dataclasses.replace(campaign, stages=tuple(stages.values()))
+
+
+def table_of(campaign: Campaign, value: str) -> Stage:
+    """Return the table that chooses, of "@stage"."""
+    link = reference(value)
+    assert link is not None, "`stages_of` writes nothing but references"
+    return campaign.stage(link[0])
+
+
+def with_field(section: Config, path: Sequence[str], value: object) -> Config:
+    """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
+    first, *rest = path
+    if isinstance(section, dict):
+        # The name of a set may have dots.
+        while rest and first not in section:
+            first += f".{rest.pop(0)}"
+        if rest:
+            value = with_field(section[first], rest, value)
+        return {**section, first: value}  # type: ignore[return-value]
+    if rest:
+        value = with_field(getattr(section, first), rest, value)
+    return dataclasses.replace(section, **{first: value})  # type: ignore[type-var]

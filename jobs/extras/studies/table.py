@@ -1,0 +1,484 @@
+"""The table of a sweep: the metrics of its runs, mean, interval and deviation over the seeds, and which did best.
+
+In:  the finished runs that jobs/extras/studies/expand.py has written into the recipe, each a stage with its metrics
+Out: sweep.json, the record of runs, rows and choice, with its own sha256, and report.txt, the same for people
+
+    finetune.grid, in %         accuracy
+    optim.lr=0.003                97.41
+    optim.lr=0.01                 98.02   the best
+    optim.lr=0.03                     -   diverged
+
+                     parameters   GMACs    exaFLOPs   samples   steps   seconds   images/s
+    optim.lr=0.003        26.6k   1e-4      1.2e-09      2.0k      60      12.1        159
+
+1. The metrics of every run are read from what it left behind; a run that has diverged has none.
+2. Runs that differ by their seed alone make a row: mean and standard deviation (n − 1) of every metric, and where the
+   runs were evaluated by a stage evaluate, on the same samples, the interval over runs, draws and samples
+   (pipeline/evaluation/intervals.py). The accuracies of training stages name no samples: they have no interval.
+3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
+   run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails. Where
+   all were stopped as hopeless, what waits for the choice is not run.
+4. Another table needs all its runs: a mean of those that went well would be a number of nothing. A run that was stopped
+   as hopeless, below what a law foretold, has a row without a number, and so have the means over its row.
+5. Runs of a kind that measures nothing, as resize, have a table of their axes alone.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from data.errors import ConfigError, DataError, Diverged
+from data.files import write_whole
+from jobs.extras.studies.axes import axes_of
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
+from models.checks import did_you_mean
+from pipeline import artifacts
+from pipeline.config import Tags, require, tags
+from pipeline.evaluation import document, intervals
+from pipeline.extras import async_evaluation
+from pipeline.extras.best import STOPPED
+from pipeline.monitoring.telemetry import amount
+
+DOCUMENT = "sweep.json"
+DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
+TIES = "the highest mean; of equal ones the first in the recipe"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run of the table."""
+
+    stage: str = "???"  # "@stage" that it is
+    row: str = ""  # of the table; runs of one row differ by their seed
+    seed: int | None = None  # of the run, where the sweep has seeds
+    values: dict[str, Any] = field(default_factory=dict)  # of the grid, by dotted field
+
+    RESUME: ClassVar[Tags] = tags(forbid="stage row seed values")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The table of a sweep. The key `sweep` of another stage's section writes it; nobody else needs to."""
+
+    runs: dict[str, RunConfig] = field(default_factory=dict)  # by the names of their stages
+    best: str = "accuracy"  # the metric that comes first and, where the table chooses, decides
+    chooses: bool = False  # whether the values of the best row are what the table is for
+    groups: dict[str, list[str]] = field(default_factory=dict)  # rows that get a mean of their own
+    chosen_on_test: bool = False  # its values were chosen by samples that its numbers are of
+    evaluation: Literal["last", "best"] = "last"  # of each run, which counts
+
+    RESUME: ClassVar[Tags] = tags(forbid="runs best chooses groups chosen_on_test evaluation")
+    LATER: ClassVar[tuple[str, ...]] = ("chosen_on_test", "evaluation")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of one run, or that it has diverged."""
+
+    stage: str
+    key: str
+    row: str
+    seed: int | None
+    values: Mapping[str, Any]  # of the grid, or chosen from one
+    metrics: Mapping[str, float]
+    diverged: str = ""  # the message of its end, where it has diverged
+    stopped: str = ""  # why it ended early, where it was hopeless
+    steps: Mapping[str, int] = field(default_factory=dict)  # of the best evaluations, by metric, where these count
+    axes: Mapping[str, float] = field(
+        default_factory=dict
+    )  # parameters, exaflops, samples, … (jobs/extras/studies/axes.py)
+    entries: Mapping[str, document.Entry] = field(default_factory=dict)  # of its evaluation, where it has one
+    foretold: Mapping[str, Any] = field(default_factory=dict)  # what a law said of it, and whether it was inside
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A metric over several runs."""
+
+    mean: float
+    sd: float | None  # standard deviation of a sample (n − 1); None of one run alone
+    runs: int
+    interval: tuple[float, float] | None = None  # low and high, 95 %; None where the runs name no samples
+
+    def __str__(self) -> str:
+        """Return the parts that are known, in percent: "98.12 [97.43, 98.63] ± 0.07"."""
+        return " ".join(filter(None, self.cells()))
+
+    def cells(self) -> tuple[str, str, str]:
+        """Return the mean, its interval and the deviation between runs in percent, "" where they are not known."""
+        interval = ""
+        if self.interval is not None:
+            low, high = self.interval
+            interval = f"[{100 * low:.2f}, {100 * high:.2f}]"
+        deviation = ""
+        if self.sd is not None:
+            deviation = f"± {100 * self.sd:.2f}"
+        return f"{100 * self.mean:.2f}", interval, deviation
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs that differ by their seed alone, or the mean of several such rows."""
+
+    name: str
+    means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged or was stopped
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
+    remark: str = ""  # "diverged", "stopped", or the values that were chosen for the row, where they are not its name
+    axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
+
+
+def run(cfg: Config, context: Context) -> dict[str, object]:
+    """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
+    results = []
+    for name, run_config in cfg.runs.items():
+        results.append(result_of(name, run_config, cfg, context))
+    rows = rows_of(results)
+    best: Row | None = None
+    for row in rows:
+        # Of equal rows the first wins.
+        can_win = cfg.chooses and cfg.best in row.means
+        if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
+            best = row
+    runs = []
+    scores: list[bool] = []  # of each run that a law foretold, whether it was inside
+    diverged: list[str] = []
+    folders = set()
+    for result in results:
+        runs.append(run_as_json(result))
+        if result.foretold:
+            scores.append(result.foretold["is_inside"])
+        if result.stopped:
+            context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
+        if not result.diverged:
+            continue
+        context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
+        diverged.append(result.stage)
+        folder = context.campaign.directory(context.campaign.stage(result.stage))
+        folders.add(str(folder / artifacts.DONE))
+    # One run that has not diverged is enough for a choice; a mean needs all of them.
+    if diverged and best is None:
+        expected = "all of them for the table"
+        if cfg.chooses:
+            expected = "one that has not, to choose from"
+        raise Diverged(
+            f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
+            f"  expected {expected}\n"
+            f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
+        )
+
+    means: list[Row] = []
+    if not cfg.chooses:
+        means = means_of(results, cfg.groups)
+    write_table(context, cfg.best, rows, means, best)
+    chosen: dict[str, object] = {}
+    if best is not None:
+        chosen.update(best.values)
+    record: dict[str, object] = {
+        "sweep": context.stage.name,
+        "metric": cfg.best,
+        "rule": TIES,
+        "chosen": chosen,
+        "runs": runs,
+        "rows": rows_as_json(rows),
+        "means": rows_as_json(means),
+        "axes": {row.name: dict(row.axes) for row in rows},
+    }
+    is_measured = any(row.means for row in rows)
+    if cfg.chosen_on_test and is_measured:
+        record["chosen_on_test"] = True
+    if cfg.evaluation == "best":
+        record["evaluation"] = cfg.evaluation
+    artifacts.write_record(context.directory / DOCUMENT, record)
+
+    # In one line, for `status` and the campaign's closing table.
+    if best is not None:
+        summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
+    elif not is_measured:
+        summary = f"{len(results)} runs in {len(rows)} rows"
+    else:
+        parts = []
+        for row in means or rows:
+            part = "-"
+            if row.means:
+                part = str(row.means[cfg.best])
+            if row.name != context.stage.name:
+                part = f"{row.name} {part}"
+            if row.remark:
+                part += f" ({row.remark})"
+            parts.append(part)
+        summary = f"{cfg.best} {', '.join(parts)}"
+    if scores:
+        summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
+    if cfg.chosen_on_test and is_measured:
+        summary += ", chosen on test"
+    if cfg.evaluation == "best":
+        summary += ", best evaluations"
+    outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
+    for other in context.campaign.stages:
+        if best is None and f"@{context.stage.name}" in other.chosen.values():
+            outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
+    return outcome
+
+
+def run_as_json(result: Result) -> dict[str, object]:
+    """Return a result as the record holds it: with its intervals, and without which samples were right."""
+    values = asdict(replace(result, entries={}))
+    values.pop("entries")
+    intervals_of_run = {}
+    for metric, entry in result.entries.items():
+        intervals_of_run[metric] = (entry["low"], entry["high"])
+    return {**values, "intervals": intervals_of_run}
+
+
+def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
+    """Return {row: {metric: its mean as nested plain values}}."""
+    values: dict[str, dict[str, object]] = {}
+    for row in rows:
+        values[row.name] = {}
+        for metric, mean in row.means.items():
+            values[row.name][metric] = asdict(mean)
+    return values
+
+
+def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Result:
+    """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
+    best = table.best
+    folder = Path(context.campaign.path_of(cfg.stage))
+    done = artifacts.read_done(folder)
+    assert done is not None, "a stage starts when all that it reads has finished"
+    # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
+    metrics = async_evaluation.without_single_seeds(done.get("metrics", {}))
+    steps: dict[str, int] = {}
+    if table.evaluation == "best":
+        metrics = {}
+        for metric, evaluation in done.get("best", {}).items():
+            metrics[metric] = evaluation["value"]
+            steps[metric] = evaluation["step"]
+    diverged = done.get(DIVERGED, "")
+    # Of a kind that measures nothing the table has the axes alone (`checks`).
+    stage = context.campaign.stage(name)
+    is_measured = any(stage.kind.metrics(stage.config))
+    stopped = done.get(STOPPED, "")
+    if stopped:
+        # They are not of its end: neither its row nor a mean over rows may have them.
+        metrics = {}
+        steps = {}
+    if best not in metrics and is_measured and not diverged and not stopped:
+        raise DataError(
+            f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
+            f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
+        )
+    # What an earlier table has chosen for the run stands in the run's own record.
+    chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
+    values = {**cfg.values, **chosen}
+    entries = {}
+    if (folder / document.NAME).exists():
+        entries = document.entries_of(json.loads((folder / document.NAME).read_text()))
+    axes = axes_of(stage, folder) | done.get("axes", {})
+    foretold = done.get("foretold", {})
+    key = done["key"]
+    return Result(name, key, cfg.row, cfg.seed, values, metrics, diverged, stopped, steps, axes, entries, foretold)
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """Return the rows of the table in the order of their first runs."""
+    rows = []
+    runs_of: dict[str, list[Result]] = {}
+    for result in results:
+        runs_of.setdefault(result.row, []).append(result)
+    for name, runs in runs_of.items():
+        # A run that has diverged has no metrics, those of a stopped one are not of its end, and a mean of the others
+        # would be a number of nothing.
+        lost = ""
+        metrics = []
+        axes_of_runs = []
+        inside = 0
+        for result in runs:
+            metrics.append(result.metrics)
+            axes_of_runs.append(result.axes)
+            inside += result.foretold.get("is_inside", False)
+            if result.diverged:
+                lost = "diverged"
+            elif result.stopped:
+                lost = lost or STOPPED
+        means: dict[str, Mean] = {}
+        if not lost:
+            means = means_by_metric(metrics)
+        for metric, mean in means.items():
+            entries = [result.entries[metric] for result in runs if metric in result.entries]
+            if len(entries) < len(runs):
+                continue
+            if len(runs) == 1:
+                means[metric] = replace(mean, interval=(entries[0]["low"], entries[0]["high"]))
+            # Runs are laid over each other sample by sample, which they all must have read.
+            elif all("right" in entry and entry["whole"] == entries[0]["whole"] != "" for entry in entries):
+                right = np.stack(list(map(document.right_of, entries)))
+                means[metric] = replace(mean, interval=intervals.over_draws(right))
+        # The rows of a grid are called by their values.
+        remark = in_words(runs[0].values)
+        if remark == name:
+            remark = ""
+        if lost:
+            remark = lost
+        elif runs[0].foretold:
+            law = runs[0].foretold
+            remark = f"foretold [{100 * law['low']:.2f}, {100 * law['high']:.2f}], {inside} of {len(runs)} inside"
+        axes: dict[str, float] = {}
+        for axis, mean in means_by_metric(axes_of_runs).items():
+            axes[axis] = mean.mean
+        rows.append(Row(name, means, runs[0].values, remark, axes))
+    return rows
+
+
+def means_by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, Mean]:
+    """Return mean and standard deviation of every metric that all runs have; the latter only of two and more."""
+    means: dict[str, Mean] = {}
+    for metric in runs[0]:
+        values = [run[metric] for run in runs if metric in run]
+        if len(values) < len(runs):
+            continue
+        sd = None
+        if len(values) > 1:
+            sd = statistics.stdev(values)
+        means[metric] = Mean(statistics.fmean(values), sd, len(values))
+    return means
+
+
+def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list[Row]:
+    """Return the means over the rows of every group.
+
+    The mean over the rows is taken for every seed, and then its mean and standard deviation over the seeds, as a paper
+    repeats a whole benchmark.
+    """
+    means = []
+    for name, members in groups.items():
+        by_seed: dict[int | None, list[Mapping[str, float]]] = {}
+        for result in results:
+            if result.row in members:
+                by_seed.setdefault(result.seed, []).append(result.metrics)
+        repeats: list[dict[str, float]] = []
+        for runs in by_seed.values():
+            of_seed = {}
+            for metric, value in means_by_metric(runs).items():
+                of_seed[metric] = value.mean
+            repeats.append(of_seed)
+        means.append(Row(f"{name} of {len(members)}", means_by_metric(repeats)))
+    return means
+
+
+def in_words(values: Mapping[str, object]) -> str:
+    """Return values for people: "optim.lr=0.01, steps=100"."""
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
+    """Log the table and write it to report.txt: the metric that decides first, then the others."""
+    all_rows = [*rows, *means]
+    # 1. The metrics that are in any row; runs without a number have their axes alone.
+    known: dict[str, Mean] = {}
+    for row in all_rows:
+        known |= row.means
+    metrics = sorted(known, key=lambda name: name != metric)
+    title = context.stage.name
+    if metrics:
+        title += ", in %"
+    if metrics and context.stage.config.chosen_on_test:
+        title += ", chosen on test"
+    if context.stage.config.evaluation == "best":
+        title += ", the best evaluation of each run, chosen by what it is judged on"
+    # 2. Of each metric its mean, and where any row knows them a column of intervals and one of deviations.
+    names = list(map(attrgetter("name"), all_rows))
+    columns = [[title, *names]]
+    for name in metrics:
+        for part, heading in enumerate((f"{name:>13}", "95 %", "± sd")):
+            cells = []
+            for row in all_rows:
+                cells.append("-" if name not in row.means else row.means[name].cells()[part] or "-")
+            if part == 0 or set(cells) != {"-"}:
+                columns.append([heading, *cells])
+    lines = aligned(columns)
+    for number, row in enumerate(all_rows, start=1):
+        if row is best:
+            lines[number] += "   the best"
+        elif row.remark:
+            lines[number] += f"   {row.remark}"
+    # 3. What runs cost is of interest where they train, or have nothing else.
+    axes: dict[str, float] = {}
+    for row in rows:
+        axes |= row.axes
+    if not metrics or "samples" in axes:
+        columns = [["", *names[: len(rows)]]]
+        for axis in axes:
+            cells = [{"gmacs": "GMACs", "exaflops": "exaFLOPs", "images_per_s": "images/s"}.get(axis, axis)]
+            for row in rows:
+                cell = "-"
+                if axis in row.axes:
+                    cell = f"{row.axes[axis]:.4g}" if axis in ("gmacs", "exaflops") else amount(row.axes[axis])
+                cells.append(cell)
+            columns.append(cells)
+        lines += ["", *aligned(columns)]
+    for line in lines:
+        context.log(line)
+    write_whole(context.directory / "report.txt", "\n".join(lines) + "\n")
+
+
+def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the cells of the first column to the left, those of the others to the right."""
+    first, *others = columns
+    width = max(map(len, first))
+    lines = [cell.ljust(width) for cell in first]
+    for cells in others:
+        width = max(map(len, cells)) + 3
+        for number, cell in enumerate(cells):
+            lines[number] += cell.rjust(width)
+    return lines
+
+
+# ------------------------------------------------------------------------ what is known before it runs
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    """Refuse a table of a metric that one of its runs will not have."""
+    cfg: Config = stage.config
+    metrics_of: dict[str, list[str]] = {}
+    some_train = False
+    for run_name in cfg.runs:
+        run_stage = there.campaign.stage(run_name)
+        metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
+        some_train = some_train or run_stage.kind.trains
+    # A fan-out: nothing is measured, and nobody waits for a choice.
+    is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
+    if not any(metrics_of.values()) and not is_waited_for:
+        if some_train:
+            text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
+            yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
+        return
+    for run_name, metrics in metrics_of.items():
+        run_stage = there.campaign.stage(run_name)
+        if cfg.best not in metrics:
+            raise ConfigError(
+                f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
+                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
+            )
+        require(
+            cfg.evaluation == "last" or run_stage.kind.trains,
+            f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
+            "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
+        )
+
+
+KIND = StageKind(
+    name="sweep",
+    config=Config,
+    run=run,
+    inputs={"runs.*.stage": Reads.OUTCOME},
+    checks=checks,
+    needs_workers=False,
+)

@@ -1,1 +1,0 @@
-"""What a run shows outside of its folder: gauges for Prometheus, W&B and MLflow."""

@@ -1,0 +1,1 @@
+"""Training features that the core does without."""

@@ -1,0 +1,1 @@
+"""Measure storage and network on the workers of a cluster."""

@@ -1,0 +1,1 @@
+"""Repeat recorded steps on a worker, with samples masked."""

@@ -1,1 +1,0 @@
-"""What a stage will need before it runs: memory, time, money."""

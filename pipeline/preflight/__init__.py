@@ -1,1 +1,0 @@
-"""The reports that workers and nodes make for `jobs preflight`: folder, machine, sets and links."""

@@ -1,0 +1,112 @@
+"""The work of `make cluster-demo`: the README's "Submit to a cluster" on three hosts of this machine, line by line.
+
+1. Three hosts are made (tests/support/hosts.py); the lines that start Ray are typed on the machines that the README
+   says.
+2. The digits campaign is submitted, listed and followed from the head, in the README's words.
+3. After its first commit one of the two hosts that train is killed, with every process on it: the run goes on.
+4. It is stopped, which commits, and submitted again: the same command goes on from there to the campaign's end.
+
+Whatever happens, no host and no process is left; the run stays, to be looked at.
+"""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from data.errors import ExitCode
+from pipeline.checkpoints.manifest import committed
+from tests.support import hosts
+from tests.support.hosts import ROOT, Host
+from tests.support.ray_hosts import RayHosts, in_session, newest_nodes, readme_line
+
+NAMES = ["head", "left", "right"]
+STEP_TIMEOUT_S = 300.0
+CAMPAIGN_TIMEOUT_S = 900.0
+COMMITS_BEFORE_STOP = 2
+POLL_S = 0.2
+
+
+class Terminal:
+    """Types the README's lines on the head and shows what they print, as its user would see it."""
+
+    def __init__(self, head: Host, shared: Path) -> None:
+        self.head = head
+        self.shared = shared
+        print(f"{head.name}$ {readme_line('export RAY_ADDRESS')}", flush=True)
+
+    def command(self, word: str) -> str:
+        """Show the README's line that contains the word, and return it as a shell takes it."""
+        line = readme_line(word)
+        print(f"{self.head.name}$ {line.replace('/shared', str(self.shared))}", flush=True)
+        return in_session(line).replace("/shared", str(self.shared))
+
+    def type(self, word: str) -> None:
+        """Run the README's line that contains the word, to its end, and show what it printed."""
+        print(self.head.run(self.command(word), timeout_s=STEP_TIMEOUT_S), end="", flush=True)
+
+    def follow(self) -> subprocess.Popen[bytes]:
+        """Start the README's line that follows the run's log, which is shown while it comes."""
+        return self.head.start(self.command(" logs "), sys.stdout)
+
+
+def main() -> int:
+    """Run the demo; the exit code says whether the campaign went on and came to its end."""
+    reason = hosts.missing()
+    if reason:
+        print(f"cluster-demo: {reason}\n  `make demo` shows a killed worker without hosts", file=sys.stderr)
+        return ExitCode.UNAVAILABLE
+    shared = ROOT / "runs" / time.strftime("cluster-demo-%Y%m%d-%H%M%S")
+    shared.mkdir(parents=True)
+    began = time.monotonic()
+    print(f"cluster-demo: three hosts, {', '.join(NAMES)}, that share {shared}; the README's lines, typed on them")
+    with RayHosts(shared, NAMES, say=print) as cluster:
+        went_on = show_campaign(cluster, shared)
+    print(f"cluster-demo: {time.monotonic() - began:.0f}s in all; hosts and processes are gone, the run is in {shared}")
+    return ExitCode.DONE if went_on else ExitCode.INTERNAL
+
+
+def show_campaign(cluster: RayHosts, shared: Path) -> bool:
+    """Submit, kill a host, stop, submit again; return whether the killed host was missed and the campaign ended."""
+    terminal = Terminal(cluster.head, shared)
+    run = shared / "runs" / "digits"
+    terminal.type(" submit ")
+    terminal.type(" list")
+    follower = terminal.follow()
+
+    # The first host that trains and is not the head, where the driver runs.
+    wait_for_commits(run, 1)
+    nodes = newest_nodes(run)
+    victim = next(node for node in nodes.values() if node != cluster.head.name)
+    count = cluster.network[victim].kill()
+    killed_at = time.monotonic()
+    print(f"cluster-demo: {victim} is dead, with its {count} processes; the workers were on {nodes}", flush=True)
+    wait_for_commits(run, COMMITS_BEFORE_STOP)
+    nodes_after = newest_nodes(run)
+    after_s = time.monotonic() - killed_at
+    print(f"cluster-demo: {after_s:.0f}s later the workers on {nodes_after} have committed", flush=True)
+
+    # `logs` ends as the run ends.
+    terminal.type(" stop ")
+    stopped_code = follower.wait(STEP_TIMEOUT_S)
+    terminal.type(" submit ")
+    ended_code = terminal.follow().wait(CAMPAIGN_TIMEOUT_S)
+    terminal.type(" list")
+    print(f"cluster-demo: the log of the stopped job ended with {stopped_code}, that of the second with {ended_code}")
+    return victim not in nodes_after.values() and (stopped_code, ended_code) == (ExitCode.PREEMPTED, ExitCode.DONE)
+
+
+def wait_for_commits(run: Path, count: int) -> None:
+    """Return when pretraining has committed so many checkpoints. Raises TimeoutError."""
+    deadline = time.monotonic() + STEP_TIMEOUT_S
+    steps: set[str] = set()
+    while len(steps) < count:
+        for folder in run.glob("pretrain-*/checkpoints"):
+            steps.update(checkpoint.name for checkpoint in committed(folder))
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(steps)} of {count} commits in {STEP_TIMEOUT_S:.0f} s; see {run}")
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Whole runs for the fault tests, small and fast: a driver is started, made to suffer, and what it leaves is read.
+
+    process = start(run, "pretrain.log_every=1", patch="slowly")      # `python -m jobs run`, in a process of its own
+    at_step(run, process, 6, process.kill)
+    assert finish(run) == 0, said(run)
+    assert_same(run, twin)                                            # the bits of a run that nothing befell
+
+A module of its own, because processes import it by name. Drivers are children of a forkserver that has torch and
+deepspeed already, and fork their workers, so that a run costs seconds.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.errors import RunOwned
+from data.storage import Folder
+from jobs.cluster import fork_server
+from jobs.extras.demo import step_losses
+from jobs.ownership import Lease
+from pipeline.checkpoints import reader as checkpoint_reader
+from pipeline.checkpoints.manifest import committed
+from pipeline.monitoring.telemetry import read_metrics
+from tests.support import run_faults
+from tests.support.recipes import SMALL
+
+
+def fork_context() -> Any:
+    """The forkserver of this process, with what a driver and its workers import."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.warm", "jobs.run.session"])
+    return context
+
+
+class ForkedServer:
+    """A fork server that is a fork of the driver: a patch of the driver reaches the workers."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+def launch_by_fork(
+    server: fork_server.ForkServer, words: list[str], environment: dict[str, str], handles: Sequence[int]
+) -> ForkedServer:
+    pid = os.fork()
+    if pid:
+        return ForkedServer(pid)
+    # The driver's ends: its death could not be seen here otherwise.
+    server.connection.close()
+    os.close(server.lifeline)
+    os.setsid()
+    os.environ.update(environment)
+    fork_server.main([*words[3:6]])
+    os._exit(0)
+
+
+def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str = SMALL) -> None:
+    """`python -m jobs run` on the small recipe; leaves the output beside the run and exits with the command's code.
+
+    `patch` names what it is made to suffer, by a function of `run_faults` and perhaps its argument: "slowly -3600".
+    """
+    folder = Path(run).parent
+    log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    # Where the tests were started by nohup they ignore it, and so would this command, as it should.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    from jobs import __main__
+
+    fork_server.ForkServer.launch = launch_by_fork  # type: ignore[method-assign, assignment]
+    if patch is not None:
+        name, *argument = patch.split()
+        getattr(run_faults, name)(*(int(one) if one.lstrip("-").isdigit() else one for one in argument))
+    path = folder / f"small-{os.getpid()}.yaml"  # of twenty starts, none reads what another is writing
+    path.write_text(recipe)
+    sys.argv = ["jobs", "run", str(path), f"run={run}", *overrides]
+    code = __main__.main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def own(run: str, directory: str, number: int) -> None:
+    """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
+    try:
+        with Lease(Folder(Path(run)), print):
+            (Path(directory) / f"won-{os.getpid()}").touch()
+            while not (Path(directory) / "go").exists():
+                time.sleep(0.02)
+    except RunOwned as error:
+        (Path(directory) / f"lost-{number}").write_text(str(error))
+        os._exit(error.exit_code)
+
+
+# ------------------------------------------------------------------------ a run, and what it leaves
+
+
+def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
+    """Start a run in a process of its own, and return the process."""
+    process = fork_context().Process(target=drive, args=(str(run), list(overrides), patch, recipe))
+    process.start()
+    return process
+
+
+def finish(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> int:
+    """Start a run and return the exit code with which it ends."""
+    process = start(run, *overrides, patch=patch, recipe=recipe)
+    process.join()
+    return process.exitcode
+
+
+def stop_at(run: Path, step: int, *overrides: str, patch: str | None = None) -> int:
+    """Start a run, send it SIGTERM once it has reported a step, and return the exit code with which it ends."""
+    process = start(run, *overrides, patch=patch)
+    at_step(run, process, step, lambda: os.kill(process.pid, signal.SIGTERM))
+    process.join(timeout=120)
+    process.kill()  # where it has not heard; an exit code stays as it is
+    process.join()
+    return process.exitcode
+
+
+def stage(run: Path) -> Path:
+    """The folder of the run's pretraining."""
+    (found,) = run.glob("pretrain-*")
+    return found
+
+
+def forget(run: Path) -> None:
+    """Delete what the run has trained; its shards stay."""
+    for folder in run.glob("pretrain-*"):
+        shutil.rmtree(folder)
+
+
+def said(run: Path) -> str:
+    """What all drivers of the run have printed."""
+    log = run.parent / "driver.log"
+    return log.read_text() if log.exists() else ""
+
+
+def assert_same(run: Path, twin: Path) -> None:
+    """The run has come to step 40 with the twin's bits (see `assert_same_stage`)."""
+    assert_same_stage(stage(run), stage(twin))
+    assert step_losses(stage(twin)).keys() == set(range(1, 41))
+
+
+def assert_same_stage(folder: Path, twin: Path) -> None:
+    """Weights, moments and ledger of the last checkpoint, and every loss ever logged, are the bits of the twin's.
+
+    So are evaluations: each of the twin's has its value here, or a record that says why it has none.
+    """
+    ours, theirs = (checkpoint_reader.verify(committed(each / "checkpoints")[0]) for each in (folder, twin))
+    assert (ours.step, ours.ledger, ours.files) == (theirs.step, theirs.ledger, theirs.files)
+    assert (folder / "weights.safetensors").read_bytes() == (twin / "weights.safetensors").read_bytes()
+    reference = step_losses(twin)
+    wrong = {step: values for step, values in step_losses(folder).items() if set(values) != set(reference[step])}
+    assert not wrong, wrong
+    ours, theirs = evaluations(folder), evaluations(twin)
+    for step, values in theirs.items():
+        assert values[0] is not None, f"step {step} of the twin has no value"
+        assert step in ours, f"step {step} was not evaluated, and nothing says so"
+        assert all(value in (None, values[0]) for value in ours[step]), (step, ours[step], values)
+
+
+def evaluations(folder: Path) -> dict[int, list[dict[str, float] | None]]:
+    """What every evaluation of a stage has come to, by step; None where it failed or was skipped with words."""
+    outcomes: dict[int, list[dict[str, float] | None]] = {}
+    for record in read_metrics(folder, None):
+        if record["kind"] in ("evaluate_failed", "evaluate_skipped"):
+            outcomes.setdefault(record["step"], []).append(None)
+        elif record["kind"] == "evaluate":
+            # Where and how long it was is no part of it.
+            about = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
+            values = {name: value for name, value in record.items() if name not in about}
+            outcomes.setdefault(record["step"], []).append(values)
+    return outcomes
+
+
+def at_step(run: Path, process: Any, step: int, then: Callable[[], None]) -> None:
+    """Call `then` when the run, just started, has reported the step, unless it ended before."""
+    before = len(reports(run))
+    while process.is_alive():
+        if any(record["step"] >= step for record in reports(run)[before:]):
+            return then()
+        time.sleep(0.005)
+
+
+def reports(run: Path) -> list[dict[str, Any]]:
+    return [record for folder in run.glob("pretrain-*") for record in read_metrics(folder)]
+
+
+def worker_log(run: Path, rank: int) -> str:
+    """What a rank of the newest attempt has left in its log."""
+    return (max(run.glob("pretrain-*/attempts/attempt-*")) / f"rank-{rank:05d}.log").read_text()
+
+
+def worker_pid(run: Path, rank: int) -> int:
+    """The process of a rank in the newest attempt."""
+    newest = max(run.glob("pretrain-*/attempts/attempt-*"))
+    return json.loads((newest / f"rank-{rank:05d}.json").read_text())["pid"]
+
+
+def phase_of(run: Path, rank: int, attempt: int = 1) -> str:
+    """What a rank has said last of where it is, in the file that its process holds open for its agent."""
+    for record in run.glob(f"*/attempts/attempt-{attempt:06d}/rank-{rank:05d}.json"):
+        with suppress(OSError, ValueError):
+            for handle in Path(f"/proc/{json.loads(record.read_text())['pid']}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(handle).endswith(".phase"):
+                        return handle.read_text()
+    return ""
+
+
+def incidents(folder: Path) -> list[str]:
+    """The first lines of a stage's incidents, without their dates and attempts."""
+    text = (folder / "incidents.txt").read_text()
+    return re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d attempt \d+: (worker .*)", text, re.MULTILINE)

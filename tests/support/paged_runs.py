@@ -1,0 +1,114 @@
+"""Runs as their folders show them, made by hand: records and metrics without any training."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.recipe import campaign
+from jobs.recipe.records import stage_record
+from jobs.run.log import write_status
+from pipeline import artifacts
+from pipeline.config import plain
+from tests.support.recipes import TINY
+
+KEY = "1a2b3c4d" * 8
+EPOCH = 1_795_400_000.0
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "ray": "2.60.0", "numpy": "2.4.6"}
+ENVIRONMENT = {**VERSIONS, "machine": "x86_64"}
+
+
+def make_run(
+    run: Path,
+    shards: Path,
+    *,
+    steps: int = 24,
+    report_every: int = 4,
+    losses: list[float] | None = None,
+    ledgers: dict[int, str] | None = None,
+    train: str = "train",
+) -> Path:
+    """Write a run whose one stage has trained for so many steps, in one attempt; return the stage's folder."""
+    recipe = run.parent / f"{run.name}.yaml"
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    recipe.write_text(TINY.format(run=run, shards=shards))
+    stage = campaign.load(recipe, []).stage("pretrain")
+    folder = run / "pretrain-1a2b3c4d"
+    (folder / "attempts" / "attempt-000001").mkdir(parents=True)
+    artifacts.write_record(folder / "stage.json", {**stage_record(stage), "key": KEY, "started": EPOCH})
+    job = {"train": [str(shards / train)], "evaluate": str(shards / "test"), "code": "c0de" * 16, "init": None}
+    artifacts.write_record(folder / "task.json", {"config": plain(stage.config), "job": job})
+    artifacts.write_record(folder / "provenance.json", {"environment": ENVIRONMENT, "command": "python -m jobs run"})
+    records: list[dict[str, Any]] = [start(1, 0)]
+    losses = losses or [2.5 / (1 + 0.1 * step) for step in range(steps)]
+    for last in range(report_every, steps + 1, report_every):
+        ledger = (ledgers or {}).get(last, f"{last:064x}")
+        records.append(report(1, last, steps, losses[last - report_every : last], ledger))
+    with open(folder / "metrics.jsonl", "w") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")
+    write_status(run, 0, "done", "python -m jobs run tiny.yaml")
+    return folder
+
+
+def start(attempt: int, step: int, **values: Any) -> dict[str, Any]:
+    """A "start" record."""
+    record = {"kind": "start", "time": EPOCH + step, "attempt": attempt, "step": step, "world": 2, "claimed": EPOCH}
+    record |= {"text": f"random weights, step {step}", "hardware": "Xeon", "drop": [], "code": "c0de" * 16}
+    return {**record, "versions": VERSIONS, "threads": 1, **values}
+
+
+def report(attempt: int, last: int, steps: int, losses: list[float], ledger: str) -> dict[str, Any]:
+    """A "train" record; gradient norms are ten times the losses."""
+    count = len(losses)
+    return {
+        "kind": "train",
+        "time": EPOCH + last,
+        "attempt": attempt,
+        "step": last,
+        "steps": steps,
+        "lr": 1e-3 * last,
+        "loss": losses[-1],
+        "losses": losses,
+        "grad_norm": 10 * losses[-1],
+        "grad_norms": [10 * loss for loss in losses],
+        "images_per_s": 100.0 + last,
+        "wait": 0.1,
+        "seconds": float(count),
+        "stalled_s": 0.0,
+        "evaluated_s": 0.0,
+        "eta_s": float(steps - last),
+        "world": 2,
+        "samples_seen": 16 * last,
+        "bad_samples": 3,
+        "ledger": ledger,
+    }
+
+
+def add(folder: Path, *records: dict[str, Any]) -> None:
+    """Append records to a stage's metrics.jsonl."""
+    with open(folder / "metrics.jsonl", "a") as file:
+        for record in records:
+            file.write(json.dumps({"time": EPOCH + 100, "attempt": 1, **record}) + "\n")
+
+
+def change(path: Path, *keys: str, value: Any) -> None:
+    """Change an entry of a sealed record."""
+    record = artifacts.read_record(path)
+    inner = record
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    artifacts.write_record(path, record)
+
+
+def change_metrics(folder: Path, kind: str, **values: Any) -> None:
+    """Change values of all records of a kind."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps({**record, **(values if record["kind"] == kind else {})}) for record in records]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def incident(at_s: float, what: str, traceback: str = "") -> str:
+    """An entry of incidents.txt."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(EPOCH + at_s))} {what}\n{traceback}\n"

@@ -1,0 +1,81 @@
+"""What the workers of the preflight tests run; a module of its own, because workers import it by name."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from data import files
+from pipeline import identity, process_group, versions
+from pipeline.monitoring.watchdog import Phases
+from pipeline.process_group import join_group
+from tests.support.savers import with_a_disk_of_its_own
+
+
+def start_task(folder: Path, act: str) -> dict[str, Any]:
+    """What two workers are told, and what a driver has written before."""
+    run = folder / "run"
+    attempt_folder = run / "stage" / "attempts" / "attempt-000001"
+    attempt_folder.mkdir(parents=True)
+    (run / "attempts").mkdir()
+    (run / "attempts" / "000001.json").touch()
+    return {
+        "run": str(run),
+        "attempt_folder": str(attempt_folder),
+        "code": versions.code_version(),
+        "claimed": time.time(),
+        "act": act,
+        "copy": str(folder / "copy"),
+    }
+
+
+def be_otherwise(task: dict[str, Any]) -> None:
+    """Make this worker one that does not fit."""
+    act = task["act"]
+    if act == "other code":
+        # A checkout of its own, with one more line in one file.
+        for package in versions.PACKAGES:
+            shutil.copytree(versions.ROOT / package, Path(task["copy"]) / package)
+        with open(Path(task["copy"]) / "data" / "order.py", "a") as file:
+            file.write("\n")
+        versions.ROOT = Path(task["copy"])
+        identity.ROOT = versions.ROOT
+    elif act == "other torch":
+        versions.version = lambda package: "1.0"
+    elif act == "own disk":
+        with_a_disk_of_its_own(task["attempt_folder"])
+    elif act == "no claim":
+        with_a_disk_of_its_own(str(Path(task["run"]) / "attempts"))
+    elif act == "other clock":
+        clock = time.time
+        time.time = lambda: clock() + 3600
+
+
+def start(task: dict[str, Any]) -> dict[str, Any]:
+    """Check the start, as `set_up` does."""
+    files.SEEN_WITHIN_S = 0.3
+    device = join_group(60)
+    if dist.get_rank() == 1:
+        be_otherwise(task)
+    folder = Path(task["attempt_folder"])
+    phases = Phases(folder, dist.get_rank(), 60)
+    phases.enter("join", 0)
+    said: list[str] = []
+    dist.barrier()
+    began = time.monotonic()
+    process_group.check_start(
+        run=Path(task["run"]),
+        attempt=1,
+        attempt_folder=folder,
+        code=task["code"],
+        claimed=task["claimed"],
+        device=device,
+        is_shared=True,
+        log=said.append,
+    )
+    seconds = time.monotonic() - began
+    phases.close()
+    dist.destroy_process_group()
+    return {"said": said, "seconds": seconds}

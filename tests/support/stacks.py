@@ -1,0 +1,83 @@
+"""Records the calls that stand above an event; a module of its own, because workers import it by name."""
+
+import json
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from data import storage
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("models", "data", "pipeline", "jobs")
+
+Call = tuple[str, str]  # the file, from the root of the checkout, and the function's qualified name
+
+
+def our_calls() -> list[Call]:
+    """The calls of our four packages that are under way in this thread, the outermost first."""
+    calls = []
+    for frame, _ in traceback.walk_stack(None):
+        path = Path(frame.f_code.co_filename)
+        is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
+        if is_ours:
+            calls.append((str(path.relative_to(ROOT)), frame.f_code.co_qualname))
+    calls.reverse()
+    return calls
+
+
+def record(folder: Path, event: str) -> None:
+    """Write the calls above the first event of this name; later ones leave no trace."""
+    file = folder / f"{event}.json"
+    if not file.exists():
+        file.write_text(json.dumps(our_calls()))
+
+
+def recorded(folder: Path, event: str) -> list[Call]:
+    """The calls above an event; fails where it has not happened."""
+    file = folder / f"{event}.json"
+    assert file.exists(), f"no process recorded the event {event}"
+    return [(path, name) for path, name in json.loads(file.read_text())]
+
+
+def recording_worker(folder: Path, run_worker: Callable[..., None]) -> Callable[..., None]:
+    """`run_worker` of a forked worker, with what goes on in the worker recorded."""
+    rename = storage.rename
+
+    def before_forward(module: torch.nn.Module, inputs: object) -> None:
+        # `model(images)`: the outermost module of ours, which DeepSpeed's engine calls.
+        if type(module).__module__.split(".")[0] == "models":
+            record(folder, "forward")
+
+    def before_rename(source: Path, destination: Path) -> None:
+        # The rename that makes a checkpoint exist.
+        if destination.name.startswith("step-"):
+            record(folder, "commit")
+        rename(source, destination)
+
+    def run_and_record(*arguments: object) -> None:
+        register_module_forward_pre_hook(before_forward)
+        storage.rename = before_rename  # type: ignore[assignment]
+        run_worker(*arguments)
+
+    return run_and_record
+
+
+def recording_call(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`ThisMachine.call` that records who has the agent start the first workers."""
+
+    def record_and_call(place: object, method: str, *arguments: object) -> Any:
+        if method == "start":
+            record(folder, "start")
+        return call(place, method, *arguments)
+
+    return record_and_call
+
+
+def numbered(calls: list[Call]) -> Iterator[str]:
+    """The calls as lines of a map: "1 jobs/__main__.py main"."""
+    for number, (path, name) in enumerate(calls, 1):
+        yield f"{number:2} {path:32} {name}"

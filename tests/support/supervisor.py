@@ -1,0 +1,100 @@
+"""Keeps one unit of deploy/systemd alive on a host that has no systemd, by what the unit itself says.
+
+    python -m tests.support.supervisor patchline-node.service HEAD=h0 RAY_AUTH_TOKEN_PATH=/shared/auth_token
+    python -m tests.support.supervisor patchline-driver@small.service RECIPES=/shared RAY_ADDRESS=h0:6379 …
+
+1. ExecStart is run with the variables of deploy/systemd/patchline.env and those that are given, which come in the place
+   of LoadCredential too. The checkout stands where this one does, and RECIPES in the place of /etc/patchline.
+2. When it has ended, ExecStop is run, without a MAINPID, and what is left of its processes is killed, as systemd does
+   with a unit's control group: each has the INVOCATION_ID of this start in its environment.
+3. Restart, RestartPreventExitStatus and RestartSec say whether and when it is started again.
+4. SIGTERM is `systemctl stop`: ExecStop is run with the MAINPID, the command is sent SIGTERM, and its exit code is this
+   one's.
+"""
+
+import configparser
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from string import Template
+from uuid import uuid4
+
+import psutil
+
+from tests.support.hosts import ROOT
+
+FOLDER = ROOT / "deploy" / "systemd"
+
+
+def main(words: list[str]) -> int:
+    """Keep a unit alive until it has ended for good, or is told to; return its last exit code."""
+    name, *assignments = words
+    template, _, instance = name.removesuffix(".service").partition("@")
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(FOLDER / (f"{template}@.service" if instance else name))
+    service = unit["Service"]
+    variables = dict(os.environ)
+    lines = (FOLDER / "patchline.env").read_text().splitlines()
+    for assignment in [*(line for line in lines if not line.startswith("#")), *assignments]:
+        key, _, value = assignment.partition("=")
+        variables[key] = value
+    # Of what the unit sets, its own name; the rest is systemd's.
+    key, _, value = service["Environment"].partition("=")
+    if value == "%n":
+        variables[key] = name
+
+    def command_of(key: str) -> list[str]:
+        command = service.get(key, "").removeprefix("-").replace("%i", instance)
+        command = command.replace("/opt/patchline/.venv/bin/", f"{Path(sys.executable).parent}/")
+        command = command.replace("/opt/patchline", str(ROOT)).replace("/etc/patchline", variables.get("RECIPES", ""))
+        return shlex.split(Template(command).substitute(variables))
+
+    def run_stop_command(**pid: str) -> None:
+        if command_of("ExecStop"):
+            subprocess.run(command_of("ExecStop"), env=variables | pid, cwd=ROOT)
+
+    prevented = {int(code) for code in service.get("RestartPreventExitStatus", "").split()}
+
+    child: subprocess.Popen[bytes] | None = None
+    is_told_to_end = False
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal is_told_to_end
+        is_told_to_end = True
+        if child is not None:
+            run_stop_command(MAINPID=str(child.pid))
+            child.terminate()
+
+    signal.signal(signal.SIGTERM, stop)
+    code = 0
+    while not is_told_to_end:
+        variables["INVOCATION_ID"] = uuid4().hex
+        child = subprocess.Popen(command_of("ExecStart"), env=variables, cwd=ROOT)
+        code = child.wait()
+        run_stop_command()
+        kill_rest(variables["INVOCATION_ID"])
+        is_failure = code != 0 and code not in prevented
+        goes_on = not is_told_to_end and (service["Restart"] == "always" or is_failure)
+        print(f"supervisor: {name} ended with {code}{', started again' if goes_on else ''}", flush=True)
+        if not goes_on:
+            break
+        time.sleep(float(service["RestartSec"]))
+    return code
+
+
+def kill_rest(invocation: str) -> None:
+    """Kill every process that a start has left."""
+    for process in psutil.process_iter():
+        # One may end meanwhile, and of the kernel's own there is no environment.
+        with suppress(psutil.Error, OSError):
+            if process.environ().get("INVOCATION_ID") == invocation:
+                process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""The doctor finds every kind of fault with exact counts, and what it repairs trains."""
+
+import struct
+import tarfile
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+
+import cv2
+import numpy as np
+import pytest
+
+from data.extras.doctor import page
+from data.extras.doctor.doctor import check, repair
+from data.extras.doctor.page import write_page
+from data.extras.doctor.report import Report, ShardReport
+from data.images.decode import Header, library
+from data.index.shard import Shard
+from data.loader import TrainLoader
+from data.order import Order
+from data.shards.indexing import build_index
+from data.shards.packing import pack
+from data.sources.samples import Sample, digits
+from tests.support.tars import write_tar
+
+pytestmark = pytest.mark.quick
+
+GOOD = list(islice(digits(True), 60))
+
+
+def sample(number: int, image: bytes | None = None, label: bytes | None = None):
+    """Members of one sample; None keeps what is good, an empty image or label leaves the member out."""
+    good = GOOD[number]
+    image = good.image if image is None else image
+    label = str(good.labels[0]).encode() if label is None else label
+    return [(f"k{number}.{kind}", body) for kind, body in (("jpg", image), ("cls", label)) if body]
+
+
+@pytest.fixture
+def sick(tmp_path):
+    """Six shards of ten: two with faults inside, three that are faulty as a whole, one without."""
+    folder = tmp_path / "sick"
+    folder.mkdir()
+    image = bytearray(GOOD[4].image)
+    image[-60:-50] = b"\xff\x00" * 5  # in the coded pixels: decodable, with warnings
+    faults = {
+        0: sample(0, b"not an image"),
+        1: sample(1, GOOD[1].image[:300]),
+        2: sample(2, b""),
+        3: sample(3, label=b""),
+        4: sample(4, bytes(image)),
+        5: sample(5, GOOD[6].image),  # a duplicate
+        10: sample(10, label=b"cat"),
+        11: sample(11, b"GIF89a" + bytes(50)),
+        12: [*sample(12), ("k12.pyd", b"cos\nsystem\n.")],
+        13: sample(
+            13, b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 60_000, 60_000) + b"\x08\x02\0\0\0IEND"
+        ),  # a bomb
+        14: [*sample(14), ("k14.jpg", GOOD[15].image)],
+        15: sample(15, label=b"0 " * (1 << 20)),
+    }
+    for shard in range(6):
+        numbers = range(10 * shard, 10 * shard + 10)
+        write_tar(folder / f"s{shard}.tar", [m for n in numbers for m in faults.get(n, sample(n))])
+    index = build_index(folder, output=tmp_path / "index", name="sick", classes=12)
+    (folder / "s2.tar").unlink()
+    with open(folder / "s3.tar", "r+b") as file:
+        file.truncate(8 * 1024 * 3)
+    with open(folder / "s4.tar", "r+b") as file:
+        file.seek(5)
+        changed = file.read(1)
+        file.seek(600)
+        file.write(changed)
+    return index
+
+
+def test_faults_of_every_kind_are_found_with_exact_counts(sick):
+    report = check(sick)
+    assert report.bad.counts == Counter(
+        {"not a JPEG, PNG or WebP": 2, "truncated": 1, "no image": 1, "no label": 3, "image too large": 1}
+    ) + Counter({reason: n for reason, n in report.shards[4].bad.counts.items()})
+    problems = {shard.name: shard.problem for shard in report.shards}
+    assert problems.pop("s2.tar") == "No such file or directory"
+    assert "bytes, the index says" in problems.pop("s3.tar")
+    assert "sha256" in problems.pop("s4.tar")
+    assert set(problems.values()) == {""}
+    refused = {"member type .pyd": 1, "repeated member": 1, "label too large": 1}
+    assert report.duplicates == 1 and report.shards[1].refused.counts == refused
+    assert report.shards[0].bad.first["truncated"] == "k1" and not report.ok
+    assert report.shards[0].damaged == (1 if library() else 0)
+    text = "\n".join(report.lines())
+    assert "bad: 2 × not a JPEG, PNG or WebP, first k0 of s0.tar" in text and "empty 2 (first: [10, 11])" in text
+
+
+def test_a_repaired_set_is_well_and_trains(sick, tmp_path):
+    made = repair(sick, tmp_path / "well", unique=True, shard_samples=20)
+    report = check(made, workers=2)
+    assert report.ok and report.duplicates == 0 and made.samples == report.good == check(sick).good - 1
+    order = Order(made.shard_samples, seed=0, batch_size=8)
+    batches = islice(iter(TrainLoader(made, order, image_size=16, slots=range(8), micro_batch=8)), 12)
+    assert not any(batch.bad for batch in batches)
+
+
+def test_a_healthy_set_has_nothing_to_report(tmp_path):
+    index = pack(GOOD, tmp_path, shard_samples=2)
+    report = check(index)
+    assert len(report.shards) == 30 and sum(len(shard.grid) for shard in report.shards) == 24
+    assert report.ok and report.good == 60 and report.classes == Counter(s.labels[0] for s in GOOD)
+
+
+def test_several_labels_and_slivers_of_images_are_told_and_shown(tmp_path):
+    sliver = cv2.imencode(".png", np.zeros((1, 10_000, 3), np.uint8))[1].tobytes()
+    index = pack([Sample("a", sliver, (1, 2, 3), "png"), Sample("b", sliver, (0,), "png")], tmp_path)
+    report = check(index)
+    assert report.ok and report.classes.total() == 4 and report.duplicates == 1
+    assert "labels: up to 3 a sample; a run needs data.max_labels=3" in "\n".join(report.lines())
+    assert "data:image/jpeg" in write_page(report, tmp_path / "page.html").read_text()
+
+
+def test_the_page_needs_nothing_else(sick, tmp_path):
+    text = write_page(check(sick, decode=False), tmp_path / "report.html").read_text()
+    assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst first"
+    assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
+    assert "http://" not in text and "https://" not in text
+
+
+def test_the_charts_are_of_the_classes_and_of_each_measure(tmp_path, monkeypatch):
+    report = check(pack(GOOD[:20], tmp_path / "set", classes=10))
+    figures = []
+    monkeypatch.setattr(page.Figure, "savefig", lambda figure, file, **_: figures.append(figure))
+    write_page(report, tmp_path / "page.html")
+    classes, *measures = figures[0].axes
+    (area,) = classes.collections
+    assert area.get_paths()[0].vertices[:, 1].max() == max(Counter(s.labels[0] for s in GOOD[:20]).values())
+    names = [axis.get_title().partition(" of an image, median ")[0] for axis in measures]
+    assert names == ["shorter side", "width / height", "kB"]
+    assert all(sum(bar.get_height() for bar in axis.patches) >= 20 for axis in measures)
+
+
+def test_a_shards_images_are_measured_and_counted_as_numpy_does():
+    """Of unequal sides and sizes; two are equal, one has a label twice, none has the class 1."""
+    images = [
+        (3, 5, b"a" * 1049),
+        (500, 333, b"b" * 1051),
+        (7, 7, b"c" * 140),
+        (3, 5, b"a" * 1049),
+        (40, 20, b"d" * 9960),
+    ]
+    labels = [(0,), (2, 0, 2), (2,), (0,), (3, 2)]
+    report = ShardReport("a.tar")
+    for (height, width, image), of_image in zip(images, labels, strict=True):
+        report.add_good(Header("jpeg", height, width, 3), image, of_image)
+    heights, widths = np.array([(height, width) for height, width, _ in images]).T
+    sizes = np.array([len(image) for _, _, image in images])
+    assert (report.good, report.size, report.most_labels) == (5, sizes.sum(), 3)
+    assert report.classes == {0: 3, 2: 3, 3: 1} and len(set(report.hashes)) == 4
+    expected = {
+        "height": heights,
+        "width": widths,
+        "shorter side": np.minimum(heights, widths),
+        "width / height": (widths / heights).round(2),
+        "kB": (sizes / 1000).round(1),
+    }
+    assert report.spreads.keys() == expected.keys()
+    for name, values in expected.items():
+        assert sorted(report.spreads[name].elements()) == pytest.approx(sorted(values)), name
+        for q in (0.01, 0.2, 0.21, 0.5, 0.8, 1.0):
+            quantile = np.quantile(values, q, method="inverted_cdf")
+            assert report.spreads[name].quantile(q) == pytest.approx(quantile), (name, q)
+
+
+@pytest.mark.parametrize(
+    ("shards", "mebibytes", "said"),
+    [(17, 31, "31 MiB are small"), (17, 32, ""), (16, 1, ""), (1, 4096, ""), (1, 4097, "over 4 GiB")],
+)
+def test_many_small_shards_and_huge_ones_are_advised_against(shards, mebibytes, said, tmp_path):
+    shard = Shard("x.tar", samples=1, bytes=mebibytes << 20, sha256="")
+    report = Report(replace(pack(GOOD[:1], tmp_path), shards=(shard,) * shards), [])
+    lines = [line for line in report.lines() if line.startswith("advice: ")]
+    assert said in "".join(lines) and len(lines) == bool(said)
+    lacking = f"advice: {shards} shards for {shards + 1} workers: several read one shard, fine on local disks"
+    assert report.lines(world=shards) == report.lines() and lacking in report.lines(world=shards + 1)
+
+
+def test_a_key_that_comes_again_in_a_tar_of_others_names_one_sample_after_repair(tmp_path):
+    folder = tmp_path / "twice"
+    folder.mkdir()
+    write_tar(folder / "s.tar", [*sample(0), *sample(1), *((f"k0.{name[-3:]}", body) for name, body in sample(2))])
+    index = build_index(folder, output=tmp_path / "index", classes=10)
+    repair(index, tmp_path / "well")
+    with tarfile.open(next((tmp_path / "well").glob("*.tar"))) as tar:
+        images = {name: tar.extractfile(name).read() for name in tar.getnames() if name.endswith(GOOD[0].extension)}
+    assert list(images) == ["s/k0.jpg", "s/k1.jpg", "s/k0-2.jpg"]
+    assert list(images.values()) == [GOOD[number].image for number in (0, 1, 2)]

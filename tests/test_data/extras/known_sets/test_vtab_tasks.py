@@ -1,0 +1,136 @@
+"""VTAB-1k: its labels and preprocessing are the original's, and the table of its tasks is the papers'."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from data.extras.known_sets import vtab_tasks
+from data.extras.known_sets.vtab_tasks import label_of
+from data.images.preprocess import preprocess
+from tests.support.golden import GOLDEN, needs_golden
+
+# Examples of every split, as task_adaptation's own tests expect them (data/*_test.py: train, val, test).
+SPLITS = {
+    "caltech101": (2754, 306, 6084),
+    "cifar100": (45000, 5000, 10000),
+    "dtd": (1880, 1880, 1880),
+    "flowers102": (1020, 1020, 6149),
+    "pets": (2944, 736, 3669),
+    "sun397": (76128, 10875, 21750),
+    "svhn": (65931, 7326, 26032),
+    "patch_camelyon": (262144, 32768, 32768),
+    "eurosat": (16200, 5400, 5400),
+    "resisc45": (18900, 6300, 6300),
+    "diabetic_retinopathy": (35126, 10906, 42670),
+    "clevr_count": (63000, 7000, 15000),
+    "clevr_distance": (63000, 7000, 15000),
+    "dmlab": (65550, 22628, 22735),
+    "dsprites_x_position": (589824, 73728, 73728),
+    "dsprites_orientation": (589824, 73728, 73728),
+    "kitti_distance": (6347, 423, 711),
+    "smallnorb_azimuth": (24300, 12150, 12150),
+    "smallnorb_elevation": (24300, 12150, 12150),
+}
+
+# Classes of each task: those of its set, or what VTAB makes of a count, a distance or an angle.
+CLASSES = dict(zip(SPLITS, (102, 100, 47, 102, 37, 397, 10, 2, 10, 45, 5, 8, 6, 6, 16, 16, 4, 18, 9), strict=True))
+
+
+# ----------------------------------------------------------------------------- labels and pixels
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict:
+    return json.loads((GOLDEN / "vtab_labels.json").read_text())
+
+
+def kitti(types: list[int], z: list[float]) -> dict[str, list]:
+    """Features of an example whose objects lie so many metres away."""
+    return {"objects/type": types, "objects/location": list(itertools.chain(*((0.0, 0.0, metres) for metres in z)))}
+
+
+def clevr(depths: list[float]) -> dict[str, list]:
+    """Features of a scene whose objects lie so deep."""
+    coordinates = list(itertools.chain(*((0.0, 0.0, depth) for depth in depths)))
+    return {"objects/pixel_coords": coordinates, "objects/size": [0] * len(depths)}
+
+
+@needs_golden
+def test_labels_of_kitti_are_the_originals(golden: dict) -> None:
+    cases = golden["kitti_closest_vehicle_distance"]
+    assert {case["label"] for case in cases} == {0, 1, 2, 3}
+    for case in cases:
+        assert label_of("kitti_distance", kitti(case["types"], case["z"])) == case["label"]
+
+
+@needs_golden
+def test_labels_of_clevr_are_the_originals(golden: dict) -> None:
+    for case in golden["clevr"]:
+        assert label_of("clevr_count", {"objects/size": [0] * case["n_objects"]}) == case["count_label"]
+        assert label_of("clevr_distance", clevr(case["depth"])) == case["distance_label"]
+
+
+@needs_golden
+def test_labels_of_dsprites_are_the_originals(golden: dict) -> None:
+    for feature, values in (("x_position", 32), ("orientation", 40)):
+        task = f"dsprites_{feature}"
+        assert [label_of(task, {f"label_{feature}": [value]}) for value in range(values)] == golden[task]["map"]
+
+
+@needs_golden
+def test_preprocessing_is_the_originals() -> None:
+    arrays = np.load(GOLDEN / "vtab_preprocess.npz")
+    size = json.loads(str(arrays["meta_json"]))["size"]
+    prepared = preprocess(arrays["image"], f"resize_tf1({size})|value_range(-1, 1)")
+    np.testing.assert_allclose(prepared, arrays["out"], atol=1e-6, rtol=0)
+
+
+def test_a_value_on_a_threshold_belongs_to_the_nearer_class() -> None:
+    assert [label_of("kitti_distance", kitti([0], [z])) for z in (8.0, 8.001, 20.0, 20.001)] == [0, 1, 1, 2]
+    assert [label_of("clevr_distance", clevr([depth])) for depth in (8.0, 8.5, 10.0, 10.001)] == [0, 1, 4, 5]
+    assert label_of("kitti_distance", kitti([3, 7], [1.0, 2.0])) == 3
+
+
+# ----------------------------------------------------------------------------- the table
+
+
+def test_the_tasks_are_those_of_table_9() -> None:
+    groups = [task.group for task in vtab_tasks.TASKS]
+    assert [groups.count(group) for group in ("natural", "specialized", "structured")] == [7, 4, 8]
+
+
+def test_tasks_have_as_many_classes_as_labels_can_be() -> None:
+    assert {task.name: task.classes for task in vtab_tasks.TASKS} == CLASSES
+    for name, names in vtab_tasks.NAMES.items():
+        assert len(set(names)) == CLASSES[name], name
+    assert label_of("kitti_distance", kitti([0], [-99.0])) == 0
+
+
+def test_splits_have_the_sizes_that_the_original_expects() -> None:
+    assert {task.name for task in vtab_tasks.TASKS} == SPLITS.keys()
+    for task in vtab_tasks.TASKS:
+        assert tuple(task.samples(split) for split in ("train", "validation", "test")) == SPLITS[task.name]
+        assert task.samples("train800val200") == 1000
+
+
+def test_no_row_is_trained_on_and_judged() -> None:
+    for task in vtab_tasks.TASKS:
+        pieces = [task.rows("train")[0], task.rows("validation")[0], task.rows("test")[0]]
+        for (split, rows), (other_split, other_rows) in itertools.combinations(pieces, 2):
+            overlap = split == other_split and rows.start < other_rows.stop and other_rows.start < rows.stop
+            assert not overlap, task
+
+
+def test_the_thousand_are_the_first_of_train_and_of_validation() -> None:
+    by_name = {task.name: task for task in vtab_tasks.TASKS}
+    assert by_name["cifar100"].rows("train800val200") == (("train", range(800)), ("train", range(45_000, 45_200)))
+    assert by_name["smallnorb_azimuth"].rows("val200") == (("test", range(200)),)
+
+
+def test_what_destroys_a_label_is_left_out() -> None:
+    no_flip = {task.name for task in vtab_tasks.TASKS if not task.flip}
+    assert no_flip == {"svhn", "dsprites_x_position", "dsprites_orientation", "smallnorb_azimuth"}
+    no_crop = {task.name for task in vtab_tasks.TASKS if not task.crop}
+    assert no_crop == {"clevr_count", "clevr_distance", "dmlab", "dsprites_x_position", "kitti_distance"}

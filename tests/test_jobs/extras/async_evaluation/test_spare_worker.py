@@ -1,0 +1,659 @@
+"""Commits judged beside training: the loop's values, nobody else's steps, and no silence when it goes wrong."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from data.bucket import Bucket
+from data.index.document import load_index
+from data.shards.packing import pack
+from data.sources.samples import digits
+from data.storage import Folder
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import WorkerGroup
+from jobs.cluster_config import ClusterConfig
+from jobs.commands import checkpoints
+from jobs.extras.async_evaluation.spare_worker import NoPlace, SpareWorker
+from jobs.extras.demo import step_losses
+from pipeline import evaluate
+from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
+from pipeline.evaluation.worker import EvaluationStopped
+from pipeline.extras import async_evaluation
+from pipeline.extras.replays.masking import Mask
+from pipeline.health import Health
+from pipeline.monitoring.telemetry import Telemetry, read_metrics
+from pipeline.training_config import HealthConfig, TrainConfig
+from tests.support import worker_functions
+from tests.support.drives import assert_same, finish, said, stage, start
+
+EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise
+SPARE = "pretrain.evaluate_on=spare"
+
+
+def judged(run: Path) -> dict[int, dict[str, float]]:
+    """What every evaluation has come to, by step; where and how long it was is left out."""
+    values = {}
+    for record in read_metrics(stage(run), "evaluate"):
+        named = {"kind", "time", "attempt", "step", "where", "node", "seconds"}
+        assert record["step"] not in values, "reported twice"
+        values[record["step"]] = {name: value for name, value in record.items() if name not in named}
+    return values
+
+
+def where(run: Path) -> dict[int, str]:
+    return {record["step"]: record["where"] for record in read_metrics(stage(run), "evaluate")}
+
+
+@pytest.fixture(scope="module")
+def sets(shards, tmp_path_factory) -> tuple[str, ...]:
+    """Judge accuracy and few-shot features on the test set: 2 workers have 45 batches of 4 each."""
+    path = shards / "test"
+    # As many images to learn from; the very same set is refused.
+    learned = tmp_path_factory.mktemp("learned")
+    pack(digits(train=False, image_size=16), learned, name="learned", shard_samples=90)
+    return (f"pretrain.data.evaluate={path}", f"pretrain.probe={{train: {learned}, test: {path}, shots: [1, 5]}}")
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory, sets) -> Path:
+    """A run whose own workers judge its steps 16, 32 and 40."""
+    run = tmp_path_factory.mktemp("loop") / "run"
+    assert finish(run, *EVERY_16, *sets) == 0, said(run)
+    return run
+
+
+@pytest.fixture
+def run(loop, tmp_path) -> Path:
+    """A run with its shards packed and its training still to do."""
+    shutil.copytree(loop, tmp_path / "run", ignore=shutil.ignore_patterns("pretrain-*", "attempts", "status.json"))
+    return tmp_path / "run"
+
+
+# ------------------------------------------------------------------------ whole runs
+
+
+def test_what_is_judged_beside_training_is_what_the_loop_would_have_judged(loop, run, sets, shards) -> None:
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="spare_core") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run) == judged(loop)
+    assert judged(run).keys() == {16, 32, 40} and judged(run)[16]["judged"] == load_index(shards / "test").samples
+    assert where(run) == {16: "spare", 32: "spare", 40: "training"}
+    assert where(loop) == dict.fromkeys((16, 32, 40), "training")
+    log = (stage(run) / "log.txt").read_text()
+    assert log.count("evaluate step 16  accuracy 0.") == log.count("evaluate step 32  accuracy 0.") == 1
+    assert "beside training, on " in log and "evaluated in the loop" not in log
+    assert (stage(loop) / "log.txt").read_text().count("evaluated in the loop: ") == 1, "its price, once"
+    kept = {folder: {step_of(path) for path in committed(stage(folder) / "checkpoints")} for folder in (run, loop)}
+    assert kept[run] >= {16, 32}, "committed first"
+    assert kept[loop] == {30, 35, 40}, "an evaluation by the workers themselves is no reason to save"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("precision=bf16", "zero=3"), ("polyak=0.9", "zero=1"), ("exact_parts=4",)])
+def test_the_values_are_the_loops_at_other_settings(options, run, sets) -> None:
+    settings = [f"pretrain.{option}" for option in options]
+    assert finish(run, *EVERY_16, *sets, *settings) == 0, said(run)
+    expected = judged(run)
+    shutil.rmtree(stage(run))
+    assert finish(run, *EVERY_16, *sets, *settings, SPARE, patch="spare_core") == 0, said(run)
+    assert where(run)[16] == "spare" and judged(run) == expected
+
+
+@pytest.mark.slow
+def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, sets) -> None:
+    assert finish(run, *EVERY_16, *sets, SPARE, "cluster.cpus_per_worker=1") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run) == judged(loop) and set(where(run).values()) == {"training"}
+    log = (stage(run) / "log.txt").read_text()
+    assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
+    assert not async_evaluation.requested(stage(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "cause"), [("SIGKILL", "killed by SIGKILL"), ("SIGSTOP", "frozen: stopped by a signal")]
+)
+def test_an_evaluator_that_dies_or_hangs_costs_training_nothing(how, cause, loop, run, sets) -> None:
+    stall = "pretrain.stall_s=6"
+    assert finish(run, *EVERY_16, *sets, SPARE, stall, patch=f"evaluator_dies {how}") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run) == judged(loop) and where(run)[16] == "spare"
+    assert f"evaluate step 16: the process beside training failed ({cause}" in said(run), said(run)
+    assert "1 of 3 times" in said(run) and "restarting" not in said(run)
+    assert len(list(run.parent.glob("struck-*"))) == 1 and not (stage(run) / "incidents.txt").exists()
+
+
+@pytest.mark.slow
+def test_an_evaluator_that_always_dies_is_given_up_with_words(loop, run, sets) -> None:
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="evaluator_dies SIGKILL 99") == 0, said(run)
+    assert_same(run, loop)
+    assert judged(run)[40] == judged(loop)[40]
+    failed = {record["step"] for record in read_metrics(stage(run), "evaluate_failed")}
+    assert 16 in failed and failed | judged(run).keys() == {16, 32, 40}
+    assert "evaluate step 16 FAILED beside training (killed by SIGKILL)" in said(run), said(run)
+
+
+def wait_for(claim: Callable[[], object], process: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not claim():
+        assert process.is_alive() and time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
+def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loop, run, sets) -> None:
+    """Training has ended, and waits for its evaluations; then the driver is killed, or asked to stop."""
+    process = start(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator")
+    wait_for(lambda: "waiting for the evaluations of steps 16, 32" in said(run), process)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == exit_code, said(run)
+    assert async_evaluation.requested(stage(run)) == [16, 32] and judged(run).keys() == {40}
+    assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
+    (run.parent / "go").touch()
+    assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
+    assert_same(run, loop)
+    values = {record["step"]: record["accuracy"] for record in read_metrics(stage(run), "evaluate")}
+    assert values == {step: row["accuracy"] for step, row in judged(loop).items()}
+    assert step_losses(stage(run)) == step_losses(stage(loop)), "no step was computed twice"
+
+
+# ------------------------------------------------------------------------ one driver, no training
+
+
+class Scripted:
+    """Places where evaluations go as they are told: a value to return, or an error to raise."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.judged: list[int] = []
+        self.searched: list[tuple[int, Any]] = []  # the step of each, and what it does without
+        self.has_room = True
+        self.has_training_ended = False
+
+    def is_free(self) -> bool:
+        return self.has_room or self.has_training_ended
+
+    def is_wanted(self) -> bool:
+        return False
+
+    def take(self) -> bool:
+        return True
+
+    def give_back(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def run(self, function: Any, task: dict[str, Any], folder: Path, on_tick: Callable[[], None]) -> Any:
+        on_tick()
+        outcome = self.outcomes.pop(0) if self.outcomes else None
+        if "search" in task:
+            self.searched.append((task["search"]["step"], task["job"]["masked"]))
+        else:
+            self.judged.append(step_of(Path(task["checkpoint"])))
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome is not None:
+            return outcome
+        return {"values": {"accuracy": 0.5, "judged": 4}, "node": "n1", "seconds": 1.5, "remarks": []}
+
+
+class ScriptedGroup:
+    """A worker group of one on a scripted place."""
+
+    def __init__(self, place: Scripted, cluster: ClusterConfig, folder: Path) -> None:
+        self.place = place
+
+    def places(self) -> dict[int, Any]:
+        return {}
+
+    def is_frozen(self, rank: int) -> bool:
+        return False
+
+    def run(self, function: Any, task: dict[str, Any], on_tick: Callable[[], None]) -> Any:
+        return self.place.run(function, task, Path(), on_tick)
+
+
+@pytest.fixture(autouse=True)
+def scripted_groups(monkeypatch) -> None:
+    def group_on(place: Any, cluster: ClusterConfig, folder: Path) -> Any:
+        kind = ScriptedGroup if isinstance(place, Scripted) else WorkerGroup
+        return kind(place, cluster, folder)
+
+    monkeypatch.setattr("jobs.extras.async_evaluation.spare_worker.WorkerGroup", group_on)
+
+
+class Stage:
+    """A stage's folder with commits, and what has them judged."""
+
+    def __init__(self, folder: Path, places: Scripted) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        no = lambda *args: None  # noqa: E731
+        context: Any = SimpleNamespace(directory=folder, log=self.said.append, poll=no, stop_requested=no)
+        context.checkpoints = checkpoints_in(folder / "checkpoints")
+        self.attempt = folder / "attempts" / "attempt-000001"
+        self.attempt.mkdir(parents=True)
+        self.evaluations = SpareWorker(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
+        self.evaluations.place = places  # type: ignore[assignment]
+        self.places = places
+        # What an attempt leaves to the calls that a test makes itself, without a thread.
+        self.evaluations.task = {}
+        self.evaluations.attempt_folder = self.attempt
+        self.evaluations.cluster = ClusterConfig(backend="processes")
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Evaluate beside an attempt, as the supervisor has it."""
+        return self.evaluations.beside({}, self.attempt, ClusterConfig(backend="processes"))
+
+    def commit(self, *steps: int) -> None:
+        for step in steps:
+            (self.folder / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
+            async_evaluation.request(self.folder, step)
+
+    def answers(self) -> dict[int, str]:
+        kinds = {}
+
+        def report(kind: str, values: Any, line: str) -> bool:
+            kinds[values["step"]] = kind
+            return True
+
+        async_evaluation.report_records(self.folder, report)
+        return kinds
+
+
+def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.places.has_room = False
+    made.commit(10, 20, 30)
+    made.evaluations.poll()
+    assert made.places.judged == [] and async_evaluation.requested(tmp_path) == [20, 30]
+    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop is to judge the next one itself"
+    made.places.has_room = True
+    for _ in range(3):
+        made.evaluations.poll()
+    made.commit(40, 50, 60)
+    for _ in range(3):
+        made.evaluations.poll()
+    assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
+    expected = {step: "evaluate" for step in (20, 30, 50, 60)}
+    assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
+    assert not made.answers() and not async_evaluation.requested(tmp_path)
+
+
+def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_once(tmp_path, monkeypatch) -> None:
+    """The second search fails, the third is put off once, the fourth is too late; none of them ends the training."""
+    sample = {"slot": 5, "shard": "a.tar", "sample": 7, "key": "k7", "range": [0, 7, 8], "is_twin": False}
+    named = {"is_spike": True, "is_found": True, "rows": [5], "samples": [sample], "value_without": 0.25}
+    innocent = {"is_spike": True, "is_found": False, "rows": [1, 2, 3], "samples": []}
+    died = WorkerGroupError(0, "n1", "killed by SIGKILL", exit_code=70)
+    places = Scripted(named, died, NoPlace("somebody wants the place"), innocent)
+    made = Stage(tmp_path, places)
+    made.evaluations.cfg = TrainConfig(steps=100, health=HealthConfig(on_spike="bisect"))
+    made.evaluations.task = {"config": {}, "job": {"masked": []}}
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
+    monkeypatch.setattr("pipeline.health.read_excluded", lambda folder: [])
+    reported = []
+
+    def report(kind: str, values: Any, line: str) -> None:
+        reported.append((kind, line))
+
+    telemetry: Any = SimpleNamespace(attempt=1, report=report, log=reported.append)
+    health = Health(made.evaluations.cfg, tmp_path, checkpoints_in(tmp_path), telemetry)
+    for step in range(1, 20):
+        health.count_step(step, 1.0, 0.1 if step != 18 else 2.0, "", [])
+    assert "not searched, because no place beside training is free" in reported[-1][1]
+    (made.attempt / async_evaluation.SPARE_FILE).touch()
+    for step in range(20, 28):
+        health.count_step(step, 1.0, 0.1 if step % 2 else 2.0, "", [])
+    assert [line.count("it is searched beside training") for _, line in reported[1:]] == [1, 1, 1, 1]
+
+    left = tmp_path / "searches" / "step-0000000020" / tmp_path.name / "attempts" / "attempt-000001"
+    left.mkdir(parents=True)  # by a command that was killed
+    for _ in range(4):
+        made.evaluations.poll()
+    assert [step for step, _ in places.searched] == [20, 22, 24, 24]
+    assert [masked for _, masked in places.searched] == [[], *[[[0, 0, 7, 8]]] * 3]
+    said = "\n".join(made.said)
+    assert "step 20: its spike goes with 1 sample, without which grad_norm is 0.25: a.tar k7; masked" in said
+    assert "step 22: the search beside training FAILED (killed" in said
+    assert "step 24: no single sample is behind its spike, 3 are at the least: nothing is masked" in said
+    made.evaluations.finish()
+    assert "step 26: not searched to its end, training has ended" in made.said
+    assert sorted(path.name for path in (tmp_path / "searches").iterdir()) == [
+        f"step-00000000{step}.json" for step in (20, 22, 24, 26)
+    ]
+
+    mask = Mask()
+    for step in (30, 40):
+        health.mask_found(mask, step)
+    assert mask.ranges == [(30, 0, 7, 8)]
+    assert reported[5:] == [("masked", "step 30: 1 sample masked from here on, 1 in all: a.tar k7")]
+
+
+def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    async_evaluation.request(tmp_path, 10)
+    made.evaluations.poll()
+    assert async_evaluation.requested(tmp_path) == [10], "its save may be on its way"
+    made.commit(20)
+    made.evaluations.poll()
+    assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
+
+
+def test_a_place_that_is_wanted_and_a_death_put_off_and_a_refusal_does_not(tmp_path) -> None:
+    death = WorkerGroupError(0, "n1", "killed by SIGKILL")
+    refusal = WorkerGroupError(0, "n1", "DataError: torn", exit_code=65, kind="DataError")
+    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), death, None, refusal, death, death, death))
+    made.commit(10)
+    for _ in range(3):
+        made.evaluations.poll()
+    assert made.answers() == {10: "evaluate"}
+    assert "put off, somebody wants the place" in made.said[0] and "1 of 3 times" in made.said[1]
+    made.commit(20)
+    made.evaluations.poll()
+    assert made.answers() == {20: "evaluate_failed"} and (made.attempt / async_evaluation.SPARE_FILE).exists()
+    made.commit(30)
+    for _ in range(3):
+        made.evaluations.poll()
+    assert made.answers() == {30: "evaluate_failed"}
+    made.evaluations.poll()
+    assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "from now on the loop judges"
+
+
+def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10, 20, 30, 40)
+    async_evaluation.withdraw(tmp_path, 20)
+    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.requested(tmp_path))
+    assert removed == ["step-0000000020"]
+
+
+def test_nor_does_the_command_prune_it(tmp_path, monkeypatch, capsys) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10, 20, 30, 40)
+    async_evaluation.withdraw(tmp_path, 20)
+    monkeypatch.setattr(StageCheckpoints, "verify", lambda checkpoints, name: None)
+    checkpoints.prune(str(tmp_path), 2, 0)
+    assert capsys.readouterr().out == f"{tmp_path.name}: step-0000000020 deleted\n"
+
+
+def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted(NoPlace("somebody wants the place"), None))
+    made.commit(10, 20, 30, 40, 50)
+    for step in (30, 40, 50):
+        async_evaluation.withdraw(tmp_path, step)
+    made.evaluations.finish()
+    assert made.places.judged == [10, 10, 20]
+    assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
+    assert [record["step"] for record in read_metrics(tmp_path, "evaluate")] == [10, 20]
+    assert list((tmp_path / async_evaluation.FOLDER).iterdir()) == []
+
+
+def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> None:
+    made = Stage(tmp_path, Scripted())
+    made.commit(10)
+    made.evaluations.has_ended.set()
+    made.evaluations.evaluate(10)
+    assert [path.name for path in (tmp_path / async_evaluation.FOLDER).iterdir()] == ["step-0000000010.requested"]
+
+
+def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("jobs.extras.async_evaluation.spare_worker.END_S", 0.01)
+    made = Stage(tmp_path, Scripted())
+    asked = threading.Event()
+    has_answer = threading.Event()
+
+    def slow_head() -> bool:
+        asked.set()
+        return has_answer.wait(10)
+
+    monkeypatch.setattr(made.places, "is_free", slow_head)
+    with made.beside():
+        assert asked.wait(10)
+        made.evaluations.end()
+    first = made.evaluations.thread
+    with made.beside():
+        assert made.evaluations.thread is first and made.evaluations.has_ended.is_set()
+        has_answer.set()
+        first.join(10)
+        assert not first.is_alive(), "the next attempt has not taken back what it was told"
+        assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "nobody is there who would judge"
+    made.commit(10)
+    made.evaluations.finish()
+    assert made.places.judged == [10], "by a thread of its own"
+
+
+def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypatch) -> None:
+    made = Stage(tmp_path, Scripted())
+    async_evaluation.request(tmp_path, 10)
+    async_evaluation.skip(tmp_path, 10, "no reason")
+    async_evaluation.report_records(tmp_path, lambda kind, values, line: False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Telemetry, "_append", lambda *args: False)
+        made.evaluations.report_records()
+    assert "refused the records of evaluations" in made.said[-1] and "step-0000000010.json" in made.said[-1]
+    made.evaluations.report_records()
+    assert [record["step"] for record in read_metrics(tmp_path, "evaluate_skipped")] == [10]
+    assert async_evaluation.records(tmp_path) == []
+
+
+# ------------------------------------------------------------------------ rank 0 alone
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch) -> Any:
+    """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
+    monkeypatch.setattr(evaluate.dist, "broadcast_object_list", lambda values, src: None)
+    said: list[str] = []
+
+    def report(kind: str, values: Any, line: str) -> bool:
+        said.append(line)
+        return True
+
+    paths = {"directory": str(tmp_path), "attempt_folder": tmp_path, "evaluate": "/shards/test", "probe_train": None}
+    job = SimpleNamespace(**paths, storage=Folder(tmp_path))
+    telemetry = SimpleNamespace(log=said.append, report=report)
+    cfg = TrainConfig(steps=100, evaluate_every=10)
+    price = async_evaluation.LoopPrice(is_reported=True)
+    return SimpleNamespace(rank=0, job=job, cfg=cfg, telemetry=telemetry, steps=100, loop_price=price, said=said)
+
+
+def stop(*args: Any) -> None:
+    raise EvaluationStopped("stopped")
+
+
+def record(kind: str, step: int) -> str:
+    return json.dumps({"kind": kind, "time": 0.0, "attempt": 1, "step": step}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("records", "is_due"),
+    [
+        ([], True),  # killed between the commit of step 10 and its evaluation
+        ([("start", 0), ("evaluate", 10)], False),
+        ([("start", 0), ("evaluate_failed", 10)], False),
+        ([("start", 0), ("evaluate_skipped", 10)], False),
+        # An attempt that began before the step took it, and committed it, again.
+        ([("start", 0), ("evaluate", 10), ("start", 5)], True),
+        ([("start", 0), ("evaluate", 10), ("start", 5), ("evaluate", 10), ("start", 10)], False),
+        ([("start", 0), ("evaluate", 10), ("start", 10)], False),
+    ],
+)
+@pytest.mark.parametrize("where", ["training", "in a store", "spare"])
+def test_an_attempt_evaluates_the_commits_that_have_no_outcome(
+    where, records, is_due, alone, tmp_path, monkeypatch
+) -> None:
+    if where == "in a store":
+        alone.job.storage = Bucket("s3://bucket/run", tmp_path)
+    if where == "spare":
+        alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
+    for step in (5, 10, 20, 100):  # 5 is none of evaluate_every, 20 lies ahead, 100 is evaluated at the end
+        (tmp_path / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step:010d}" / "MANIFEST.json").touch()
+    (tmp_path / "metrics.jsonl").write_text("".join(record(kind, step) for kind, step in records))
+    evaluated: list[int] = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=10)))
+    expected = [10] * is_due
+    assert (evaluated, async_evaluation.requested(tmp_path)) == (([], expected) if where == "spare" else (expected, []))
+
+
+def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path, monkeypatch) -> None:
+    """Of step 10: once by the attempt that committed it, twice by those that started from it."""
+    evaluated: list[int] = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    for attempt in range(5):
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.write(record("start", 10 * min(attempt, 1)))
+        if attempt:
+            assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=10)))
+        if attempt == 3:  # as rank 0 reports it
+            with open(tmp_path / "metrics.jsonl", "a") as file:
+                file.write(record("evaluate_skipped", 10))
+    assert evaluated == [10, 10]
+    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts have ended before it had a value"]
+
+
+@pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
+def test_at_the_start_nothing_else_is_evaluated(changes, step, alone, monkeypatch) -> None:
+    vars(alone.job).update(changes)
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=step)))
+
+
+def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(
+    alone, tmp_path, monkeypatch
+) -> None:
+    """evaluate_on was spare, and is training now."""
+    for step in (5, 8, 10, 20):
+        async_evaluation.request(tmp_path, step)
+    # Of step 8 there is an outcome: its request was to go when the driver was killed.
+    (tmp_path / "metrics.jsonl").write_text(record("evaluate", 8))
+    evaluated = []
+    progress: Any = SimpleNamespace(step=10)
+    monkeypatch.setattr(evaluate, "evaluate", stop)
+    assert not evaluate.evaluate_unfinished(alone, progress)
+    skipped = "evaluate step 5 SKIPPED: nothing is evaluated beside training any more"
+    assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
+    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    assert evaluate.evaluate_unfinished(alone, progress)
+    assert evaluated == [10] and not async_evaluation.requested(tmp_path)
+
+
+def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
+    alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
+    async_evaluation.request(tmp_path, 10)
+    assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
+    (tmp_path / async_evaluation.SPARE_FILE).touch()
+    assert evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == [10]
+
+
+# ------------------------------------------------------------------------ on Ray
+
+
+@pytest.mark.slow
+def test_under_ray_a_free_share_judges_the_same(run, sets) -> None:
+    """The embedded cluster of two CPUs, of which the worker has one."""
+    one = (*EVERY_16, *sets, "cluster.workers=1")
+    assert finish(run, *one) == 0, said(run)
+    expected, losses = judged(run), step_losses(stage(run))
+    weights = (stage(run) / "weights.safetensors").read_bytes()
+    shutil.rmtree(stage(run))
+    assert finish(run, *one, "cluster.backend=ray", SPARE) == 0, said(run)
+    assert where(run) == {16: "spare", 32: "spare", 40: "training"}, said(run)
+    assert judged(run) == expected and step_losses(stage(run)) == losses
+    assert (stage(run) / "weights.safetensors").read_bytes() == weights
+    assert not (stage(run) / "incidents.txt").exists() and "tried again" not in said(run)
+
+
+@pytest.mark.slow
+def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_named(tmp_path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    from jobs.cluster.placement import nodes_of, spare_place_of
+    from jobs.cluster.ray import connect, disconnect
+
+    cluster = ClusterConfig(workers=1)
+    cpus = int(connect(cluster).cpus)
+    try:
+        place = spare_place_of(cluster, 0)
+        assert place.is_free()
+
+        def has_started(group: WorkerGroup) -> bool:
+            return any(state.record is not None for state in group.states.values())
+
+        def run_until(name: str, look: Callable[[WorkerGroup], None]) -> object:
+            folder = tmp_path / name / "stage" / "attempts" / "1"
+            folder.mkdir(parents=True)
+            task = {"ready": str(folder / "ready"), "stop": str(folder / "stop")}
+            group = WorkerGroup(place, cluster, folder)
+            assert place.take()
+            try:
+                return group.run(worker_functions.sleep_until_told, task, lambda: look(group))
+            finally:
+                place.give_back()
+
+        # Somebody asks for all CPUs, of which the evaluation has one.
+        asked_for = []
+
+        def ask(group: WorkerGroup) -> None:
+            if has_started(group) and not asked_for:
+                assert nodes_of(cluster).room() == cpus, "for a larger worker group it is free"
+                asked_for.append(placement_group([{"CPU": 1}] * cpus))
+            if place.is_wanted():
+                raise NoPlace("somebody wants the place")
+
+        with pytest.raises(NoPlace):
+            run_until("wanted", ask)
+        assert asked_for and ray.get(asked_for[0].ready(), timeout=20) is not None
+        assert not place.is_free()
+        remove_placement_group(asked_for[0])
+
+        def kill(group: WorkerGroup) -> None:
+            if has_started(group):
+                with suppress(ProcessLookupError):
+                    os.kill(group.states[0].pid, signal.SIGKILL)
+
+        deadline = time.monotonic() + 20
+        while not place.is_free():
+            assert time.monotonic() < deadline, "what somebody had is given back"
+            time.sleep(0.1)
+        with pytest.raises(WorkerGroupError, match="killed by SIGKILL"):
+            run_until("killed", kill)
+        deadline = time.monotonic() + 20
+        while not place.is_free():
+            assert time.monotonic() < deadline, "given back"
+            time.sleep(0.1)
+        # When training has ended its places serve.
+        nodes = nodes_of(cluster)
+        nodes.reserve("test", [1], print, lambda: None)
+        rest = placement_group([{"CPU": 1}] * (cpus - 1))
+        assert ray.get(rest.ready(), timeout=20) is not None
+        deadline = time.monotonic() + 20
+        while place.is_free():
+            assert time.monotonic() < deadline, "all CPUs are taken"
+            time.sleep(0.1)
+        place.has_training_ended = True
+        assert place.is_free() and place.take() and not place.is_wanted()
+    finally:
+        disconnect()

@@ -1,0 +1,235 @@
+"""What a run shows outside of its folder: a view of each stage, gauges, and the files for Grafana."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jobs.cluster.ray_agent import WORKER_GAUGE
+from jobs.extras.monitor import status_poller
+from jobs.extras.monitor.gauges import OF_DRIVER, OF_REPORT, OF_RUN, values_of
+from jobs.extras.monitor.status_poller import StageStatus, StatusPoller, View, records_since
+from tests.support.families import wait_until
+
+pytestmark = pytest.mark.quick
+
+DEPLOY = Path(__file__).parents[4] / "deploy" / "monitoring"
+REPORT = {
+    "kind": "train",
+    "time": 1000.0,
+    "attempt": 2,
+    "step": 120,
+    "steps": 700,
+    "loss": 2.8410,
+    "grad_norm": 0.42,
+    "images_per_s": 41234.0,
+    "mfu": None,
+    "eta_s": 275_000.0,
+    "world": 8,
+}
+COMMIT = {"kind": "checkpoint", "time": 940.0, "attempt": 2, "step": 100}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """The folder of a stage in its second attempt, with one incident and half a line."""
+    directory = tmp_path / "digits" / "pre-train-1a2b3c4d"
+    for number in (3, 7):
+        (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
+    incident = '2026-11-22 08:00:00 attempt 7: worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
+    (directory / "incidents.txt").write_text(incident)
+    lines = [json.dumps(record) for record in (REPORT, COMMIT)]
+    (directory / "metrics.jsonl").write_text("\n".join(["torn}", *lines, '{"kind": "train", "st']))
+    return directory
+
+
+# ------------------------------------------------------------------------ the view
+
+
+def test_a_look_reads_what_the_stage_folder_says_and_later_only_what_was_added(stage) -> None:
+    look = StageStatus(stage)
+    view = look("working")
+    assert (view.run, view.stage, view.key) == ("digits", "pre-train", "1a2b3c4d")
+    assert (view.attempts, view.incidents, view.report, view.commit) == (2, 1, REPORT, COMMIT)
+    with (stage / "metrics.jsonl").open("a") as file:
+        file.write('ep": 130}\n')
+    with (stage / "incidents.txt").open("a") as file:
+        file.write("2026-11-22 09:00:00 the worker group: no traceback\n\n")
+    view = look("working")
+    assert (view.report, view.incidents) == ({"kind": "train", "step": 130}, 2)
+    # Started over: the file is a shorter one.
+    (stage / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    assert look("working").report == {"kind": "train", "step": 1}
+
+
+def test_records_are_read_in_pieces_and_every_one_once(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert records_since(path, 0) == ([], 0)
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(100)))
+    steps: list[int] = []
+    offset = 0
+    while offset < path.stat().st_size:
+        records, offset = records_since(path, offset, most_bytes=200)
+        steps += [record["step"] for record in records]
+    assert steps == list(range(100))
+
+
+def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(stage) -> None:
+    view = StageStatus(stage)("waiting")
+    values = values_of(View(**{**vars(view), "time": 1060.0}))
+    assert values["loss"] == 2.8410 and values["checkpoint_age_s"] == 120.0 and values["report_age_s"] == 60.0
+    assert (values["waiting"], values["restarts"], values["incidents"], values["is_finite"]) == (1.0, 1.0, 1.0, 1.0)
+    assert "mfu" not in values and "lr" not in values
+    values = values_of(View(**{**vars(view), "report": {**REPORT, "loss": math.nan}}))
+    assert values["is_finite"] == 0.0 and "loss" not in values
+    assert set(values) <= {*OF_REPORT, *OF_DRIVER}
+
+
+# ------------------------------------------------------------------------ the poller
+
+
+def test_the_poller_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:
+    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
+    states: list[str] = []
+    show_run = partial(states.append, "run")
+    poller = StatusPoller("monitoring", [lambda view: states.append(view.state)], states.append, show_run=show_run)
+    wait_until(lambda: "run" in states)  # before its first stage, and between two
+    poller.show_stage(stage)
+    wait_until(lambda: "waiting" in states)
+    poller.poll(stage / "attempts" / "attempt-000007", 7)
+    wait_until(lambda: "working" in states)
+    poller.close()
+    assert states[-1] == "run", "once more at the end, when the command has written its exit code"
+    of_stage = [state for state in states if state != "run"]
+    assert of_stage[-1] == "ended" and set(of_stage) == {"waiting", "working", "ended"}
+
+
+def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkeypatch) -> None:
+    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(status_poller, "CLOSE_S", 0.2)
+    said: list[str] = []
+    looks: list[str] = []
+    is_over = threading.Event()
+
+    def fail_then_hang(view: View) -> None:
+        looks.append(view.state)
+        if len(looks) < 5:
+            raise ConnectionError("the head is away\nand more")
+        is_over.wait()
+
+    poller = StatusPoller("monitoring", [fail_then_hang], said.append)
+    poller.show_stage(stage)
+    wait_until(lambda: len(looks) == 5)
+    began = time.monotonic()
+    poller.close()
+    assert time.monotonic() - began < 10, "of a look that never ends"
+    assert len(said) == 2 and said[1].startswith("monitoring: no answer within 0.2 s")
+    assert said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
+    is_over.set()
+
+
+# ------------------------------------------------------------------------ the files for Prometheus and Grafana
+
+
+def expressions() -> list[str]:
+    """Return every query of the dashboard and of the alerts."""
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    queries = [
+        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["name"] != "datasource"
+    ]
+    for panel in dashboard["panels"]:
+        queries += [target["expr"] for target in panel.get("targets", [])]
+    for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]:
+        queries += [rule["expr"] for rule in group["rules"]]
+    return queries
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_is_one_that_is_exported() -> None:
+    from ray.dashboard.modules.reporter.reporter_agent import METRICS_GAUGES
+
+    exported = {f"ray_patchline_{name}" for name in (*OF_REPORT, *OF_DRIVER, *OF_RUN)} | {f"ray_{WORKER_GAUGE}"}
+    exported |= {f"ray_{name}" for name in METRICS_GAUGES}
+    shown: set[str] = set()
+    for query in expressions():
+        names = re.findall(r"\bray_\w+", query)
+        assert names or 'up{job="ray"}' in query, query
+        shown.update(names)
+    assert shown <= exported
+    # What row 8 of "a campaign nobody babysits" asks to see.
+    for name in ("loss", "images_per_s", "mfu", "wait_storage", "checkpoint_age_s", "restarts", "incidents", "world"):
+        assert f"ray_patchline_{name}" in shown
+
+
+def test_the_alerts_are_a_file_that_prometheus_is_told_of() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert config["rule_files"] == ["alerts.yml"]
+    (job,) = config["scrape_configs"]
+    assert job["file_sd_configs"] == [{"files": ["/tmp/ray/prom_metrics_service_discovery.json"]}]
+    assert job["job_name"] == "ray", "the alerts name it"
+
+
+# Two nodes, scraped every minute: as a cluster is on which h14 ends with code 0, and where its node is lost after five
+# minutes. Ray lists living nodes alone: of one that is lost `up` vanishes with all else, and is not 0.
+LIVES_ON = "1+0x120"
+RUNS_ON = "3+0x120"
+HEAD = 'instance="10.0.0.1:40001", job="ray"'
+NODE = 'instance="10.0.0.2:40002", job="ray"'
+OF_H14 = f'run="h14", {NODE}'
+SERIES = {
+    f"up{{{HEAD}}}": (LIVES_ON, LIVES_ON),
+    f"up{{{NODE}}}": (LIVES_ON, "1+0x5 stale"),
+    f'ray_node_cpu_count{{ip="10.0.0.1", IsHeadNode="true", {HEAD}}}': (LIVES_ON, LIVES_ON),
+    f'ray_node_cpu_count{{ip="10.0.0.2", IsHeadNode="false", {NODE}}}': (LIVES_ON, "1+0x5 stale"),
+    f"ray_patchline_lease_age_s{{{OF_H14}}}": ("3+0x5 stale", "3+0x5 stale"),
+    f"ray_patchline_exit_code{{{OF_H14}}}": ("_x5 0 stale", "_x120"),
+    f'ray_patchline_lease_age_s{{run="l16", {HEAD}}}': (RUNS_ON, "3+0x5 25+0x120"),
+    f'ray_patchline_report_age_s{{stage="pretrain", {OF_H14}}}': ("5+0x5 stale", "5+0x5 stale"),
+    f'ray_patchline_waiting{{stage="pretrain", {OF_H14}}}': ("0+0x5 stale", "0+0x5 stale"),
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's prometheus)")
+@pytest.mark.parametrize(
+    ("column", "alone", "minute", "expected"),
+    [
+        # The end of h14 is good news, at once and later.
+        (0, None, 10, set()),
+        (0, None, 90, set()),
+        # A node is lost, and with it the driver of h14; another run's driver cannot renew its lease.
+        (1, None, 10, {"PatchlineNodeGone", "PatchlineRunGone", "PatchlineLease"}),
+        # The dead stay dead. That the node left is told for an hour.
+        (1, None, 90, {"PatchlineRunGone", "PatchlineLease"}),
+        # Nothing is left, or Prometheus has never known of anything.
+        (1, "waiting", 45, {"PatchlineClusterGone", "PatchlineNoRun"}),
+    ],
+)
+def test_prometheus_fires_the_alerts_of_a_node_and_a_driver_that_are_dead_and_of_no_run_that_ended_well(
+    column, alone, minute, expected, tmp_path
+) -> None:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    series = []
+    for name, values in SERIES.items():
+        if alone is None or alone in name:
+            series.append({"series": name, "values": values[column]})
+    checks = []
+    for name in names:
+        # Two nodes or runs may fire one alert.
+        expression = f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) > bool 0'
+        samples = [{"labels": "{}", "value": 1}] if name in expected else []
+        checks.append({"expr": expression, "eval_time": f"{minute}m", "exp_samples": samples})
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    file = tmp_path / "alerts_test.yml"
+    document = {"rule_files": [str(DEPLOY / "alerts.yml")], "evaluation_interval": "1m", "tests": [test]}
+    file.write_text(yaml.safe_dump(document))
+    for words in (["check", "rules", str(DEPLOY / "alerts.yml")], ["test", "rules", str(file)]):
+        told = subprocess.run(["promtool", *words], capture_output=True, text=True)
+        assert told.returncode == 0, told.stdout + told.stderr

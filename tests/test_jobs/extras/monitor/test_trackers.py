@@ -1,0 +1,294 @@
+"""W&B and MLflow beside a run: off by default, fed from metrics.jsonl, in the same run after a restart, and harmless.
+
+The two that talk to a real client are skipped where its package is not installed: pip install 'patchline[trackers]'.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import ConfigError, Preempted
+from jobs.extras.monitor import status_poller, trackers
+from jobs.extras.monitor.status_poller import StageStatus, View
+from jobs.extras.monitor.trackers import Tracker, facts_of, numbers_of, start_trackers
+from jobs.recipe import campaign
+from jobs.run.session import run_campaign
+from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
+from pipeline.monitoring.telemetry import Record, read_metrics
+
+ROOT = Path(__file__).parents[4]
+FACTS = {"code": "c0de", "commit": "abc", "recipe": "1234", "config": {"optim": {"lr": 0.1}}}
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'patchline[trackers]'")
+
+
+def train_line(step: int, attempt: int = 1) -> str:
+    record = {"kind": "train", "time": 1000.0 + step, "attempt": attempt, "step": step, "loss": 1.0 / step}
+    return json.dumps({**record, "losses": [1.0], "ledger": "ff", "mfu": None}) + "\n"
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """The folder of a stage that has reported ten steps."""
+    directory = tmp_path / "digits" / "pretrain-1a2b3c4d"
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text("".join(train_line(step) for step in range(1, 11)))
+    return directory
+
+
+# ------------------------------------------------------------------------ the recipe
+
+
+def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -> None:
+    plain = campaign.load(recipe, [])
+    assert plain.trackers.used() == []
+    tracked = campaign.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
+    assert tracked.trackers.used() == ["wandb", "mlflow"]
+    assert [stage.key for stage in tracked.stages] == [stage.key for stage in plain.stages]
+    told = [facts_of(loaded, loaded.stages[0])["recipe"] for loaded in (plain, tracked)]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trackers.wandb.projekt=vit", "unknown key trackers.wandb.projekt; did you mean 'project'"),
+        ("trackers.mlflow.uri=mlruns", "mlflow.uri is mlruns, expected https://…, or an absolute folder"),
+        ("trackers.mlflow.uri=https://me:pass@host", "looks like a secret by its value"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(override, message, recipe) -> None:
+    with pytest.raises(ConfigError, match=message):
+        campaign.load(recipe, [override])
+
+
+# ------------------------------------------------------------------------ what is sent
+
+
+class Listener:
+    """A tracker's client that keeps what it is sent, and is away when it is told to be."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[int]] = {}
+        self.events: list[str] = []
+        self.is_away = False
+        self.open_run = ""
+
+    def open(self, view: View, facts: Mapping[str, Any], run_id: str) -> tuple[str, str]:
+        self.open_run = run_id or f"id-{len(self.events)}"
+        self.events.append(f"open {view.stage} {self.open_run} of code {facts['code']}")
+        return self.open_run, "here"
+
+    def send(self, records: list[Record]) -> None:
+        if self.is_away:
+            raise ConnectionError("away")
+        self.runs.setdefault(self.open_run, []).extend(record["step"] for record in records)
+
+    def close(self) -> None:
+        self.events.append(f"close {self.open_run}")
+
+
+def tracker_of(listener: Any, *directories: Path) -> Tracker:
+    return Tracker("test", listener, dict.fromkeys(directories, FACTS), print)
+
+
+def test_every_record_is_sent_once_into_the_same_run_across_restarts_and_outages(stage) -> None:
+    listener = Listener()
+    look = StageStatus(stage)
+    tracker_of(listener, stage).show(look("working"))
+    with (stage / "metrics.jsonl").open("a") as file:
+        file.write(train_line(11) + '{"kind": "tr')
+    # Another process, as after a restart of the driver; the tracker is away at first.
+    listener.is_away = True
+    tracker = tracker_of(listener, stage)
+    with pytest.raises(ConnectionError):
+        tracker.show(look("working"))
+    listener.is_away = False
+    tracker.show(look("working"))
+    tracker.show(look("working"))
+    assert listener.runs == {"id-0": list(range(1, 12))}
+    assert listener.events == ["open pretrain id-0 of code c0de"] * 2
+
+
+def test_a_stage_that_has_ended_has_its_run_closed_once_all_is_sent(stage) -> None:
+    second = stage.parent / "finetune-5e6f7a8b"
+    second.mkdir()
+    listener = Listener()
+    tracker = tracker_of(listener, stage, second)
+    tracker.show(StageStatus(stage)("ended"))
+    (second / "metrics.jsonl").write_text(train_line(1))
+    tracker.show(StageStatus(second)("working"))
+    tracker.show(StageStatus(second)("ended"))
+    opened = ["open pretrain id-0 of code c0de", "close id-0", "open finetune id-2 of code c0de", "close id-2"]
+    assert listener.events == opened and listener.runs == {"id-0": list(range(1, 11)), "id-2": [1]}
+
+
+def test_a_record_becomes_numbers_under_the_names_of_tensorboard() -> None:
+    assert numbers_of(json.loads(train_line(4))) == {"train/loss": 0.25}
+
+
+# ------------------------------------------------------------------------ a client that is no help
+
+
+CLIENTS = {
+    "fails": "raise RuntimeError('no route to host')",
+    "hangs": "import time; time.sleep(60)",
+}
+SAID = {
+    "fails": ["wandb: RuntimeError: no route to host; the run goes on, and is shown again when that has passed"],
+    "hangs": ["wandb: no answer within 0.5 s, and the end is not waited for"],
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_tracker_that_hangs_or_fails_costs_a_line(client, stage, monkeypatch) -> None:
+    # A package of this name that does no more; a client that is installed is not seen.
+    (stage / "wandb.py").write_text(
+        f"class Settings:\n    def __init__(self, **options): pass\ndef init(**options):\n    {CLIENTS[client]}\n"
+    )
+    monkeypatch.syspath_prepend(str(stage))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.5)
+    said: list[str] = []
+    began = time.monotonic()
+    config = TrackersConfig(wandb=WandbConfig(project="vit"))
+    (poller,) = start_trackers(config, {stage: FACTS}, said.append)
+    poller.show_stage(stage)
+    time.sleep(0.3)
+    poller.close()
+    assert time.monotonic() - began < 5 and said == SAID[client]
+    sys.modules.pop("wandb", None)
+
+
+def test_a_package_that_is_missing_costs_a_line_that_says_what_to_type(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as if it were not installed
+    said: list[str] = []
+    assert start_trackers(TrackersConfig(mlflow=MlflowConfig(uri="/nowhere")), {}, said.append) == []
+    assert said[0].startswith("mlflow: ") and said[0].endswith("; the run goes on without it")
+    assert "pip install 'patchline[trackers]'" in said[1]
+
+
+# ------------------------------------------------------------------------ the real clients
+
+
+UNREACHABLE = """
+import sys
+from pathlib import Path
+from jobs.monitor import status_poller
+from jobs.extras.monitor.trackers import start_trackers
+from jobs.trackers_config import TrackersConfig, WandbConfig
+
+status_poller.POLL_EVERY_S = 0.01
+stage = Path(sys.argv[1])
+(poller,) = start_trackers(TrackersConfig(wandb=WandbConfig(project="vit")), {stage: {}}, print)
+poller.show_stage(stage)
+poller.close()
+"""
+
+
+@needs("wandb")
+@pytest.mark.slow  # 12 s
+def test_a_server_of_wandb_that_cannot_be_reached_does_not_hold_up_the_end(stage) -> None:
+    environment = os.environ | {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40}
+    began = time.monotonic()
+    words = [sys.executable, "-c", UNREACHABLE, str(stage)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert time.monotonic() - began < 45, "of the client's own 90 s"
+    assert "wandb: " in done.stdout
+
+
+def train_twice(recipe: Path, *overrides: str) -> Path:
+    """Train, stopped half way by SIGTERM and begun again; return the stage's folder."""
+    loaded = campaign.load(recipe, [*overrides, "pretrain.steps=200", "pretrain.log_every=2"])
+    directory = loaded.directory(loaded.stage("pretrain"))
+
+    def stop_half_way(attempt_folder: Path, number: int) -> None:
+        if any(record["step"] >= 20 for record in read_metrics(directory)):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        run_campaign(loaded, only="pretrain", also=stop_half_way)
+    run_campaign(loaded, only="pretrain")
+    assert [record["attempt"] for record in read_metrics(directory, "start")] == [1, 2]
+    return directory
+
+
+@needs("mlflow")
+def test_a_run_and_its_restart_are_one_run_in_mlflow(recipe, tmp_path, monkeypatch, capsys) -> None:
+    import mlflow
+
+    # MLflow would rather have a database than a folder.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file://{tmp_path}/mlruns"
+    directory = train_twice(recipe, f"trackers.mlflow.uri={uri}")
+    said = capsys.readouterr().out
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("patchline")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert said.count(f"mlflow: pretrain is run {run.info.run_id} of experiment patchline") == 2, said
+    sent = [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sorted(sent) == sorted((record["step"], record["loss"]) for record in read_metrics(directory))
+    params, tags = run.data.params, run.data.tags
+    assert (params["config.optim.lr"], params["key"][:8]) == ("0.002", directory.name[-8:])
+    assert len(tags["patchline.code"]) == 64 and tags["mlflow.source.git.commit"] == tags["patchline.commit"]
+    assert run.info.status == "FINISHED"
+
+
+@needs("wandb")
+def test_a_run_and_its_restart_are_one_run_in_wandb(recipe, monkeypatch, capsys) -> None:
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    directory = train_twice(recipe, "trackers.wandb.project=vit")
+    assert capsys.readouterr().out.count("wandb: pretrain is at offline in") == 2
+    ids = set()
+    sent = []
+    codes = set()
+    # Offline every process leaves a file of its own, which `wandb sync` brings together by the run's id.
+    files = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    for file in files:
+        for payload in payloads_of(file):
+            record = wandb_internal_pb2.Record.FromString(payload)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+                codes |= {json.loads(item.value_json) for item in record.run.config.update if item.key == "code"}
+            values = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            if "train/loss" in values:
+                sent.append((int(values["step"]), float(values["train/loss"])))
+    assert len(ids) == 1 and {len(code) for code in codes} == {64}
+    assert sent == [(record["step"], record["loss"]) for record in read_metrics(directory)]
+
+
+def payloads_of(path: Path) -> list[bytes]:
+    """Return the records of W&B's file: LevelDB's log format, in blocks of 32 KiB, behind a header of 7 bytes."""
+    data = path.read_bytes()
+    payloads = []
+    parts = b""
+    offset = 7
+    while offset + 7 <= len(data):
+        left_in_block = 32768 - offset % 32768
+        if left_in_block < 7:  # too short for a header
+            offset += left_in_block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        parts += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            payloads.append(parts)
+            parts = b""
+    return payloads

@@ -1,0 +1,433 @@
+"""`jobs new` on each kind of source: what it finds, what it writes, and that `jobs run` takes that without an edit.
+
+The images are digits of 16 pixels; what there is to find is counted by hand, with tarfile and with webdataset.
+"""
+
+import csv
+import io
+import json
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from webdataset import ShardWriter
+
+import models
+from data.index.document import load_index
+from data.sources.samples import Sample, digits
+from jobs.__main__ import main
+from jobs.recipe.campaign import load
+from jobs.resolved_recipe import Campaign
+
+NAMES = ("null", "eins", "zwei")  # in no alphabetic order
+FEW = ("cluster.workers=1", "pretrain.steps=3", "pretrain.optim.schedule.warmup_steps=1")
+
+
+def three_digits(train: bool = True, most: int = 60) -> list[Sample]:
+    """Return some of the digits 0, 1 and 2: of each class a third, or nearly so."""
+    chosen = [sample for sample in digits(train=train, image_size=16) if sample.labels[0] < 3]
+    return chosen[:most]
+
+
+def name_of(sample: Sample) -> str:
+    return NAMES[sample.labels[0]]
+
+
+def class_folders(folder: Path, samples: list[Sample]) -> Path:
+    for sample in samples:
+        path = folder / name_of(sample) / f"{sample.key}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sample.image)
+    return folder
+
+
+def flat_folder(folder: Path, samples: list[Sample]) -> Path:
+    folder.mkdir(parents=True)
+    for sample in samples:
+        (folder / f"Über {sample.key}.jpg").write_bytes(sample.image)
+    return folder
+
+
+def tars(folder: Path, samples: list[Sample], label: Callable[[Sample], dict[str, object]], name: str = "x") -> Path:
+    folder.mkdir(exist_ok=True)
+    with ShardWriter(f"{folder}/{name}-%02d.tar", maxcount=25, verbose=0) as writer:
+        for sample in samples:
+            writer.write({"__key__": sample.key, "jpg": sample.image, **label(sample)})
+    return folder
+
+
+def table(folder: Path, samples: list[Sample]) -> Path:
+    class_folders(folder / "images", samples)
+    with open(folder / "photos.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["file_name", "label"])
+        for sample in samples:
+            writer.writerow([f"images/{name_of(sample)}/{sample.key}.jpg", name_of(sample)])
+    return folder / "photos.csv"
+
+
+def paths_alone(folder: Path, samples: list[Sample]) -> Path:
+    path = table(folder, samples)
+    path.write_text("".join(f"{line.rpartition(',')[0]}\n" for line in path.read_text().splitlines()))
+    return path
+
+
+def images_alone(folder: Path, samples: list[Sample]) -> Path:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    folder.mkdir()
+    write_table(pyarrow.table({"image": [sample.image for sample in samples]}), folder / "images.parquet")
+    return folder
+
+
+def parquet(folder: Path, samples: list[Sample]) -> Path:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    folder.mkdir()
+    for name, part in (("train", samples[:40]), ("test", samples[40:])):
+        images = [{"bytes": sample.image, "path": None} for sample in part]
+        rows = {"image": images, "label": [name_of(sample) for sample in part]}
+        write_table(pyarrow.table(rows), folder / f"{name}-00000-of-00001.parquet")
+    return folder
+
+
+# Every kind of source: what makes it, what `new` says, and the accuracy's set, or none without labels.
+KINDS: dict[str, tuple[Callable[[Path], Path], str, str | None]] = {
+    "folders": (
+        lambda p: class_folders(class_folders(p / "train", three_digits()).parent / "val", three_digits(False)).parent,
+        "60 images of 3 classes",
+        "@shards/test",
+    ),
+    "cls ids": (
+        lambda p: tars(p, three_digits(), lambda sample: {"cls": sample.labels[0]}),
+        "60 images of 3 classes",
+        "@parts/held-out",
+    ),
+    "json names": (
+        lambda p: tars(p, three_digits(), lambda sample: {"json": {"label": name_of(sample), "size": 16}}),
+        "60 images of 3 classes (eins",
+        "@parts/held-out",
+    ),
+    "cls names": (
+        lambda p: tars(p, three_digits(), lambda sample: {"cls": name_of(sample)}),
+        "60 images of 3 classes (eins",
+        "@parts/held-out",
+    ),
+    "csv": (lambda p: table(p, three_digits()), "60 images of 3 classes (eins", "@parts/held-out"),
+    "parquet": (lambda p: parquet(p, three_digits()), "40 images of 3 classes", "@shards/test"),
+    "images alone": (lambda p: flat_folder(p, three_digits()), "60 images without labels", None),
+    "csv without labels": (lambda p: paths_alone(p, three_digits()), "60 images without labels", None),
+    "parquet without labels": (lambda p: images_alone(p, three_digits()), "60 images without labels", None),
+    "tars without labels": (lambda p: tars(p, three_digits(), lambda _: {}), "60 images without labels", None),
+}
+RUN = ("folders", "json names", "images alone")  # to the weights; of the others what differs, their data
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jobs.extras.new.training.MEASURED_S", 0.0)
+
+
+def new(place: object, *words: str) -> Campaign:
+    """Return the campaign of the recipe that is written."""
+    assert main(["new", str(place), "--output", "recipe.yaml", "--minutes", "0.01", *words]) == 0
+    return load(Path("recipe.yaml"), [])
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_what_new_writes_runs_without_an_edit(kind, tmp_path, capsys):
+    make, said, evaluated = KINDS[kind]
+    campaign = new(make(tmp_path / "in put"))
+    out = capsys.readouterr().out
+    assert said in out and "next: python -m jobs run recipe.yaml" in out
+    stage = campaign.stages[-1]
+    assert stage.config.data.evaluate == evaluated
+    assert main(["run", "recipe.yaml", *FEW]) == 0
+    done = next((tmp_path / "runs").glob("*/pretrain-*/done.json"))
+    record = json.loads(done.read_text())
+    if evaluated is None:
+        assert models.load(done.parent).config.family == "masked"
+        assert record["metrics"] == {}
+    else:
+        assert 0 <= record["metrics"]["accuracy"] <= 1
+        assert models.load_class_names(done.parent) == (tuple(sorted(NAMES)) if kind != "cls ids" else ())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in RUN])
+def test_the_data_of_every_kind_is_packed_or_indexed_by_the_recipe(kind, tmp_path):
+    make, _, _ = KINDS[kind]
+    new(make(tmp_path / "input"))
+    assert main(["recipe.yaml", "--stage", "shards"], kind="pack") == 0
+    index = load_index(next((tmp_path / "runs").glob("*/shards-*/train")))
+    kept = three_digits()[: 40 if kind == "parquet" else 60]
+    assert index.samples == len(kept)
+    counts = Counter(sample.labels[0] if kind == "cls ids" else name_of(sample) for sample in kept)
+    if kind.endswith("without labels"):
+        assert index.classes == 0
+    else:
+        assert index.class_counts == tuple(counts[label] for label in sorted(counts))
+        assert index.names == (() if kind == "cls ids" else tuple(sorted(NAMES)))
+
+
+def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path):
+    """By the keys that tarfile and the tables name, and the labels that were written."""
+    samples = [sample for sample in digits(train=True, image_size=16) if sample.labels[0] < 3][:300]
+    campaign = new(tars(tmp_path / "input", samples, lambda sample: {"cls": name_of(sample)}))
+    for stage in ("shards", "parts"):
+        assert main(["recipe.yaml", "--stage", stage], kind="pack") == 0
+    label_of_key = {sample.key: name_of(sample) for sample in samples}
+    parts = {}
+    for name in ("train", "held-out"):
+        index = load_index(next(tmp_path.glob(f"runs/*/parts-*/{name}")))
+        parts[name] = [key for number in range(len(index.shards)) for key in index.keys(number)]
+    assert len(parts["train"]) == 240 and len(parts["held-out"]) == 60
+    assert sorted(parts["train"] + parts["held-out"]) == sorted(label_of_key)
+    of_all = Counter(label_of_key.values())
+    for name, count in Counter(label_of_key[key] for key in parts["held-out"]).items():
+        assert abs(count - of_all[name] / 5) <= 1
+    assert campaign.stages[-1].config.data.train == "@parts/train"
+
+
+def test_weights_are_fine_tuned_with_a_new_head(tmp_path, capsys):
+    config = models.config_of("mu/8", 16, 10)
+    models.save_weights(models.from_config(config).state_dict(), tmp_path / "weights", config)
+    folder = class_folders(tmp_path / "input", three_digits())
+    campaign = new(folder, "--init", "weights")
+    (stage,) = [stage for stage in campaign.stages if stage.kind.trains]
+    assert stage.name == "finetune" and stage.model == models.config_of("mu/8", 16, 3)
+    assert (
+        main(["run", "recipe.yaml", "cluster.workers=1", "finetune.steps=2", "finetune.optim.schedule.warmup_steps=1"])
+        == 0
+    )
+    for words, message in (
+        (["--init", "nowhere"], "there are no weights"),
+        (["--init", "weights", "--model", "S/16"], "leave out --model"),
+    ):
+        assert main(["new", str(folder), "--output", "other.yaml", *words]) != 0
+        assert message in capsys.readouterr().err and not Path("other.yaml").exists()
+
+
+def test_a_recipe_that_is_there_stays(tmp_path, capsys):
+    folder = class_folders(tmp_path / "input", three_digits())
+    Path("input.yaml").write_text("mine")
+    assert main(["new", str(folder)]) == 64
+    assert Path("input.yaml").read_text() == "mine"
+    assert "input.yaml is there already" in capsys.readouterr().err
+
+
+def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path, capsys):
+    folder = class_folders(tmp_path / "input", three_digits())
+    new(folder, "--model", "mu/8", "--minutes", "0.0001")
+    assert "longer than --minutes asks for: fewer than 10 steps train nothing" in capsys.readouterr().out
+    Path("recipe.yaml").unlink()
+    stage = new(folder, "--model", "mu/8").stages[-1]
+    assert stage.model == models.config_of("mu/8", 64, 3)
+    # Every line of the recipe that holds a choice gives its reason.
+    text = Path("recipe.yaml").read_text()
+    assert 20 <= len(text.splitlines()) <= 36
+    assert re.search(r"\n    # RandAugment needs more passes .*\n    augment: ", text)
+    for key in ("model", "lr", "schedule", "steps", "micro_batch"):
+        assert re.search(rf"^ *{key}: .*  # ", text, re.MULTILINE), key
+
+
+def test_what_is_found_decides_what_the_recipe_says(tmp_path, capsys):
+    samples = three_digits()
+    # Several labels an image.
+    rows = table(tmp_path / "several", samples).read_text().splitlines()
+    lines = [rows[0]]
+    for number, row in enumerate(rows[1:]):
+        lines.append(f"{row.rpartition(',')[0]},{number % 3} {3 if number % 2 else ''}")
+    (tmp_path / "several" / "photos.csv").write_text("\n".join(lines))
+    config = new(tmp_path / "several").stages[-1].config
+    assert (config.loss, config.data.max_labels, config.model["classes"]) == ("sigmoid", 2, 4)
+    # A set that has been packed is read where it lies; of the other set the same folder is known.
+    class_folders(tmp_path / "letters" / "train", samples)
+    for name, letter in zip(NAMES, "abc", strict=True):
+        (tmp_path / "letters" / "train" / name).rename(tmp_path / "letters" / "train" / letter)
+    for part in ("train", "test"):
+        assert main(["pack", "folder", "letters/train", f"packed/{part}"]) == 0
+    Path("recipe.yaml").unlink()
+    campaign = new("packed")
+    (stage,) = campaign.stages
+    assert stage.config.data.train == str(tmp_path / "packed" / "train")
+    assert stage.config.data.evaluate == str(tmp_path / "packed" / "test")
+    assert not stage.config.data.augment.flip
+    # Parts that files' names tell, in one folder or by a pattern.
+    for part, some in (("train", samples[:40]), ("val", samples[40:])):
+        tars(tmp_path / "tars", some, lambda sample: {"cls": sample.labels[0]}, name=f"digits-{part}")
+    several = sorted(map(str, Path("tars").iterdir()))
+    for places in (["tars"], ["tars/digits-*.tar"], several):
+        Path("recipe.yaml").unlink()
+        sets = new(*places).stages[0].config.sets
+        found = {
+            name: sorted(path.name for path in tmp_path.glob(f"tars/{Path(cfg.path).name}"))
+            for name, cfg in sets.items()
+        }
+        assert found == {"train": ["digits-train-00.tar", "digits-train-01.tar"], "test": ["digits-val-00.tar"]}
+    # Of a pattern, and of what a shell makes of one, nothing else is taken.
+    for places in (["tars/digits-train-*.tar"], several[:2]):
+        Path("recipe.yaml").unlink()
+        campaign = new(*places)
+        assert list(campaign.stages[0].config.sets) == ["train"]
+        assert campaign.stages[0].config.sets["train"].path == str(tmp_path / "tars/digits-train-*.tar")
+        assert campaign.stages[-1].config.data.evaluate == "@parts/held-out"
+    Path("tars/more.tar").write_bytes(b"")
+    for words, code, message in (
+        (["tars"], 65, "to take those alone type python -m jobs new 'tars/digits-*.tar'"),
+        ([several[0], "tars/more.tar"], 64, "no folder and no pattern holds these alone"),
+        (["tars", "--minutes", "0"], 64, "--minutes 0: expected more than 0"),
+        (["tars", "--minutes", "nan"], 64, "--minutes nan: expected more than 0"),
+    ):
+        assert main(["new", *words, "--output", "other.yaml"]) == code
+        assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------- odd folders
+
+
+def test_odd_folders_are_read_or_refused_with_what_to_do(tmp_path, capsys):
+    samples = three_digits()
+    grey = samples[0].image
+    cut = samples[1].image[:200]
+
+    def made(name: str, files: dict[str, bytes]) -> Path:
+        for file, content in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        (tmp_path / name).mkdir(exist_ok=True)
+        return tmp_path / name
+
+    several = {f"{name}/{number}.jpg": grey for name in "ab" for number in range(8)}
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w:gz"):
+        pass
+    cases: list[tuple[str, dict[str, bytes], int, str]] = [
+        ("empty", {}, 65, "no images here or below"),
+        (
+            "no-images",
+            {"a/readme.txt": b"x", "b/x.heic": b"x"},
+            65,
+            "no images here or below\n  1 × .txt, 1 × .heic: no jpg",
+        ),
+        ("heic", {"a/1.heic": b"x", "b/2.heic": b"x"}, 65, "2 × .heic: no jpg"),
+        ("all-cut", {f"{name}/{n}.jpg": cut for name in "ab" for n in range(5)}, 65, "none of the 10 images that were"),
+        ("one class", {"cat/1.jpg": grey, "cat/2.jpg": grey}, 65, "--unlabelled trains without labels"),
+        ("an empty class", {**several, "c/readme.txt": b"x"}, 65, "no images in 'c'"),
+        (
+            "names",
+            {f"{name}/{number} ü.jpg": grey for name in ("Grüne Äpfel", "日本 犬") for number in range(8)},
+            0,
+            "日本 犬 8",
+        ),
+        ("one-each", {f"{name}/1.jpg": grey for name in "abcdefghijkl"}, 0, "too few images of most classes"),
+        ("corrupt", {**several, "a/9.jpg": cut}, 0, "1 of 17 that were opened cannot be read: 1 × truncated, first "),
+        ("wrapped/deep/photos", {f"train/{name}": content for name, content in several.items()}, 0, "16 images of 2"),
+        ("gifs", {**several, "a/x.gif": b"GIF"}, 0, "1 × .gif: no jpg, jpeg, png, webp"),
+        (
+            "hidden",
+            {**several, "a/.ipynb_checkpoints/1-checkpoint.jpg": grey, "b/._1.jpg": grey},
+            0,
+            "(a 8, b 8), 16 × 16 px in the middle\n  2 files are hidden, and are left out",
+        ),
+        ("beside", {**several, "x.jpg": grey}, 0, "1 images lie in no class's folder"),
+        ("competition", {**{f"train/{name}": grey for name in several}, "test/1.jpg": grey}, 0, "is not evaluated on"),
+        (
+            "a new class",
+            {**{f"train/{name}": grey for name in several}, "val/a/1.jpg": grey, "val/z/1.jpg": grey},
+            65,
+            "'z'",
+        ),
+        ("known", {"cifar-10-binary.tar.gz": b"x"}, 0, "50,000 images of 10 classes"),
+        (
+            "trains",
+            {f"{name}/{n}.jpg": grey for name in ("car", "train") for n in range(8)},
+            0,
+            "16 images of 2 classes",
+        ),
+        (
+            "notes",
+            {**{f"train/{name}": grey for name in several}, "val/a/1.jpg": grey, "x.csv": b"a,b"},
+            0,
+            "val: 1 images",
+        ),
+        ("compressed", {"x.tar.gz": tar.getvalue()}, 65, "gzip -d"),
+        ("half", {"train-0.tar": b"", "val-0.tar": b"", "more.tar": b""}, 65, "'more.tar' are of no part"),
+    ]
+    for name, files, code, message in cases:
+        made(name, files)
+        output = tmp_path / f"{name.replace('/', '-')}.yaml"
+        place = str(tmp_path / name.partition("/")[0])
+        assert main(["new", place, "--output", str(output), "--minutes", "0.01"]) == code, name
+        said = capsys.readouterr()
+        assert message in said.out + said.err, name
+        assert output.exists() == (code == 0), name
+        if code == 0:
+            load(output, [])
+    assert main(["new", str(tmp_path / "nowhere")]) == 65
+    assert main(["new", str(tmp_path / "one class"), "--unlabelled", "--output", "u.yaml"]) == 0
+    assert "objective: masked" in Path("u.yaml").read_text()
+
+
+def test_images_without_labels_are_said_to_be_trained_without_classes_and_how_to_get_some(tmp_path, capsys):
+    photos = class_folders(tmp_path / "photos", three_digits())
+    cases = [
+        (photos / "eins", f"if it is one class, and 'null', 'zwei' beside it others, type python -m jobs new {photos}"),
+        (flat_folder(tmp_path / "alone" / "flat", three_digits()), "for classes sort the images into a sub-folder"),
+        (paths_alone(tmp_path / "table", three_digits()), "for classes give the table a column label"),
+        (tars(tmp_path / "tars", three_digits(), lambda _: {}), "for classes put a .cls or .json"),
+    ]
+    for place, how in cases:
+        new(place)
+        said = capsys.readouterr().out
+        assert "no labels: masked patch prediction is trained" in said and how in said, place
+        Path("recipe.yaml").unlink()
+    new(cases[0][0], "--unlabelled")
+    assert "no labels" not in capsys.readouterr().out, "it was asked for"
+
+
+def test_the_folder_that_one_stands_in_and_odd_rows_and_classes_are_said(tmp_path, monkeypatch, capsys):
+    folder = class_folders(tmp_path / "input", three_digits())
+    (folder / "eins").rename(folder / "NULL")
+    new(folder)
+    assert "1 classes differ from another one by upper and lower case alone" in capsys.readouterr().out
+    Path("recipe.yaml").unlink()
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["new", "."]) == 64
+    assert f"type cd {tmp_path}, then python -m jobs new input" in capsys.readouterr().err
+    rows = table(tmp_path / "rows", three_digits())
+    rows.write_text(rows.read_text() + rows.read_text().splitlines()[-1] + "\n")
+    new(rows)
+    assert "1 rows name an image of another row" in capsys.readouterr().out
+
+
+def test_the_recipe_names_commands_as_they_were_typed(tmp_path, monkeypatch):
+    folder = class_folders(tmp_path / "input", three_digits())
+    for program, typed in (("/venv/bin/patchline", "patchline"), ("/checkout/jobs/__main__.py", "python -m jobs")):
+        monkeypatch.setattr("sys.argv", [program])
+        new(folder)
+        comments = Path("recipe.yaml").read_text().splitlines()[:2]
+        assert f"written by `{typed} new` for" in comments[0] and comments[1].startswith(f"#   {typed} run recipe.yaml")
+        Path("recipe.yaml").unlink()
+
+
+def test_sizes_are_the_middle_ones_and_greys_count_as_images(tmp_path, capsys):
+    import cv2
+    import numpy as np
+
+    for number, (height, width) in enumerate([(300, 400), (200, 100), (500, 700)] * 4):
+        path = tmp_path / "mixed" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cv2.imwrite(str(path), np.full((height, width), number, np.uint8))
+    stage = new(tmp_path / "mixed").stages[-1]
+    assert "12 images of 2 classes (a 6, b 6), 400 × 300 px in the middle" in capsys.readouterr().out
+    assert stage.model.image_size == (64, 64)

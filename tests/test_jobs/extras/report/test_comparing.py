@@ -1,0 +1,202 @@
+"""Two runs are told apart: 50 planted differences are named, and so are the step where they part and why."""
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.shards.packing import pack
+from data.sources.samples import digits
+from jobs.extras.report.comparing import Effect, differences, part
+from jobs.extras.report.page import write_report
+from jobs.extras.report.reading import read_run
+from pipeline import artifacts
+from tests.support.paged_runs import add, change, change_metrics, make_run, start
+
+NAMES = """
+data.max_labels data.tail data.lanes data.shuffle_block data.decode data.max_bad_fraction data.processes
+data.augment.min_area data.augment.flip data.augment.crop data.augment.randaug_layers data.preprocess
+model.width model.depth model.heads model.patch model.pool model.dropout
+optim.name optim.lr optim.weight_decay optim.clip optim.beta2 optim.schedule.warmup_steps optim.schedule.decay
+loss label_smoothing mixup steps batch_size micro_batch precision zero polyak log_every
+"""
+CONFIG = NAMES.split()
+
+
+def other(value: Any) -> Any:
+    """A value of the same kind that is another one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return [1] if isinstance(value, list) else f"{value}-other"
+
+
+def plant_config(name: str, folder: Path) -> None:
+    record = artifacts.read_record(folder / "stage.json")
+    path = ["config", *name.split(".")]
+    inner = record
+    for key in path[:-1]:
+        inner = inner.get(key, {})
+    # The model is compared as it was resolved, not as the recipe writes it.
+    if path[-1] not in inner or name.startswith("model."):
+        path = name.split(".")
+        inner = record["model"]
+    change(folder / "stage.json", *path, value=other(inner[path[-1]]))
+
+
+def plant_task(name: str, value: Any, folder: Path) -> None:
+    change(folder / "task.json", "job", name, value=value)
+
+
+def plant_start(name: str, value: Any, folder: Path) -> None:
+    change_metrics(folder, "start", **{name: value})
+
+
+def plant_environment(name: str, folder: Path) -> None:
+    change(folder / "provenance.json", "environment", name, value="other")
+
+
+def plant_set(role: str, kind: str, folder: Path) -> None:
+    """Give the run a set that differs by the name of a class, or by one sample."""
+    samples = list(digits(train=False, image_size=16))
+    names = [f"class {number}" for number in range(10)]
+    if kind == "names":
+        names[3] = "three"
+    if kind == "fewer":
+        samples = samples[:-1]
+    target = folder.parent / f"{role}-{kind}"
+    pack(samples, target, name="test", shard_samples=100, names=names)
+    plant_task("train" if role == "train" else "evaluate", [str(target)] if role == "train" else str(target), folder)
+
+
+def plant_left_out(folder: Path) -> None:
+    artifacts.write_record(folder / artifacts.EXCLUDED_STEPS, {"stretches": [[10, 17]]})
+
+
+def plant_growth(folder: Path) -> None:
+    add(folder, start(2, 24, world=4))
+
+
+# (kind, name, how it is planted)
+PLANTED: list[tuple[str, str, Callable[[Path], None]]] = [
+    *[("config", name, partial(plant_config, name)) for name in CONFIG],
+    ("seed", "seed", partial(plant_config, "seed")),
+    ("data", "set train: digest", partial(plant_set, "train", "names")),
+    ("data", "set evaluate: samples", partial(plant_set, "evaluate", "fewer")),
+    ("data", "shards left out", partial(plant_start, "drop", ["train-000003.tar"])),
+    ("data", "steps left out from 11 on", plant_left_out),
+    ("data", "set train", partial(plant_task, "train", ["/gone/train"])),
+    ("code", "code", partial(plant_task, "code", "beef" * 16)),
+    ("code", "code of an attempt", partial(plant_start, "code", "beef" * 16)),
+    ("world size", "world size", plant_growth),
+    ("hardware", "hardware", partial(plant_start, "hardware", "NVIDIA H100")),
+    ("hardware", "threads of a worker", partial(plant_start, "threads", 2)),
+    ("hardware", "machine", partial(plant_environment, "machine")),
+    ("packages", "torch", partial(plant_start, "versions", {"torch": "2.14.0"})),
+    ("packages", "deepspeed", partial(plant_start, "versions", {"deepspeed": "0.20.0"})),
+    ("packages", "omegaconf", partial(plant_environment, "omegaconf")),
+]
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
+    """Two runs that are alike."""
+    folder = tmp_path_factory.mktemp("twins")
+    return make_run(folder / "first", shards), make_run(folder / "second", shards)
+
+
+def test_runs_that_are_alike_differ_in_nothing_and_do_not_part(twins):
+    first, second = (read_run(folder).stages[0] for folder in twins)
+    assert differences(first, second) == []
+    parting = part(first, second, [])
+    assert (parting.step, parting.common, parting.suspects) == (None, 24, ())
+
+
+def test_fifty_planted_differences_are_all_named(twins, tmp_path):
+    assert len(PLANTED) == 50
+    first = read_run(twins[0]).stages[0]
+    missed = []
+    for number, (kind, name, plant) in enumerate(PLANTED):
+        run = tmp_path / str(number)
+        shutil.copytree(twins[1].parent, run)
+        plant(run / twins[1].name)
+        named = {(difference.kind, difference.name) for difference in differences(first, read_run(run).stages[0])}
+        # What is not planted is not named. A set brings its digest, tars and classes along, a version all the others.
+        brings_others = kind == "packages" or name.startswith("set ")
+        if (kind, name) not in named or (len(named) > 1 and not brings_others):
+            missed.append((kind, name, named))
+    assert not missed
+
+
+def test_the_page_names_all_differences_that_are_there_at_once(twins, tmp_path):
+    run = tmp_path / "all"
+    shutil.copytree(twins[1].parent, run)
+    planted = [entry for entry in PLANTED if entry[1] not in ("set train: digest", "torch", "omegaconf")]
+    for _, _, plant in planted:
+        plant(run / twins[1].name)
+    text = unescape(write_report([twins[0].parent, run], tmp_path / "page.html").read_text())
+    assert [name for kind, name, _ in planted if f"<td>{kind}<td>{name}<td" not in text] == []
+
+
+LOSSES = [2.5 / (1 + 0.1 * step) for step in range(24)]
+OTHER_DATA = {step: f"{step:063x}f" for step in range(4, 25, 4)}
+
+
+@pytest.mark.parametrize(
+    ("planted", "step", "by", "ledgers", "cause"),
+    [
+        (["seed", "optim.lr"], 1, 0.1, OTHER_DATA, "seed"),
+        (["data.lanes", "model.width"], 2, 0.1, OTHER_DATA, "data.lanes"),
+        (["optim.lr", "world size"], 3, 0.01, None, "optim.lr"),
+        (["model.dropout", "optim.lr"], 1, 0.01, None, "model.dropout"),
+        (["optim.lr", "world size"], 1, 1e-7, None, "world size"),  # no learning rate acts before the first update
+        (["log_every", "code"], 2, 1e-3, None, "code"),
+        (["hardware"], 5, 1e-7, None, "hardware"),
+        (["torch"], 5, 1e-7, None, "torch"),
+        (["log_every"], 5, 1e-7, None, None),
+        (
+            ["seed", "optim.lr"],
+            3,
+            0.1,
+            {24: "f" * 64},
+            "optim.lr",
+        ),  # the samples are the same at step 3, and long after
+    ],
+)
+def test_where_two_runs_part_and_why(tmp_path, shards, planted, step, by, ledgers, cause):
+    losses = [loss * (1 + by) if number >= step else loss for number, loss in enumerate(LOSSES, 1)]
+    first = make_run(tmp_path / "first", shards)
+    second = make_run(tmp_path / "second", shards, losses=losses, ledgers=ledgers)
+    plants = {name: plant for _, name, plant in PLANTED}
+    for name in planted:
+        plants[name](second)
+    stages = [read_run(folder).stages[0] for folder in (first, second)]
+    parting = part(*stages, differences(*stages))
+    assert parting.step == step
+    assert parting.losses == (LOSSES[step - 1], losses[step - 1])
+    assert next((suspect.name for suspect in parting.suspects), None) == cause
+
+
+def test_while_the_loss_stands_still_another_model_comes_before_another_learning_rate(tmp_path, shards):
+    flat = [2.3, 2.3, *LOSSES[2:]]
+    first = make_run(tmp_path / "first", shards, losses=flat)
+    second = make_run(tmp_path / "second", shards, losses=[*flat[:2], *[loss + 0.1 for loss in flat[2:]]])
+    for name in ("optim.lr", "model.dropout"):
+        plant_config(name, second)
+    stages = [read_run(folder).stages[0] for folder in (first, second)]
+    parting = part(*stages, differences(*stages))
+    assert (parting.step, [suspect.name for suspect in parting.suspects]) == (3, ["model.dropout", "optim.lr"])
+
+
+def test_a_fact_that_cannot_act_is_named_and_never_the_cause(twins, tmp_path, shards):
+    second = make_run(tmp_path / "second", shards, losses=[loss + 1 for loss in LOSSES])
+    plant_config("log_every", second)
+    stages = [read_run(folder).stages[0] for folder in (twins[0], second)]
+    (difference,) = differences(*stages)
+    assert difference.effect is Effect.NONE
+    assert not part(*stages, [difference]).suspects

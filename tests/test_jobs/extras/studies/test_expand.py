@@ -1,0 +1,826 @@
+"""A sweep is many stages: what they are called and keyed, which values are chosen, and what the tables say."""
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from data.errors import ConfigError, DataError, Diverged
+from jobs.__main__ import main
+from jobs.cluster.failure import StageFailed
+from jobs.commands import status
+from jobs.extras.monitor.trackers import facts_of
+from jobs.extras.planning.plan import plan
+from jobs.extras.studies import table as sweep
+from jobs.extras.studies.expand import Written, expand, resolve_sweep
+from jobs.recipe import campaign, records, render
+from jobs.recipe.render import portable
+from jobs.resolved_recipe import Campaign, Context, no_checks
+from jobs.run.log import log_table
+from jobs.run.stage_run import run_stage
+from pipeline import artifacts
+from pipeline.config import read_recipe
+from pipeline.evaluation.intervals import over_draws
+from pipeline.extras import async_evaluation
+from pipeline.extras.plan.cost import Assumptions
+
+ROOT = Path(__file__).parents[4]
+IMAGES = ROOT.parent / "shared" / "images"
+
+RECIPE = """
+run: {run}
+cluster: {{workers: 1, backend: processes, backoff_s: 0}}
+shards:
+  kind: pack
+  sets:
+    train: {{source: digits, image_size: 16}}
+    test: {{source: digits, split: test, image_size: 16}}
+    most: {{source: digits, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 16}}
+    rest: {{source: digits, split: test, keep: [0, 1, 2, 3, 4, 5, 6, 7], image_size: 15}}
+finetune:
+  model: {{name: mu/8, image_size: 16, classes: 10}}
+  data: {{train: "@shards/train", evaluate: "@shards/test", augment: {{min_area: 0.7, flip: false}}}}
+  optim: {{schedule: {{warmup_steps: 2}}}}
+  steps: 12
+  batch_size: 32
+  micro_batch: 32
+  precision: fp32
+  save_every: 4
+  log_every: 4
+  sweep:
+    grid: {{optim: {{lr: [0.01, 0.1]}}}}
+    held_out: {{data: {{train: "@shards/most", evaluate: "@shards/rest"}}}}
+    seeds: [0, 1]
+"""
+
+
+@pytest.fixture
+def protocol(tmp_path: Path) -> Path:
+    """Table 4's protocol in small: a grid of two on a held-out part, then two seeds with the best."""
+    path = tmp_path / "protocol.yaml"
+    path.write_text(RECIPE.format(run=tmp_path / "run"))
+    return path
+
+
+def expanded(sections: dict[str, Any]) -> dict[str, Written]:
+    return expand(sections, lambda name, section: None)
+
+
+def keys_of(recipe: Path, *overrides: str) -> dict[str, str]:
+    return {stage.name: stage.key for stage in campaign.load(recipe, list(overrides)).stages}
+
+
+# ------------------------------------------------------------------------------------------- expansion
+
+
+def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
+    section = {
+        "init": "w",
+        "data": {"train": "all", "evaluate": "test"},
+        "optim": {"schedule": {"warmup_steps": 2}},
+        "sweep": {
+            "grid": {"optim": {"lr": [0.01, 3.0e-5]}},
+            "held_out": {"data.train": "most", "data": {"evaluate": "rest"}},
+            "seeds": [0, 7],
+        },
+    }
+    stages = expanded({"shards": {"kind": "pack"}, "finetune": section})
+    schedule = {"schedule": {"warmup_steps": 2}}
+    base = {"kind": "finetune", "init": "w"}
+    judged = {**base, "data": {"train": "most", "evaluate": "rest"}}
+    final = {**base, "data": {"train": "all", "evaluate": "test"}, "optim": {**schedule, "lr": 0.01}}
+    assert list(stages) == [
+        *("shards", "finetune.lr-0.01", "finetune.lr-3e-05", "finetune.grid", "finetune.seed-0", "finetune.seed-7"),
+        "finetune",
+    ]
+    assert stages["shards"] == Written({"kind": "pack"}, "shards")
+    assert stages["finetune.lr-0.01"].values == {**judged, "optim": {**schedule, "lr": 0.01}}
+    assert stages["finetune.lr-3e-05"].values == {**judged, "optim": {**schedule, "lr": 3e-5}}
+    waits = {"optim.lr": "@finetune.grid"}
+    assert stages["finetune.seed-0"] == Written({**final, "seed": 0}, "finetune", waits)
+    assert stages["finetune.seed-7"] == Written({**final, "seed": 7}, "finetune", waits)
+    assert stages["finetune.grid"].values == {
+        "kind": "sweep",
+        "best": "accuracy",
+        "chooses": True,
+        "groups": {},
+        "runs": {
+            "finetune.lr-0.01": {
+                "stage": "@finetune.lr-0.01",
+                "row": "optim.lr=0.01",
+                "seed": None,
+                "values": {"optim.lr": 0.01},
+            },
+            "finetune.lr-3e-05": {
+                "stage": "@finetune.lr-3e-05",
+                "row": "optim.lr=3e-05",
+                "seed": None,
+                "values": {"optim.lr": 3e-5},
+            },
+        },
+    }
+    runs = stages["finetune"].values["runs"]
+    assert [(name, run["row"], run["seed"]) for name, run in runs.items()] == [
+        ("finetune.seed-0", "finetune", 0),
+        ("finetune.seed-7", "finetune", 7),
+    ]
+    assert not stages["finetune"].values["chooses"]
+    assert section["optim"] == {"schedule": {"warmup_steps": 2}}, "the recipe itself stays as it was read"
+
+
+@pytest.mark.parametrize(
+    ("varies", "names"),
+    [
+        ({"seeds": [3, 4]}, "p.seed-3 p.seed-4 p"),
+        ({"grid": {"steps": [1, 2]}}, "p.steps-1 p.steps-2 p"),
+        ({"grid": {"steps": [1]}, "seeds": [0, 1]}, "p.steps-1.seed-0 p.steps-1.seed-1 p"),
+        ({"grid": {"a.lr": [1, 2], "b": {"lr": ["x/y"]}}}, "p.a.lr-1.b.lr-x_y p.a.lr-2.b.lr-x_y p"),
+        ({"each": {"cars": {"steps": 1}, "dogs": None}}, "p.cars p.dogs p"),
+        ({"each": {"cars": None}, "seeds": [0, 1]}, "p.cars.seed-0 p.cars.seed-1 p"),
+        ({"grid": {"steps": [1]}, "held_out": {"init": "x"}}, "p.steps-1 p.grid p.final p"),
+        (
+            {"each": {"cars": {"held_out": {"init": "x"}}}, "grid": {"steps": [1]}},
+            "p.cars.steps-1 p.cars.grid p.cars p",
+        ),
+    ],
+)
+def test_runs_are_called_by_what_they_vary(varies, names):
+    assert " ".join(expanded({"p": {"kind": "pretrain", "sweep": varies}})) == names
+
+
+def test_a_name_of_each_with_another_model_has_none_of_the_fields_of_the_first():
+    model = {"name": "mu/8", "image_size": 16, "classes": 10, "depth": 3}
+    each = {"vit": {"steps": 9}, "deep": {"model": {"depth": 5}}, "same": {"model.name": "mu/8"}}
+    each["bit"] = {"model": {"name": "BiT-R50x1", "classes": 5}}
+    stages = expanded({"p": {"kind": "pretrain", "model": model, "sweep": {"each": each}}})
+    models = {name: stage.values.get("model") for name, stage in stages.items()}
+    assert models["p.vit"] == models["p.same"] == model and models["p.deep"] == {**model, "depth": 5}
+    assert models["p.bit"] == {"name": "BiT-R50x1", "image_size": 16, "classes": 5}
+
+
+def test_a_chain_is_the_stages_that_one_would_write_by_hand():
+    recipe = {
+        "pretrain": {"sweep": {"each": {"small": {"lr": 1}, "large": {"lr": 2}}, "seeds": [0, 1]}},
+        "resize": {"init": "@pretrain.*", "image_size": 48},
+        "finetune": {
+            "init": "@resize.*",
+            "sweep": {"each": {"cats": {"data": {"train": "c"}}, "dogs": {"seed": 9}}},
+        },
+        "evaluate": {"init": "@finetune.*", "sweep": {"best": "top-1"}},
+    }
+    stages = expanded(recipe)
+    runs = [f"{size}.seed-{seed}" for size in ("small", "large") for seed in (0, 1)]
+    tasks = [f"{run}.{task}" for run in runs for task in ("cats", "dogs")]
+    names = [*(f"pretrain.{run}" for run in runs), "pretrain", *(f"resize.{run}" for run in runs), "resize"]
+    names += [*(f"finetune.{task}" for task in tasks), "finetune", *(f"evaluate.{task}" for task in tasks), "evaluate"]
+    assert list(stages) == names
+    # Each goes on from the run of its own name; a stage that draws anything has the chain's seed, or its own.
+    assert stages["resize.large.seed-1"].values == {
+        "kind": "resize",
+        "init": "@pretrain.large.seed-1",
+        "image_size": 48,
+    }
+    init = {"kind": "finetune", "init": "@resize.large.seed-1"}
+    assert stages["finetune.large.seed-1.cats"].values == {**init, "seed": 1, "data": {"train": "c"}}
+    assert stages["finetune.large.seed-1.dogs"].values == {**init, "seed": 9}
+    assert stages["evaluate.small.seed-0.cats"].values == {"kind": "evaluate", "init": "@finetune.small.seed-0.cats"}
+    rows = [(run["row"], run["seed"]) for run in stages["evaluate"].values["runs"].values()]
+    assert rows[:4] == [("small, cats", 0), ("small, dogs", 0), ("small, cats", 1), ("small, dogs", 1)]
+    assert stages["evaluate"].values["best"] == "top-1" and not stages["evaluate"].values["chooses"]
+    assert recipe["resize"]["init"] == "@pretrain.*", "the recipe itself stays as it was read"
+
+
+def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_in_its_table():
+    stages = expanded(
+        {
+            "pretrain": {"sweep": {"grid": {"model": {"depth": [1, 2]}}}},
+            "finetune": {
+                "init": "@pretrain.*",
+                "sweep": {"grid": {"lr": [3, 4]}, "held_out": {"data.train": "most"}},
+            },
+            "again": {"kind": "finetune", "init": "@pretrain.*", "sweep": {"grid": {"lr": [5]}}},
+        }
+    )
+    names = " ".join(name for name in stages if name.startswith("finetune"))
+    first, second = (
+        f"finetune.{depth}.lr-3 finetune.{depth}.lr-4 finetune.{depth}.grid finetune.{depth}"
+        for depth in ("depth-1", "depth-2")
+    )
+    assert names == f"{first} {second} finetune"
+    assert stages["finetune.depth-2"].chosen == {"lr": "@finetune.depth-2.grid"}
+    assert stages["finetune"].values["runs"]["finetune.depth-2"] == {
+        "stage": "@finetune.depth-2",
+        "row": "model.depth=2",
+        "seed": None,
+        "values": {"model.depth": 2},
+    }
+    # A grid of several weights compares: which value is best for one of them is no choice for all.
+    assert not stages["again"].values["chooses"]
+    assert stages["again"].values["runs"]["again.depth-1.lr-5"]["values"] == {"model.depth": 1, "lr": 5}
+    assert stages["again"].values["runs"]["again.depth-1.lr-5"]["row"] == "model.depth=1, lr=5"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"f": {"init": "@p.*"}, "p": {"sweep": {"seeds": [0]}}},
+            "f reads @p.*, the runs of a sweep, and no section p",
+        ),
+        ({"p": {}, "f": {"init": "@p.*"}}, "no section p above it has or reads one\n  type @p, or move f below"),
+        (
+            {"p": {"sweep": {"seeds": [0]}}, "f": {"init": "@p.*", "sweep": {"seeds": [1]}}},
+            "f.sweep.seeds: the runs that f reads have seeds already",
+        ),
+        (
+            {"p": {"sweep": {"seeds": [0]}}, "q": {"sweep": {"seeds": [1]}}, "f": {"init": "@p.*", "data": "@q.*/x"}},
+            "f reads the runs of p, q, which are not called alike: seed-0; seed-1",
+        ),
+    ],
+)
+def test_a_chain_that_means_nothing_is_refused(sections, message):
+    with pytest.raises(ConfigError) as error:
+        expanded(sections)
+    assert message in str(error.value)
+
+
+def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_share_is_one_stage(protocol):
+    sweep_of_resize = "{image_size: [16, 24]}"
+    chain = "pretrain={model: {name: mu/8, image_size: 16, classes: 10}, data: {train: '@shards/train'}, steps: 4, "
+    chain += "optim: {schedule: {warmup_steps: 1}}}"
+    overrides = [chain, f"resize={{init: '@pretrain', sweep: {{grid: {sweep_of_resize}}}}}"]
+    tuned = "tuned={kind: finetune, init: '@resize.*', steps: 1, data: {train: '@shards/train'}, seed: 3, "
+    overrides.append(tuned + "optim: {schedule: {warmup_steps: 0}}, sweep: {each: {a: {}, b: {polyak: 0.5}}}}")
+    loaded = campaign.load(protocol, overrides)
+    assert sum(stage.name == "pretrain" for stage in loaded.stages) == 1
+    assert loaded.stage("tuned.image_size-24.b").model.image_size == (24, 24)
+    for size in (16, 24):
+        finish(loaded, f"resize.image_size-{size}", 0.0, kept=1)
+    document, said = make_table(loaded, "resize")
+    assert document["chosen"] == {} and list(document["rows"]) == ["image_size=16", "image_size=24"]
+    assert said[0].strip() == "resize" and said[-3].split() == ["parameters", "GMACs"]
+    assert "diverged" not in "".join(said)
+    assert artifacts.read_done(loaded.directory(loaded.stage("resize")))["summary"] == "2 runs in 2 rows"
+    # Five more positions of width 32: 2 × 2 and the class token became 3 × 3.
+    parameters = [document["axes"][row]["parameters"] for row in document["rows"]]
+    assert parameters[1] - parameters[0] == 5 * 32
+    with pytest.raises(ConfigError, match="will have no 'accuracy'"):
+        campaign.load(protocol, [*overrides, "resize.sweep.held_out.image_size=16"])
+
+
+@pytest.mark.parametrize(
+    ("varies", "message"),
+    [
+        ({}, "p.sweep: nothing varies: give each, grid or seeds"),
+        ({"gird": {"lr": [1]}}, "unknown key p.sweep.gird; did you mean 'grid'?"),
+        ({"grid": {"lr": 1}}, "p.sweep.grid.lr is 1, expected a list of values"),
+        ({"grid": {"lr": []}}, "p.sweep.grid.lr is [], expected a list of values"),
+        ({"grid": {"lr": [1, 1]}}, "p.sweep.grid.lr has 1 twice"),
+        ({"grid": {"lr": ["a/b", "a b"]}}, "p.sweep.grid: two of its runs would be called lr-a_b"),
+        ({"grid": {"a.lr": [1], "a": {"lr": [2]}}}, "p.sweep.grid has a.lr twice, as a.lr and as a section"),
+        ({"grid": {"kind.lr": [1]}}, "p.sweep sets kind.lr, and kind is 'pretrain', no section"),
+        ({"seeds": [1, 1]}, "p.sweep: seeds has 1 twice"),
+        ({"held_out": {"init": "x"}, "seeds": [1]}, "held_out is what a grid is run on: give grid, or leave it out"),
+        ({"each": {"a": None}, "grid": {"lr": [1]}}, "p.sweep has each and grid\n  expected held_out too"),
+        ({"each": {"a": 3}}, "each.a is 3, expected fields"),
+        ({"each": {"cars": None}, "groups": {"g": ["cras"]}}, "groups.g names 'cras'; did you mean 'cars'?"),
+    ],
+)
+def test_a_sweep_that_means_nothing_is_refused(varies, message):
+    with pytest.raises(ConfigError) as error:
+        expanded({"p": {"kind": "pretrain", "sweep": varies}})
+    assert message in str(error.value)
+
+
+def test_null_takes_a_sweep_off():
+    assert expanded({"p": {"kind": "pretrain", "sweep": None}}) == {"p": Written({"kind": "pretrain"}, "p")}
+    chain = {"p": {"kind": "pretrain", "sweep": {"seeds": [0, 1]}}, "r": {"init": "@p.*", "sweep": None}}
+    assert list(expanded(chain)) == ["p.seed-0", "p.seed-1", "p", "r.seed-0", "r.seed-1", "r"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["finetune.sweep.best=accurracy"], "finetune.lr-0.01 will have no 'accurracy'; did you mean 'accuracy'?"),
+        (["finetune.sweep.held_out.data.evaluate=null"], "finetune.grid: finetune.lr-0.01 will have no 'accuracy'"),
+        (["finetune.stepz=3"], "unknown key finetune.stepz; did you mean 'steps'?"),
+        (["finetune.sweep.grid.optim.lrr=[1]"], "unknown key finetune.optim.lrr; did you mean 'lr'?"),
+        (["finetune.sweep.each={'a/b': null}"], "a stage is called 'finetune.a/b.lr-0.01'"),
+        (
+            ["fewshot.init=@finetune"],
+            "that is the table of a sweep\n  expected one of its runs: @finetune.seed-0, @fin",
+        ),
+        (["finetune.sweep.grid={init: [x, y]}"], "finetune.seed-0: init names an input, which a grid with held_out"),
+        (
+            ["finetune.sweep.grid={data: {augment: [{min_area: 0.5}, {min_area: 0.7}]}}"],
+            "finetune.sweep.grid.data.augment lists {'min_area': 0.5}, a section",
+        ),
+        (["fine={kind: finetune, sweep: {seeds: [0]}}", "fine.seed-0={}"], "seed-0"),
+    ],
+)
+def test_a_recipe_whose_sweep_could_not_run_is_refused_before_anything_starts(protocol, overrides, message):
+    with pytest.raises(ConfigError) as error:
+        campaign.load(protocol, overrides)
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------ keys
+
+
+def test_a_key_changes_with_what_the_run_depends_on_and_with_nothing_else(protocol):
+    before = keys_of(protocol)
+    assert len(set(before.values())) == len(before) == 7
+    # One more value: the runs that were there stay, and whatever depends on the choice is another stage.
+    more = keys_of(protocol, "finetune.sweep.grid.optim.lr=[0.01,0.1,1]")
+    same = {name for name in before if more[name] == before[name]}
+    assert same == {"shards", "finetune.lr-0.01", "finetune.lr-0.1"}
+    # One more seed: only the table of all is another one.
+    more = keys_of(protocol, "finetune.sweep.seeds=[0,1,2]")
+    assert {name for name in before if more[name] != before[name]} == {"finetune"}
+    # What the grid is judged on decides the choice, and what the last runs are judged on is in their numbers.
+    more = keys_of(protocol, "finetune.sweep.held_out.data.evaluate=@shards/test")
+    assert {name for name in before if more[name] == before[name]} == {"shards"}
+    more = keys_of(protocol, "finetune.data.evaluate=@shards/rest")
+    assert {name for name in before if more[name] != before[name]} == {"finetune.seed-0", "finetune.seed-1", "finetune"}
+    more = keys_of(protocol, "finetune.micro_batch=16", "cluster.workers=2")
+    assert more == before, "how a run is computed is no part of its key"
+
+
+def finish(loaded: Campaign, name: str, accuracy: float, **outcome: Any) -> Path:
+    """Leave behind what a finished run would."""
+    stage = loaded.stage(name)
+    folder = loaded.directory(stage)
+    folder.mkdir(parents=True)
+    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
+    metrics = {} if outcome else {"accuracy": accuracy}
+    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1.0, "metrics": metrics, **outcome})
+    return folder
+
+
+def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
+    """Run the stage of a table, and return its record and the lines that it says."""
+    said: list[str] = []
+    stage = loaded.stage(name)
+    folder = loaded.directory(stage)
+    folder.mkdir(parents=True, exist_ok=True)
+    artifacts.write_record(folder / "stage.json", records.stage_record(stage))
+    context = Context(loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+    outcome = sweep.run(stage.config, context)
+    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
+    return artifacts.read_record(folder / "sweep.json"), said
+
+
+def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol, capsys):
+    before = campaign.load(protocol, [])
+    plan(before, Assumptions(), print)
+    planned = capsys.readouterr().out
+    assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
+    assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
+    assert "lr: the best of 0.01, 0.1 by accuracy, known after" in render.resolved(before)
+    facts = facts_of(before, before.stage("finetune.seed-0"))
+    assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
+
+    finish(before, "finetune.lr-0.01", 0.25)
+    finish(before, "finetune.lr-0.1", 0.75)
+    document, said = make_table(before, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 0.1}
+    assert said[-2:] == ["optim.lr=0.01                 25.00", "optim.lr=0.1                  75.00   the best"]
+
+    after = campaign.load(protocol, [])
+    assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
+    assert after.stage("finetune.seed-1").config.optim.lr == 0.1
+    assert asdict(resolve_sweep(before).stage("finetune.seed-1").config) == asdict(
+        after.stage("finetune.seed-1").config
+    ), "the command that made the table goes on with what a later one reads"
+    plan(after, Assumptions(), print)
+    assert "optim.lr: 0.1, the best of 0.01, 0.1 by accuracy (finetune.grid)" in capsys.readouterr().out
+    assert records.forbidden_fields(after.stage("finetune.seed-1"))["optim.lr"] == 0.1
+
+    # A choice that is made anew and otherwise does not pass over what was run with the old one.
+    folder = finish(after, "finetune.seed-0", 0.5)
+    table = before.directory(before.stage("finetune.grid")) / "sweep.json"
+    artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
+    with pytest.raises(DataError) as error:
+        campaign.load(protocol, [])
+    assert f"{folder} was run with other values than finetune.grid has chosen: optim.lr: 0.1 → 0.01" in str(error.value)
+
+
+def test_a_choice_may_be_of_the_model(protocol):
+    protocol.write_text(protocol.read_text().replace("optim: {lr: [0.01, 0.1]}", "model: {depth: [1, 2]}"))
+    overrides = ["finetune.optim.lr=0.1"]
+    overrides.append("next={kind: finetune, init: '@finetune.seed-0', steps: 9, data: {train: '@shards/train'}}")
+    overrides.append("next.optim.schedule.warmup_steps=1")
+    before = campaign.load(protocol, overrides)
+    assert before.stage("next").model.depth == 1
+    finish(before, "finetune.depth-1", 0.25)
+    finish(before, "finetune.depth-2", 0.75)
+    make_table(before, "finetune.grid")
+    after = resolve_sweep(before)
+    assert after.stage("finetune.seed-0").model.depth == after.stage("next").model.depth == 2
+    assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def test_of_equal_rows_the_first_wins_and_one_that_diverged_does_not_take_part(protocol):
+    loaded = campaign.load(protocol, ["finetune.sweep.grid.optim.lr=[0.1,0.01,3,1]"])
+    finish(loaded, "finetune.lr-0.1", 0.0, diverged="5 steps in a row were not finite")
+    for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-3", 0.75), ("finetune.lr-1", 0.75)):
+        finish(loaded, name, accuracy)
+    document, said = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 3}
+    assert document["runs"][0]["diverged"] == "5 steps in a row were not finite"
+    assert [run["key"] for run in document["runs"]] == [stage.key for stage in loaded.stages[1:5]]
+    assert said[0].startswith("finetune.grid: finetune.lr-0.1 has diverged: 5 steps")
+    assert said[2].endswith("-   diverged") and said[4].endswith("75.00   the best")
+
+
+def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs(protocol):
+    loaded = campaign.load(protocol, [])
+    for name in ("finetune.lr-0.01", "finetune.lr-0.1", "finetune.seed-0"):
+        finish(loaded, name, 0.0, diverged="not finite")
+    finish(loaded, "finetune.seed-1", 0.5)
+    with pytest.raises(Diverged) as error:
+        make_table(loaded, "finetune.grid")
+    names = "finetune.lr-0.01, finetune.lr-0.1"
+    assert f"2 runs of the sweep have diverged: {names}\n  expected one that has not" in str(error.value)
+    with pytest.raises(Diverged) as error:
+        make_table(loaded, "finetune")
+    assert "1 runs of the sweep have diverged: finetune.seed-0\n  expected all of them" in str(error.value)
+    assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
+
+
+def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_choice_is_not_run(protocol):
+    loaded = campaign.load(protocol, [])
+    for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
+        finish(loaded, name, 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
+    document, said = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {} and said[4].split() == ["optim.lr=0.1", "stopped"]
+    outcome = artifacts.read_done(loaded.directory(loaded.stage("finetune.grid")))
+    assert outcome is not None
+    log_table([{"stage": "finetune.grid", "skipped": False, **outcome}], said.append)
+    assert "2 runs in 2 rows" in said[-1], "the table was made, though its runs were stopped"
+    loaded = campaign.load(protocol, [])
+    for name in ("finetune.seed-0", "finetune.seed-1"):
+        stage = loaded.stage(name)
+        stage = replace(stage, kind=replace(stage.kind, checks=no_checks), parents=stage.chosen)
+        context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+        assert run_stage(context, fresh=False)["stopped"] == "finetune.grid was stopped"
+    document, _ = make_table(loaded, "finetune")
+    assert document["rows"] == {"finetune": {}}
+
+
+def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(protocol):
+    best = "finetune.sweep.evaluation=best"
+    loaded = campaign.load(protocol, [best])
+    for name, last, highest in (("finetune.lr-0.01", 0.5, 0.75), ("finetune.lr-0.1", 0.7, 0.7)):
+        folder = finish(loaded, name, last)
+        done = artifacts.read_record(folder / "done.json")
+        done["best"] = {"accuracy": {"value": highest, "step": 8}, "5shot": {"value": 0.1, "step": 4}}
+        artifacts.write_record(folder / "done.json", done)
+    document, said = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 0.01}
+    assert document["evaluation"] == "best" and document["runs"][0]["steps"] == {"accuracy": 8, "5shot": 4}
+    assert said[0].startswith("finetune.grid, in %, the best evaluation of each run, chosen by what it is judged on")
+    assert said[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
+    # The same runs by their last evaluations: another table, of another key.
+    loaded = campaign.load(protocol, [])
+    document, _ = make_table(loaded, "finetune.grid")
+    assert document["chosen"] == {"optim.lr": 0.1} and document["runs"][0]["steps"] == {}
+    with pytest.raises(ConfigError) as error:
+        campaign.load(protocol, ["finetune.sweep.evaluation=bset"])
+    assert "evaluation" in str(error.value) and "best" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        varies = "sweep: {each: {b: null}, best: top-1, evaluation: best}"
+        campaign.load(
+            protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"]
+        )
+    assert "e: e.b is of kind evaluate, which is evaluated once\n  expected runs that train" in str(error.value)
+
+
+def test_rows_have_the_axes_of_table_6(tmp_path):
+    """Counted by the paper, and seconds by hand; of a run that ended early, what it has trained."""
+    recipe = tmp_path / "sizes.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\n"
+        "pretrain:\n"
+        "  model: {name: B/16, image_size: 224, classes: 18291}\n"
+        "  data: {train: a, evaluate: b}\n"
+        "  batch_size: 4096\n"
+        "  steps: 900000\n"
+        "  passes: null\n"
+        "  sweep: {seeds: [0, 1]}\n"
+    )
+    loaded = campaign.load(recipe, [])
+    steps = round(7 * 303e6 / 4096)
+    for seed, seconds in ((0, 100.0), (1, 300.0)):
+        folder = finish(loaded, f"pretrain.seed-{seed}", 0.5)
+        # A tenth of the seconds of steps was an evaluation, and 50 s passed before the first and 9 after the last.
+        report = {"kind": "train", "attempt": 1, "time": 1050.0 + seconds, "seconds": seconds, "wait": 0.25}
+        report |= {"step": steps, "steps": 900_000, "losses": [1.0] * steps, "samples_seen": 4096 * steps}
+        report |= {"stalled_s": 1.0, "evaluated_s": seconds / 10}
+        start = {"kind": "start", "attempt": 1, "time": 1040.0, "claimed": 1000.0, "step": 0}
+        last = {"kind": "evaluate", "attempt": 1, "time": 1059.0 + seconds, "step": steps, "accuracy": 0.5}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (start, report, last)))
+    document, said = make_table(loaded, "pretrain")
+    axes = document["axes"]["pretrain"]
+    assert axes["parameters"] == 85_798_656 + 18291 * 769  # timm's vit_base_patch16_224 without a head, and the head
+    assert axes["exaflops"] == pytest.approx(224, rel=0.002)  # the paper's table 6
+    assert axes["gmacs"] == pytest.approx(224e18 / 6 / (7 * 303e6) / 1e9, rel=0.005)
+    assert (axes["samples"], axes["steps"], axes["seconds"]) == (4096 * steps, steps, pytest.approx(180))
+    rates = [run["axes"]["images_per_s"] for run in document["runs"]]
+    assert rates == pytest.approx([4096 * steps / 90, 4096 * steps / 270])
+    assert axes["images_per_s"] == pytest.approx(sum(rates) / 2)
+    heading = "parameters GMACs exaFLOPs samples steps seconds images/s"
+    assert said[-2].split() == heading.split() and said[-1].split()[:4] == ["pretrain", "99.9M", "17.58", "223.7"]
+    assert (loaded.directory(loaded.stage("pretrain")) / "report.txt").read_text().splitlines()[-2:] == said[-2:]
+
+
+def test_in_a_chain_every_row_has_means_of_its_own_and_a_name_its_own_grid():
+    each = {"cars": {}, "dots": {"grid": {"steps": [4]}, "held_out": {"data": "small"}}}
+    sweep = {"each": each, "grid": {"steps": [1, 2]}, "held_out": {"data": "most"}, "groups": {"natural": ["cars"]}}
+    recipe = {"p": {"kind": "pretrain", "sweep": {"each": {"S": {}, "B": {}}, "seeds": [0, 1]}}}
+    stages = expanded({**recipe, "finetune": {"init": "@p.*", "sweep": sweep}})
+    grids = [name for name in stages if "steps-" in name and ".S.seed-0." in name]
+    assert grids == [f"finetune.S.seed-0.{name}" for name in ("cars.steps-1", "cars.steps-2", "dots.steps-4")]
+    table = stages["finetune"].values
+    assert table["groups"] == {
+        "S, natural": ["S, cars"],
+        "S, mean": ["S, cars", "S, dots"],
+        "B, natural": ["B, cars"],
+        "B, mean": ["B, cars", "B, dots"],
+    }
+    assert {run["row"] for run in table["runs"].values()} == {"S, cars", "S, dots", "B, cars", "B, dots"}
+
+
+def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_path):
+    """Nineteen tasks in small: three in two groups, and three seeds."""
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\n"
+        "finetune:\n"
+        "  model: {name: mu/8, image_size: 16, classes: 10}\n"
+        "  data: {evaluate: y}\n"
+        "  sweep:\n"
+        "    each: {cars: {data: {train: a}}, dogs: {data: {train: b}}, dots: {data.train: c, steps: 600}}\n"
+        "    groups: {natural: [cars, dogs], structured: [dots]}\n"
+        "    seeds: [0, 1, 2]\n"
+    )
+    loaded = campaign.load(recipe, [])
+    assert loaded.stage("finetune.dots.seed-2").config.steps == 600
+    accuracies = np.random.default_rng(0).random((3, 3))  # task, seed
+    for row, task in enumerate(("cars", "dogs", "dots")):
+        for seed in range(3):
+            finish(loaded, f"finetune.{task}.seed-{seed}", accuracies[row, seed])
+    document, said = make_table(loaded, "finetune")
+    for row, task in enumerate(("cars", "dogs", "dots")):
+        values = document["rows"][task]["accuracy"]
+        assert values["mean"] == pytest.approx(accuracies[row].mean(), rel=1e-12)
+        assert values["sd"] == pytest.approx(accuracies[row].std(ddof=1), rel=1e-12) and values["runs"] == 3
+    for group, rows in (("natural of 2", [0, 1]), ("structured of 1", [2]), ("mean of 3", [0, 1, 2])):
+        repeats = accuracies[rows].mean(axis=0)
+        values = document["means"][group]["accuracy"]
+        assert values["mean"] == pytest.approx(repeats.mean(), rel=1e-12)
+        assert values["sd"] == pytest.approx(repeats.std(ddof=1), rel=1e-12)
+    mean = 100 * accuracies.mean()
+    sd = 100 * accuracies.mean(axis=0).std(ddof=1)
+    assert said[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
+    assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
+
+
+def test_a_run_that_was_stopped_has_no_part_in_a_mean_over_rows(tmp_path):
+    recipe = tmp_path / "tasks.yaml"
+    recipe.write_text(
+        f"run: {tmp_path}/run\n"
+        "finetune:\n"
+        "  model: {name: mu/8, image_size: 16, classes: 10}\n"
+        "  data: {train: a, evaluate: y}\n"
+        "  sweep: {each: {cars: {}, dots: {steps: 600}}, groups: {natural: [cars], structured: [dots]}}\n"
+    )
+    loaded = campaign.load(recipe, [])
+    finish(loaded, "finetune.cars", 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
+    finish(loaded, "finetune.dots", 0.5)
+    document, _ = make_table(loaded, "finetune")
+    assert document["means"].pop("structured of 1")["accuracy"]["mean"] == 0.5
+    assert document["means"] == {"natural of 1": {}, "mean of 2": {}}
+
+
+def evaluated(
+    folder: Path, right: np.ndarray, *, name: str = "accuracy", digest: str = "d" * 64, missing: int = 0
+) -> None:
+    """Leave behind the document of an evaluation with what was right: (N,), or (draws, N) of seeds from 2 on."""
+    samples = right.shape[-1]
+    low, high = over_draws(right)
+    entry = {"value": right.mean(), "low": low, "high": high, "samples": samples}
+    entry["right"] = base64.b64encode(np.packbits(right).tobytes()).decode()
+    if right.ndim == 2:
+        entry["seeds"] = {str(seed + 2): share for seed, share in enumerate(right.mean(1).tolist())}
+    result = {"set": {"name": "test", "digest": digest, "samples": samples + missing}, "values": {"accuracy": entry}}
+    (folder / "evaluation.json").write_text(json.dumps({"results": [result]}))
+
+
+@pytest.mark.parametrize("draws", [None, 3])
+def test_a_row_of_several_evaluated_runs_has_an_interval_over_runs_draws_and_samples(protocol, draws):
+    loaded = campaign.load(protocol, ["finetune.sweep.seeds=[4,7,9]"])
+    shape = (3, 90) if draws is None else (3, draws, 90)
+    right = np.random.default_rng(12).random(shape) < 0.8
+    for number, seed in enumerate((4, 7, 9)):
+        folder = finish(loaded, f"finetune.seed-{seed}", float(right[number].mean()))
+        evaluated(folder, right[number])
+    document, said = make_table(loaded, "finetune")
+    entry = document["rows"]["finetune"]["accuracy"]
+    of_runs = right.reshape(3, -1).mean(1)
+    assert (entry["mean"], entry["sd"]) == pytest.approx((of_runs.mean(), of_runs.std(ddof=1)))
+    low, high = over_draws(right)
+    assert entry["interval"] == [low, high] and low < of_runs.mean() < high
+    cells = [f"[{100 * low:.2f},", f"{100 * high:.2f}]", "±", f"{100 * entry['sd']:.2f}"]
+    assert said[0].split()[-5:] == ["accuracy", "95", "%", "±", "sd"]
+    assert said[1].split()[1:] == [f"{100 * of_runs.mean():.2f}", *cells]
+    assert all("entries" not in run and run["intervals"] for run in document["runs"])
+
+
+@pytest.mark.parametrize("difference", ["no document", "another set", "an unreadable sample"])
+def test_runs_of_other_samples_have_no_common_interval(protocol, difference):
+    loaded = campaign.load(protocol, [])
+    right = np.random.default_rng(3).random((2, 50)) < 0.5
+    evaluated(finish(loaded, "finetune.seed-0", 0.5), right[0])
+    folder = finish(loaded, "finetune.seed-1", 0.5)
+    if difference == "another set":
+        evaluated(folder, right[1], digest="e" * 64)
+    elif difference == "an unreadable sample":
+        evaluated(folder, right[1], missing=1)
+    document, said = make_table(loaded, "finetune")
+    entry = document["rows"]["finetune"]["accuracy"]
+    assert entry["interval"] is None and entry["sd"] == 0.0 and "95 %" not in said[0]
+
+
+def test_the_table_hands_on_its_record_with_its_digest(protocol):
+    loaded = campaign.load(protocol, [])
+    for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
+        finish(loaded, name, accuracy)
+    make_table(loaded, "finetune.grid")
+    folder = loaded.directory(loaded.stage("finetune.grid"))
+    content = (folder / "sweep.json").read_bytes()
+    done = artifacts.read_done(folder)
+    assert done["files"] == {"sweep.json": {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    assert done["summary"] == "optim.lr=0.01: accuracy 50.00, the best of 2"
+
+
+def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
+    loaded = campaign.load(protocol, [])
+    right = np.arange(40) < 20
+    for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
+        folder = finish(loaded, name, accuracy)
+        if accuracy == 0.5:
+            evaluated(folder, right)
+    document, said = make_table(loaded, "finetune.grid")
+    wilson = binomtest(20, 40).proportion_ci(0.95, method="wilson")
+    interval = [f"[{100 * wilson.low:.2f},", f"{100 * wilson.high:.2f}]"]
+    assert said[1].split() == ["optim.lr=0.01", "50.00", *interval, "the", "best"]
+    assert said[2].split() == ["optim.lr=0.1", "12.50", "-"]
+    assert document["rows"]["optim.lr=0.01"]["accuracy"]["interval"] == pytest.approx([wilson.low, wilson.high])
+
+
+def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a_set(protocol):
+    loaded = campaign.load(protocol, [])
+    metrics = {"accuracy": 0.5, "seedlings top-1": 0.25, "seed-bank 5shot": 0.75, "seed-bank 5shot-seed-10": 0.125}
+    shown = ["accuracy", "seedlings top-1", "seed-bank 5shot"]
+    entry = {"top-1": {"value": 0.25, "low": 0.125, "high": 0.375, "samples": 8}}
+    for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
+        folder = finish(loaded, name, 0.5, metrics=metrics)
+        seedlings = {"name": "seedlings", "digest": "d" * 64, "samples": 8}
+        results = [{"set": seedlings, "values": entry}, {"set": {"name": "rest"}, "values": {}}]
+        (folder / "evaluation.json").write_text(json.dumps({"results": results}))
+    document, said = make_table(loaded, "finetune.grid")
+    assert list(document["rows"]["optim.lr=0.01"]) == list(document["runs"][0]["metrics"]) == shown
+    assert "25.00   [12.50, 37.50]" in said[1]
+    table: list[str] = []
+    log_table([{"stage": "finetune", "seconds": 1.0, "skipped": False, "metrics": metrics}], table.append)
+    assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
+    line = status.stage_line(folder, has_ended=True)
+    assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
+    record = async_evaluation.evaluation_record(3, metrics, {})
+    assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
+
+
+def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):
+    loaded = campaign.load(
+        protocol, ["plain={kind: finetune, init: '@finetune.seed-0', data: {train: '@shards/train'}}"]
+    )
+    said: list[str] = []
+
+    def end_as(name: str, failure: StageFailed) -> dict[str, Any]:
+        """Run a stage whose work ends so, with the sets of the recipe packed."""
+
+        def fail(cfg: Any, context: Context) -> dict[str, Any]:
+            raise failure
+
+        stage = loaded.stage(name)
+        kind = replace(stage.kind, run=fail, checks=no_checks)
+        stage = replace(stage, kind=kind, parents={})
+        context = Context(
+            loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False
+        )
+        return run_stage(context, fresh=False)
+
+    diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")
+    assert end_as("finetune.lr-0.1", diverged)["diverged"] == "5 steps in a row were not finite"
+    assert said[-1] == "finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep goes on without this run"
+    with pytest.raises(StageFailed, match="5 steps"):
+        end_as("plain", diverged)
+    with pytest.raises(StageFailed, match="bug"):
+        end_as("finetune.lr-0.01", StageFailed("finetune.lr-0.01: bug", 70, "ValueError"))
+
+
+def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "finetune:\n"
+        "  init: weights\n"
+        "  sweep:\n"
+        "    each: {cars: {data.train: shards/cars, held_out: {data: {train: shards/some}}}}\n"
+        "    grid: {optim: {lr: [1]}, init: [weights/a, '@pretrain', /b]}\n"
+        "    held_out: {data: {evaluate: shards/rest}}\n"
+    )
+    text, changed = portable(read_recipe(recipe), "/runs/x", Path("/home/me"))
+    assert changed == [
+        "finetune.init",
+        "finetune.sweep.each.cars.data.train",
+        "finetune.sweep.each.cars.held_out.data.train",
+        "finetune.sweep.grid.init",
+        "finetune.sweep.held_out.data.evaluate",
+    ]
+    for path in ("/home/me/shards/cars", "/home/me/shards/some", "/home/me/weights/a", "/home/me/shards/rest"):
+        assert path in text
+    assert "'@pretrain'" in text and "- /b\n" in text
+
+
+# --------------------------------------------------------------------------------------------- for real
+
+
+@pytest.mark.slow  # seven stages, most of them twice
+def test_a_sweep_that_was_killed_goes_on_and_ends_as_one_that_was_not(protocol, tmp_path, capsys):
+    assert main(["run", str(protocol), f"run={tmp_path}/undisturbed"]) == 0
+    command = [sys.executable, "-m", "jobs", "run", str(protocol)]
+    loaded = campaign.load(protocol, [])
+    # Killed as soon as the second run of the grid, and then the second seed, have committed a checkpoint.
+    for name in ("finetune.lr-0.1", "finetune.seed-1"):
+        folder = loaded.directory(loaded.stage(name))
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+        while not list(folder.glob("checkpoints/step-*")):
+            assert process.poll() is None, "the run has ended before it could be killed"
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    capsys.readouterr()
+    assert main(["run", str(protocol)]) == 0
+    out = capsys.readouterr().out
+    assert "finetune.grid: skipped" in out and "finetune.seed-0: skipped" in out and "finetune.lr-0.1: skipped" in out
+    for name in ("finetune.grid", "finetune"):
+        folder = loaded.directory(loaded.stage(name)).name
+        documents = [json.loads((tmp_path / run / folder / "sweep.json").read_text()) for run in ("run", "undisturbed")]
+        assert documents[0] == documents[1]
+    assert main(["status", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out
+    chosen = documents[0]["runs"][0]["values"]["optim.lr"]
+    assert lines.count(f"(optim.lr={chosen})") == 3 and "finetune.lr-0.01-" in lines
+
+
+@pytest.mark.slow  # ten stages on 12,000 images
+@pytest.mark.skipif(not IMAGES.is_dir(), reason="the images are not here")
+def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
+    """The recipe itself, trained for a few steps; the intervals are compared with scipy's."""
+    overrides = [
+        f"shards.sets.train.path={IMAGES}/cifar10-train-*.tar",
+        f"shards.sets.test.path={IMAGES}/cifar10-test-*.tar",
+        f"run={tmp_path}/run",
+        *("cluster.backend=processes", "pretrain.passes=null", "pretrain.steps=8", "finetune.steps=4"),
+        *("pretrain.optim.schedule.warmup_steps=2", "finetune.optim.schedule.warmup_steps=1"),
+    ]
+    assert main(["run", "cifar10", *overrides]) == 0
+    loaded = campaign.load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
+    table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json")
+    assert list(table["rows"]) == ["pretrained", "finetuned"]
+    for row in table["rows"].values():
+        assert set(row) == {"top-1", "5shot", "25shot", "knn-20", "linear"}
+        for metric in ("top-1", "knn-20", "linear"):
+            right = round(row[metric]["mean"] * 2_000)
+            wilson = binomtest(right, 2_000).proportion_ci(0.95, method="wilson")
+            assert row[metric]["interval"] == pytest.approx([wilson.low, wilson.high], abs=1e-9)
+    parts = loaded.stage("parts")
+    sizes = {name: record["samples"] for name, record in (loaded.done(parts) or {})["sets"].items()}
+    assert sizes == {"most": 9_000, "held-out": 1_000}
+    out = capsys.readouterr().out
+    assert "evaluate, in %" in out and "finetune, in %" in out

@@ -1,0 +1,209 @@
+"""A figure holds the numbers of the tables that it names, and the paper's; what it cannot draw is refused by name."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from data.errors import ConfigError, DataError
+from jobs.extras.studies import figure
+from jobs.recipe import campaign
+from jobs.resolved_recipe import Context
+from pipeline import artifacts, config
+from pipeline.training_config import TrainConfig
+
+SPEC = Path(__file__).parents[5] / "shared" / "reference" / "SPEC.md"
+
+
+def table(folder: Path, rows: dict[str, dict[str, Any]]) -> str:
+    """A sweep's table: rows by name, with accuracy, deviation, axes, and values of the grid."""
+    record: dict[str, Any] = {"metric": "accuracy", "rows": {}, "means": {}, "chosen": {}, "axes": {}, "runs": []}
+    for number, (name, row) in enumerate(rows.items()):
+        mean = {"mean": row.get("accuracy"), "sd": row.get("sd"), "runs": 1, "interval": None}
+        record["rows"][name] = {"accuracy": mean} if "accuracy" in row else {}
+        record["axes"][name] = row.get("axes", {})
+        run = {"stage": f"run-{number}", "key": "0" * 64, "row": name, "seed": None, "diverged": "", "stopped": ""}
+        record["runs"].append({**run, "values": row.get("values", {}), "axes": row.get("axes", {})})
+    folder.mkdir(parents=True)
+    artifacts.write_record(folder / "sweep.json", record)
+    artifacts.write_record(folder / "stage.json", {"name": folder.name})
+    artifacts.write_record(folder / "done.json", {"key": "0" * 64})
+    return str(folder)
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> dict[str, str]:
+    """Two sizes pretrained, and each fine-tuned on two sets."""
+    sizes = {"S-32": {"axes": {"exaflops": 55.0}}, "S-16": {"axes": {"exaflops": 224.0}}}
+    tuned = {}
+    for number, (size, task) in enumerate([("S-32", "c10"), ("S-32", "pets"), ("S-16", "c10"), ("S-16", "pets")]):
+        tuned[f"{size}, {task}"] = {"accuracy": 0.5 + number / 8, "sd": 0.01, "values": {"lr": number}}
+    runs = tmp_path / "other"
+    paths = {"pre": table(runs / "pre-00000000", sizes), "tuned": table(runs / "tuned-00000000", tuned)}
+    record = artifacts.read_record(runs / "tuned-00000000" / "sweep.json")
+    for size, mean in (("S-32", 0.5625), ("S-16", 0.8125)):
+        record["means"][f"{size}, mean of 2"] = {"accuracy": {"mean": mean, "sd": 0.02, "runs": 3, "interval": None}}
+    artifacts.write_record(runs / "tuned-00000000" / "sweep.json", record)
+    return paths
+
+
+def draw(tmp_path: Path, section: dict[str, Any]) -> tuple[dict[str, Any], Path]:
+    """Run a figure and return its record, and its folder."""
+    recipe = tmp_path / "figure.yaml"
+    recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "figure": section}))
+    loaded = campaign.load(recipe, [])
+    stage = loaded.stage("figure")
+    loaded.directory(stage).mkdir(parents=True, exist_ok=True)
+    context = Context(loaded, stage, print, poll=lambda folder, number: None, stop_requested=lambda: False)
+    stage.kind.run(stage.config, context)
+    return artifacts.read_record(loaded.directory(stage) / "figure.json"), loaded.directory(stage)
+
+
+def test_rows_get_their_x_from_the_table_that_they_go_on_from_and_the_paper_stands_beside_them(tables, tmp_path):
+    paper = {"table": "table 6", "x": "exaflops", "y": "ImageNet"}
+    section = {"tables": tables, "x": "pre.exaflops", "series": "row.2", "log": ["x"], "paper": paper, "stamp": "small"}
+    record, folder = draw(tmp_path, section)
+    points = [(point["series"], point["x"], point["y"], point["low"]) for point in record["points"]]
+    assert points == [
+        ("c10", 55.0, 0.5, 0.49),
+        ("pets", 55.0, 0.625, 0.615),
+        ("c10", 224.0, 0.75, 0.74),
+        ("pets", 224.0, 0.875, 0.865),
+    ]
+    with open(folder / "figure.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["source"] for row in rows] == ["run"] * 4 + ["paper"] * 18
+    (h14,) = [row for row in rows if row["row"] == "ViT-H/14 14ep"]
+    assert (h14["x"], h14["y"]) == ("4262.0", "0.8808")
+    text = (folder / "figure.md").read_text()
+    assert "| pets | S-16, pets | 224 | 0.875 |" in text and "*small*" in text and "paper: Dosovitskiy" in text
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    svg = (folder / "figure.svg").read_text()
+    assert "table 6</text>" in svg and ">small</text>" in svg
+
+
+def test_means_over_rows_are_drawn_where_rows_names_them(tables, tmp_path):
+    record, _ = draw(tmp_path, {"tables": tables, "x": "pre.exaflops", "series": "row.2", "rows": "*, mean of *"})
+    points = [(point["series"], point["x"], point["y"], point["high"], point["runs"]) for point in record["points"]]
+    assert points == [("mean of 2", 55.0, 0.5625, 0.5825, 3), ("mean of 2", 224.0, 0.8125, 0.8325, 3)]
+
+
+def trained_table(folder: Path, **own: Any) -> str:
+    """A table of two runs that have trained for 8 steps, of a run that has diverged, and of one that was not run."""
+    rows = {"a": {"axes": {"steps": 8, "samples": 800, "seconds": 80.0}}, "lost": {}, "after": {}}
+    table(folder / "long-00000000", rows)
+    record = artifacts.read_record(folder / "long-00000000" / "sweep.json")
+    record["runs"][1]["diverged"] = "not finite"
+    record["runs"][2]["stopped"] = "trunk was stopped"
+    record["runs"].append({**record["runs"][0], "stage": "second"})
+    artifacts.write_record(folder / "long-00000000" / "sweep.json", record)
+    cfg = config.build(TrainConfig, {"steps": 8, "batch_size": 100, **own}, "t")
+    for stage, losses in (("run-0", [4.0, 2.0]), ("second", [6.0, 2.0])):
+        (folder / f"{stage}-00000000").mkdir()
+        model = models.to_dict(models.config_of("mu/8", 16, 10))
+        values = {"name": stage, "config": config.plain(cfg), "model": model}
+        artifacts.write_record(folder / f"{stage}-00000000" / "stage.json", values)
+        lines = [{"kind": "train", "step": 4 * n, "steps": 8, "losses": [loss]} for n, loss in enumerate(losses, 1)]
+        (folder / f"{stage}-00000000" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    return str(folder / "long")
+
+
+@pytest.mark.parametrize("x", ["samples", "exaflops", "seconds"])
+def test_a_curve_is_the_mean_of_the_runs_of_a_row_over_their_axis(x, tmp_path, capsys):
+    # Half of the patches are seen in the first half of the steps: it costs less than the second.
+    thinning = {"patch_dropout": 0.5, "patch_dropout_until": 0.5}
+    tables = {"t": trained_table(tmp_path / "other", thinning=thinning)}
+    drawn, _ = draw(tmp_path, {"tables": tables, "y": "loss", "x": x, "curve": True})
+    model = models.config_of("mu/8", 16, 10)
+    halves = [6 * 400 * models.macs_of(model, 2) / 1e18, 6 * 400 * models.macs_of(model) / 1e18]
+    places = {"samples": [400, 800], "exaflops": [halves[0], sum(halves)], "seconds": [40.0, 80.0]}
+    assert [point["x"] for point in drawn["points"]] == pytest.approx(places[x], rel=1e-12)
+    assert [(point["y"], point["runs"]) for point in drawn["points"]] == [(5.0, 2), (2.0, 2)]
+    assert drawn["points"][0]["high"] - 5.0 == pytest.approx(2**0.5)
+    said = capsys.readouterr().out
+    assert "lost of t has no curve: diverged, or not run" in said and "after of t has no curve" in said
+
+
+def test_a_branch_has_no_seconds_of_its_own_that_its_curve_could_be_over(tmp_path):
+    tables = {"t": trained_table(tmp_path / "other", init="@trunk", begin=4)}
+    with pytest.raises(DataError, match="seconds of the runs of 'a' of t is not known step by step"):
+        draw(tmp_path, {"tables": tables, "y": "loss", "x": "seconds", "curve": True})
+
+
+def test_values_of_which_some_are_no_numbers_are_names(tmp_path):
+    rows = {}
+    for size in (None, 768):
+        rows[f"size={size}"] = {"accuracy": 0.5, "values": {"model.representation": size}}
+    tables = {"t": table(tmp_path / "other" / "t-00000000", rows)}
+    drawn, _ = draw(tmp_path, {"tables": tables, "x": "model.representation"})
+    assert [point["x"] for point in drawn["points"]] == ["None", "768"]
+
+
+@pytest.mark.parametrize("sizes", [(1e3, 3e3, 1e4, 3e4, 1e5, 3e5), (1e3, 1e4, 1e5, 3e5)])
+def test_a_law_that_was_planted_in_a_table_is_in_the_figure(sizes, tmp_path):
+    rows = {}
+    for samples in sizes:
+        rows[f"{samples:g}"] = {"accuracy": 1 - (0.1 + 0.4 * (samples / 1e4) ** -0.5), "axes": {"samples": samples}}
+    tables = {"t": table(tmp_path / "other" / "t-00000000", rows)}
+    record, folder = draw(tmp_path, {"tables": tables, "x": "samples", "log": ["x"], "fit": ["samples"], "draws": 20})
+    parameters = record["fit"]["parameters"]
+    assert parameters["floor"][0] == pytest.approx(0.1, rel=1e-3)
+    assert parameters["exponent 1"][0] == pytest.approx(0.5, rel=1e-3)
+    text = (folder / "figure.md").read_text()
+    # Four points have a law, and three have none that could foretell the fourth.
+    if len(sizes) == 4:
+        assert "what the law without the largest point foretells of it is not known: 3 points, expected 4" in text
+        return
+    assert record["fit"]["largest"]["foretold"] == pytest.approx(1 - rows["300000"]["accuracy"], rel=1e-3)
+    assert "without 300000 it foretells" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"x": "exaflop"}, "has no 'exaflop'; did you mean 'exaflops'?\n  expected one of row, exaflops"),
+        ({"y": "top-1"}, "no row of t has a number"),
+        ({"x": "row", "y": "exaflops", "groups": {"big": "L-*"}}, "the row 'S-32' of t is of none of the groups"),
+        ({"y": "exaflops", "fit": ["exaflops"]}, "2 points, expected 4 or more for a law of 3 parameters"),
+        ({"curve": True, "y": "loss"}, "no curve of loss over steps in metrics.jsonl"),
+        ({"log": ["z"]}, "log is ['z'], expected x, y or both"),
+        ({"paper": {"table": "table 60", "x": "row", "y": "5shot"}}, "paper.table is table 60; did you mean 'table 6"),
+        (
+            {"paper": {"table": "table 8", "x": "row", "y": "top-1"}},
+            "which table 8 does not have\n  expected 5shot, row",
+        ),
+        ({"tables": {}}, "figure.tables is empty"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(section, message, tables, tmp_path):
+    with pytest.raises((ConfigError, DataError)) as error:
+        draw(tmp_path, {"tables": {"t": tables["pre"]}, "y": "exaflops", **section})
+    assert message in str(error.value)
+
+
+@pytest.mark.skipif(not SPEC.exists(), reason="the paper's tables are not here")
+def test_the_published_values_are_those_of_the_paper():
+    """Each number of paper.csv in the lines of its table in SPEC.md; axes of ours (images) are in its text."""
+    spec = SPEC.read_text()
+    with open(figure.PAPER, newline="") as file:
+        entries = list(csv.DictReader(file))
+    assert len(entries) > 350
+    sections = {}
+    for number in (2, 5, 6, 7, 8, 9):
+        heading = f"Table {number})" if number in (7, 8) else f"**Table {number}**"
+        sections[f"table {number}"] = spec[spec.index(heading) :][:2600]
+    for entry in entries:
+        if entry["name"] in ("images", "mean of 5", "core-days"):
+            continue
+        value = float(entry["value"])
+        if entry["name"] == "exaflops":
+            expected = f"| {value:g} |"
+        elif entry["table"] == "table 8":
+            expected = f"{value:.5f}"
+        else:
+            expected = rf"{100 * value:.1f}" if entry["table"] == "table 9" else f"{100 * value:.2f}"
+        assert re.search(re.escape(expected.removesuffix("0")), sections[entry["table"]]), entry

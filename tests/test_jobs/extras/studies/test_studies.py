@@ -1,0 +1,37 @@
+"""The studies of the paper on digits, run whole: every figure has its points, and the page shows them all."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from jobs.recipe import campaign
+from pipeline import artifacts
+from tests.support.hosts import ROOT
+
+RECIPE = ROOT / "jobs" / "recipes" / "studies" / "all-laptop.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_study_of_the_laptop_ends_with_its_figure_and_one_page_has_them_all(tmp_path):
+    run = tmp_path / "studies"
+    subprocess.run([sys.executable, "-m", "jobs", "run", str(RECIPE), f"run={run}"], cwd=ROOT, check=True)
+    loaded = campaign.load(RECIPE, [f"run={run}"])
+    page = (run / "report.html").read_text()
+    figures = [stage for stage in loaded.stages if stage.kind.name == "figure"]
+    for stage in figures:
+        folder = loaded.directory(stage)
+        figure = artifacts.read_record(folder / "figure.json")
+        values = [point["y"] for point in figure["points"]]
+        # More than chance, of ten classes; speed and batches are numbers of another kind.
+        assert len(values) > 1 and all(map(math.isfinite, values)) and (max(values) > 0.3), stage.name
+        assert figure["stamp"].startswith("scaled down") and figure["stamp"] in (folder / "figure.svg").read_text()
+        assert json.dumps(stage.config.title)[1:-1] in page, stage.name
+    of_paper = {
+        artifacts.read_record(loaded.directory(stage) / "figure.json").get("paper", {}).get("table")
+        for stage in figures
+    }
+    assert {"table 2", "table 6", "table 7", "table 8", "table 9"} <= of_paper

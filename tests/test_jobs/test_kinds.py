@@ -1,0 +1,121 @@
+"""A kind of stage is one file and one line of the table: all else goes by what its StageKind says."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import models
+from jobs.__main__ import main
+from jobs.kinds import KINDS
+from jobs.recipe import campaign
+from jobs.recipe.validate import validate
+from jobs.resolved_recipe import Available
+
+# Weights whose numbers are rounded to so many binary digits: a stage that nobody has thought of here.
+ROUNDED = '''
+"""Round weights to fewer binary digits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+import models
+from data.errors import ConfigError
+from jobs.resolved_recipe import Available, CheckResult, Reads, Stage, StageKind
+from pipeline.config import Tags, tags
+
+
+@dataclass(frozen=True)
+class Config:
+    init: str = "???"
+    digits: int = 7  # after the first
+
+    RESUME: ClassVar[Tags] = tags(forbid="init digits")
+
+
+def run(cfg: Config, context) -> dict[str, Any]:
+    weights, config = models.load_weights(context.campaign.path_of(cfg.init))
+    for name, tensor in weights.items():
+        mantissa, exponent = torch.frexp(tensor)
+        weights[name] = torch.ldexp(torch.round(mantissa * 2**cfg.digits) / 2**cfg.digits, exponent)
+    models.save_weights(weights, context.directory, config, class_names=context.class_names)
+    return {"metrics": {"accuracy": 0.5}}
+
+
+def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+    if stage.config.digits < 1:
+        raise ConfigError(f"{stage.name}.digits is {stage.config.digits}, expected 1 or more")
+    yield CheckResult("WARN", "digits", f"{stage.name}: {stage.config.digits} digits lose accuracy")
+
+
+KIND = StageKind(
+    name="rounded",
+    config=Config,
+    run=run,
+    inputs={"init": Reads.WEIGHTS},
+    makes_weights=True,
+    model=lambda cfg, source_model: source_model(cfg.init),
+    checks=checks,
+    metrics=lambda cfg: ["accuracy"],
+    needs_workers=False,
+)
+'''
+
+
+@pytest.fixture
+def with_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file, and one line of the table."""
+    (tmp_path / "rounded.py").write_text(ROUNDED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rounded", raising=False)
+    monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").KIND)
+
+
+def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_rounded, recipe, shards, capsys) -> None:
+    probe = f"{{train: {shards}/train, test: {shards}/test, shots: [1]}}"
+    added = f"rounded: {{init: '@pretrain', digits: 3}}\nagain: {{kind: fewshot, init: '@rounded', probe: {probe}}}\n"
+    recipe.write_text(recipe.read_text() + added)
+    assert main(["plan", str(recipe)]) == 0
+    planned = capsys.readouterr().out
+    assert "rounded (rounded, key " in planned and "  reads   init = @pretrain" in planned
+    assert "rounded: 3 digits lose accuracy" in planned
+
+    assert main(["run", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "rounded: 3 digits lose accuracy" in out and "rounded: key " in out
+    loaded = campaign.load(recipe, [])
+    rounded, before = (models.load_weights(loaded.directory(loaded.stage(name)))[0] for name in ("rounded", "pretrain"))
+    # Three binary digits after the first: no rounded number is further off than one part in eight.
+    largest = max(float((rounded[name] - before[name]).abs().max() / before[name].abs().max()) for name in before)
+    assert 0 < largest <= 1 / 8
+    assert (loaded.directory(loaded.stage("again")) / "metrics.json").exists(), "another stage starts from its weights"
+    assert main(["run", str(recipe)]) == 0
+    assert "rounded: skipped, finished with the same config and inputs" in capsys.readouterr().out
+
+
+def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe: Path, capsys) -> None:
+    recipe.write_text(recipe.read_text() + "rounded: {init: '@pretrain'}\nother: {init: '@rounded', kind: resize}\n")
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), "rounded.digits=0"]) == 78
+        assert "rounded.digits is 0, expected 1 or more" in capsys.readouterr().err
+        assert main([command, str(recipe), "rounded.digit=1"]) == 78
+        assert "unknown key rounded.digit; did you mean 'digits'" in capsys.readouterr().err
+    assert main(["plan", str(recipe), "finetune.data.train=@rounded/train"]) == 78
+    assert "a rounded stage makes no data" in capsys.readouterr().err
+
+
+def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> None:
+    loaded = campaign.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
+    there = Available(loaded)
+    results = {stage.name: validate(stage, there) for stage in loaded.stages}
+    (failure,) = results["pretrain"]
+    assert (failure.level, failure.subject, failure.exit_code) == ("FAIL", "inputs", 65)
+    assert failure.text == "pretrain.data.train: /nowhere: there is no such index"
+    assert results["finetune"] == []
+    assert [result.text for result in results["fewshot"]] == ["fewshot.init: no weights.safetensors in /neither"]
+    assert results["fewshot"][0].remedy == "  give a folder that holds one, or @stage"

@@ -1,0 +1,490 @@
+"""What a step of training needs of memory: counted by the allocator while real steps are taken, and by hand."""
+
+import dataclasses
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import models
+from benchmarks.memory import CASES, counting_allocator, measured, planned
+from data.errors import ConfigError
+from jobs.__main__ import main
+from jobs.extras.planning.preflight import stage_requirements
+from jobs.recipe.campaign import load
+from pipeline.batches import patches_to_keep
+from pipeline.extras.plan import memory, memory_traces
+from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
+from pipeline.extras.plan.memory_traces import Kind, Moment, Trace, step_to_trace
+from pipeline.extras.plan.tracer import LiveBytes, TracedWorker, copied_by_gloo
+from pipeline.optimization import OptimConfig
+from pipeline.start import Worker
+from pipeline.training_config import TrainConfig
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here steps are really traced, into a folder of this session's own."""
+    folder = tmp_path_factory.getbasetemp() / "traces"
+    monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
+
+
+# ------------------------------------------------------------------------------------------ against the allocator
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_planned_is_what_the_allocator_gives_out(case):
+    assert planned(case).device_bytes == pytest.approx(measured(case), rel=0.05)
+
+
+def count_collectives(rank: int, folder: str) -> None:
+    """Write down how many bytes more the allocator gives out during a collective, with 8 MiB of each."""
+    counter = counting_allocator()
+    counter.start_counting()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    whole = torch.zeros(2 * MIB)
+    half = torch.zeros(MIB)
+    collectives = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(half, whole),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, half),
+        "all_gather": lambda: dist.all_gather(list(whole.chunk(2)), half),
+    }
+    more = {}
+    for name, collective in collectives.items():
+        # gloo's own thread gives back what the collective before has left.
+        deadline = time.monotonic() + 60
+        while counter.living_bytes() > 12 * MIB:
+            assert time.monotonic() < deadline, f"{counter.living_bytes()} bytes live, expected {12 * MIB}"
+            time.sleep(0.01)
+        counter.forget_most()
+        collective()
+        more[name] = counter.most_bytes() - 12 * MIB
+    Path(folder, f"{rank}.json").write_text(json.dumps(more))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_gloo_allocates_beside_a_collective_what_the_trace_has_it_allocate(tmp_path):
+    counting_allocator()
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=count_collectives, args=(rank, str(tmp_path))) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    more = json.loads((tmp_path / "0.json").read_text())
+    whole = torch.zeros(2 * MIB, device="meta")
+    half = torch.zeros(MIB, device="meta")
+    operators = {
+        "all_reduce": ("c10d::allreduce_", ([whole],)),
+        "broadcast": ("c10d::broadcast_", ([whole],)),
+        "reduce_scatter_tensor": ("c10d::_reduce_scatter_base_", (half, whole)),
+        "all_gather_into_tensor": ("c10d::_allgather_base_", (whole, half)),
+        "all_gather": ("c10d::allgather_", ([list(whole.chunk(2))], [half])),
+    }
+    for name, (operator, arguments) in operators.items():
+        copied = sum(tensor.numel() * tensor.element_size() for tensor in copied_by_gloo(operator, arguments))
+        assert more[name] == copied, name
+
+
+def count_squared_error(folder: str) -> None:
+    """Write down what a mean squared error of 1 MiB takes: bytes at most, and kept while its result lives."""
+    counter = counting_allocator()
+    predictions = torch.zeros(MIB // 4, requires_grad=True)
+    answers = torch.zeros(MIB // 4)
+    counter.start_counting()
+    loss = torch.nn.functional.mse_loss(predictions, answers, reduction="sum")
+    Path(folder, "counted.json").write_text(json.dumps([counter.most_bytes(), counter.living_bytes()]))
+    del loss
+
+
+@pytest.mark.slow
+def test_a_squared_error_takes_what_the_trace_has_it_take(tmp_path):
+    counting_allocator()
+    process = multiprocessing.get_context("fork").Process(target=count_squared_error, args=(str(tmp_path),))
+    process.start()
+    process.join()
+    most, kept = json.loads((tmp_path / "counted.json").read_text())
+    with FakeTensorMode(), LiveBytes() as live:
+        predictions = torch.zeros(MIB // 4, requires_grad=True)
+        answers = torch.zeros(MIB // 4)
+        live.events = []
+        loss = torch.nn.functional.mse_loss(predictions, answers, reduction="sum")
+        sizes = [size for _, _, size in live.events]
+    assert loss.shape == ()
+    assert max(itertools.accumulate(sizes)) == pytest.approx(most, abs=64)
+    assert sum(sizes) == pytest.approx(kept, abs=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "gib"), [("B/16", 3.25), ("H/14", 19.6)])
+def test_activations_on_a_gpu_are_those_of_fused_attention(name, gib):
+    """64 images in bf16, against torch's own MemTracker over fake CUDA tensors."""
+    cfg = TrainConfig(steps=1, micro_batch=64, batch_size=512)
+    need = memory_need(cfg, models.config_of(name, 224, 1000), 8, is_gpu=True)
+    assert need.parts[Kind.ACTIVATIONS] / GIB == pytest.approx(gib, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_budget_for_activations_recomputes_the_fewest_blocks_of_a_resnet_too():
+    model = models.config_of("BiT-R50x1", 64, 10, width=32)
+    cfg = TrainConfig(steps=1, micro_batch=8, batch_size=8)
+
+    def activations(blocks: int) -> int:
+        trace = memory_traces.trace_of(step_to_trace(cfg, model, 1, 1, blocks, is_gpu=False))
+        return max(moment.parts(8)[Kind.ACTIVATIONS] for moment in trace.activations)
+
+    budget = dataclasses.replace(cfg, activation_gb=0.6 * activations(0) / GIB)
+    blocks = recomputed_blocks(budget, model, is_gpu=False)
+    assert activations(blocks) <= 0.6 * activations(0) < activations(blocks - 1)
+    with pytest.raises(ConfigError, match=r"with all 16 blocks recomputed, .* largest that fits: "):
+        recomputed_blocks(dataclasses.replace(cfg, activation_gb=1e-3), model, is_gpu=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_bytes_live_from_the_operation_that_made_them_until_their_last_tensor_is_gone():
+    with LiveBytes() as live:
+        weight = torch.ones(256, 256, requires_grad=True)  # 256 KiB
+        live.enter("forward")
+        hidden = torch.ones(4, 256) @ weight  # twice 4 KiB
+        views = hidden[1:].view(-1, 16)
+        result = hidden.relu()  # keeps its own result for the backward pass, not what it was made from
+        del hidden
+        live.enter("backward")
+        result.sum().backward()
+        del views, result
+    living = dict.fromkeys(Kind, 0)
+    for _, kind, size in live.events:
+        living[kind] += size
+    assert living[Kind.STATES] == living[Kind.GRADIENTS] == 256 * 1024  # the weight; its gradient
+    assert living[Kind.ACTIVATIONS] == 0
+    assert max(size for _, kind, size in live.events if kind is Kind.ACTIVATIONS) == 4096
+
+
+def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
+    cfg = TrainConfig(data=CASES[0].cfg.data, steps=1, batch_size=8, micro_batch=8)
+    worker: Any = TracedWorker(cfg, torch.device("cpu"), CASES[0].model_config, engine=cast(Any, None))
+    asked: Any = None
+    assert patches_to_keep(worker, 0, asked) == []
+    of_traced = {field.name for field in dataclasses.fields(TracedWorker)}
+    assert of_traced <= {field.name for field in dataclasses.fields(Worker)}
+
+
+def test_the_fullest_moment_depends_on_the_micro_batch():
+    update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
+    backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
+    trace = Trace(0, (update, backward), (backward,))
+    assert trace.fullest(2).phase == "update" and trace.fullest(6).phase == "backward"
+    assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
+
+
+@pytest.mark.parametrize("limit", range(30, 130, 7))
+def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
+    needed = [100, 104, *range(95, 0, -5)]  # to recompute one block alone saves nothing: it comes back whole
+    looks = []
+
+    def look(blocks: int) -> float:
+        looks.append(blocks)
+        return needed[blocks]
+
+    fitting = [blocks for blocks, size in enumerate(needed) if size <= limit]
+    assert fewest_blocks(look, len(needed) - 1, limit) == fitting[0]
+    assert len(looks) <= 6
+    assert fewest_blocks(look, len(needed) - 1, needed[-1]) == len(needed) - 1
+    assert fewest_blocks(look, len(needed) - 1, needed[-1] - 1) is None
+
+
+MOMENT = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
+SMALL = TrainConfig(steps=1, micro_batch=4, batch_size=16)
+
+
+@pytest.fixture
+def tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[memory_traces.StepToTrace]:
+    """The steps that the tracer is asked for; its traces begin with 7 bytes, and are kept in this test's folder."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    asked: list[memory_traces.StepToTrace] = []
+
+    def run(step: memory_traces.StepToTrace) -> str:
+        asked.append(step)
+        return json.dumps({"start": 7, "moments": [MOMENT], "activations": [MOMENT]})
+
+    monkeypatch.setattr(memory_traces, "run_tracer", run)
+    return asked
+
+
+def step_of(cfg: TrainConfig = SMALL, world: int = 2, accumulation: int = 2) -> memory_traces.StepToTrace:
+    return step_to_trace(cfg, models.config_of("mu/8", 16, 10), world, accumulation, 0, is_gpu=False)
+
+
+def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> None:
+    """The step to trace lists its fields by hand: a forgotten one would be planned with its default, without a word."""
+    in_the_step = {"objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"}
+    in_the_step |= {"data", "optim", "steps", "micro_batch", "batch_size", "deepspeed"}
+    beside_it = {"model", "init", "checkpoint_blocks", "activation_gb"}  # as the model and the blocks recomputed
+    not_traced = {"thinning", "compile"}  # what is planned then is said (docs/design/memory.md)
+    without_memory = {"new_head", "passes", "uneven", "seed", "evaluate_every", "evaluate_on", "probe", "log_every"}
+    without_memory |= {
+        "keep_best",
+        "patience",
+        "save_every",
+        "begin",
+        "law",
+        "health",
+        "keep",
+        "keep_every",
+        "max_skipped",
+        "max_failed_saves",
+        "timeout_s",
+        "stall_s",
+    }
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert fields == in_the_step | beside_it | not_traced | without_memory
+    step = step_to_trace(TrainConfig(steps=1), models.ViTConfig(), 1, 1, 0, is_gpu=False)
+    assert set(step.config) == in_the_step - {"deepspeed"}
+
+
+def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def traced(step: memory_traces.StepToTrace) -> int:
+        """How many steps were traced for this one."""
+        before = len(tracer)
+        memory_traces.trace_of(step)
+        return len(tracer) - before
+
+    assert traced(step_of()) == 1 and traced(step_of()) == 0
+    # The micro-batch, the rate and the length change nothing; nor does a fifth micro-batch.
+    assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
+    for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
+        assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
+    # Of what is not 0 another value changes nothing; a head that decays otherwise is a group of its own.
+    for change in ({"polyak": 0.99}, {"mixup": 0.2}, {"optim": OptimConfig(lr=1.0, weight_decay=3.0, clip=7.0)}):
+        assert traced(step_of(dataclasses.replace(SMALL, **change))) == 0, change
+    for decay, count in ((None, 0), (0.1, 0), (3.0, 1), (2.0, 0), (0.0, 1)):
+        optim = OptimConfig(weight_decay=0.1, head_weight_decay=decay)
+        assert traced(step_of(dataclasses.replace(SMALL, optim=optim))) == count, decay
+    for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
+        assert traced(dataclasses.replace(step_of(), **options)) == 1, options
+    # Other code, other libraries; and a file that was cut short, or in which a digit changed, is made anew.
+    for name in ("digest_of_sources", "version"):
+        with monkeypatch.context() as patch:
+            patch.setattr(memory_traces, name, lambda *_: "another")
+            assert traced(step_of()) == 1, name
+    for change in (lambda kept: kept[:20], lambda kept: kept.replace(b'"start": 7', b'"start": 6')):
+        for path in (tmp_path / "cache" / "patchline" / "memory").glob("*.trace"):
+            assert change(path.read_bytes()) != path.read_bytes()
+            path.write_bytes(change(path.read_bytes()))
+        assert traced(step_of()) == 1
+        assert memory_traces.trace_of(step_of()).start == 7
+
+
+@pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
+def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
+    obstacle: str, tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse_lock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def refuse_write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if obstacle == "a file in its way":
+        (tmp_path / "cache").write_text("")
+    elif obstacle == "no locks":
+        monkeypatch.setattr("fcntl.flock", refuse_lock)
+    else:
+        monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
+    assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
+    if obstacle != "no locks":
+        assert "traced steps cannot be kept, each plan traces anew" in caplog.text
+
+
+def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
+    steps = []
+    for number in range(4):
+        step = step_of(world=2**number)
+        steps.append(step)
+        memory_traces.trace_of(step)
+        os.utime(memory_traces.path_of(step), (number, number))
+    memory_traces.trace_of(step_of(world=16))
+    assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
+    # Of the two, one is asked for again: the other is the first to go.
+    for number, step in enumerate(steps[2:]):
+        os.utime(memory_traces.path_of(step), (number, number))
+    memory_traces.trace_of(steps[2])
+    memory_traces.trace_of(step_of(world=32))
+    assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
+
+
+# ---------------------------------------------------------------------------------------------------- what plan says
+
+
+def test_a_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """16 runs of four models: what a step keeps does not depend on seeds, rates, or how much decays and is dropped."""
+    runs = {}
+    for width, dropout, decay in itertools.product((48, 96), (0.0, 0.1), (0.03, 0.3)):
+        fields = {"model.width": width, "model.dropout": dropout, "optim.lr": decay, "optim.weight_decay": decay}
+        runs[f"{width}-{dropout}-{decay}"] = fields
+    section = {"data": {"train": "not/there"}, "steps": 4, "batch_size": 8, "micro_batch": 4, "precision": "fp32"}
+    model = {"name": "mu/8", "image_size": 16, "classes": 10, "depth": 1, "mlp": 96, "heads": 3}
+    section["optim"] = {"schedule": {"warmup_steps": 1}}
+    section |= {"model": model, "sweep": {"each": runs, "seeds": [0, 1]}}
+    recipe = tmp_path / "sweep.yaml"
+    cluster = {"workers": 1, "backend": "processes"}
+    recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "cluster": cluster, "pretrain": section}))
+    assert main(["plan", str(recipe), "--without-data"]) == 0
+    assert capsys.readouterr().out.count("  memory  ") == 16 and len(tracer) == 4
+
+
+@pytest.fixture
+def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step can be traced."""
+
+    def refuse(step: memory_traces.StepToTrace) -> Trace:
+        raise memory_traces.TraceFailed("the step could not be traced: by hand")
+
+    monkeypatch.setattr(memory, "trace_of", refuse)
+
+
+def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, capsys, untraceable):
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert said.count("  memory  not known: the step could not be traced: by hand") == 2
+    assert "finetune: whether it fits cluster.gpu_memory_gb=5 is not known: the step could not" in said
+
+    campaign = load(recipe, [])
+    assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None
+
+
+def test_what_fits_a_budget_for_activations_is_not_guessed(recipe, capsys, untraceable):
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), "pretrain.activation_gb=1"]) == 78
+        ended = capsys.readouterr()
+        assert (
+            "pretrain.activation_gb=1: how many blocks to recompute is not known: the step could not be traced: by hand"
+            "\n  type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N, from 0 to "
+        ) in ended.err
+        if command == "plan":
+            assert "  memory  not known: the step could not be traced: by hand\n" in ended.out
+
+
+@pytest.fixture
+def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
+
+    def trace(step: memory_traces.StepToTrace) -> Trace:
+        share = 1 - step.recomputed / 24
+        states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
+        moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
+        return Trace(0, (moment,), (moment,))
+
+    monkeypatch.setattr(memory, "trace_of", trace)
+
+
+def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_hand):
+    model = models.config_of("B/16", 224, 10)
+    cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64, zero=1)
+    check_fits(cfg, model, 2, 18 * GIB, is_gpu=True, name="pretrain")
+    with pytest.raises(ConfigError) as refused:
+        check_fits(cfg, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
+    assert str(refused.value).splitlines() == [
+        "pretrain: a worker needs 18.0 GiB of its device's memory, 17.0 GiB are there",
+        "  type one of these: pretrain.micro_batch=8 (needs 10.0 GiB); pretrain.checkpoint_blocks=2 (needs 16.7 GiB); "
+        "pretrain.zero=2 (needs 17.0 GiB)",
+    ]
+    # What just fits is offered.
+    with pytest.raises(ConfigError, match=r"type one of these: pretrain\.micro_batch=8 \(needs 10\.0 GiB\); "):
+        check_fits(cfg, model, 2, 10 * GIB, is_gpu=True, name="pretrain")
+    together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
+    with pytest.raises(ConfigError, match=together):
+        check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
+    # A number of blocks takes the place of a budget for activations.
+    budget = dataclasses.replace(cfg, activation_gb=16.0)
+    with pytest.raises(ConfigError, match=r"; pretrain\.checkpoint_blocks=2 pretrain\.activation_gb=null \(needs 16"):
+        check_fits(budget, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_budget_that_nothing_fits_is_refused_with_what_to_type(recipe, capsys, traced_by_hand, command):
+    assert main([command, str(recipe), "pretrain.activation_gb=1.5", "pretrain.zero=1", "finetune.zero=1"]) == 78
+    ended = capsys.readouterr()
+    assert "pretrain.activation_gb: activations of micro_batch 4 take " in ended.err
+    assert "  type pretrain.micro_batch=1, or a larger pretrain.activation_gb" in ended.err
+    if command == "plan":
+        assert "  memory  does not fit activation_gb: activations of micro_batch 4 take" in ended.out
+        assert "finetune (finetune, key" in ended.out, "the lines of the other stages are there"
+
+
+def test_of_the_host_pinned_memory_is_counted_in_powers_of_two(traced_by_hand):
+    """By hand: 16 images of 224 px, 2,408,448 bytes, and their labels, 128; the master and two moments of B/16."""
+    cfg = TrainConfig(steps=1, micro_batch=16, batch_size=64)
+    model = models.config_of("B/16", 224, 1000)
+    share = 86_567_656 * 4 * 3 / 4
+    on_cpu = memory_need(cfg, model, 4, is_gpu=False)
+    assert on_cpu.loader == 2_408_448 + 128
+    assert on_cpu.snapshot == pytest.approx(share, rel=1e-3)
+    on_gpu = memory_need(cfg, model, 4, is_gpu=True)
+    assert on_gpu.loader == on_cpu.loader + 4 * MIB + 128
+    assert on_gpu.snapshot == 256 * MIB
+    # Half of the workers have twice the share, 495.4 MiB; a little more than half a GiB would take a whole one.
+    assert memory_need(cfg, model, 2, is_gpu=True).snapshot == 512 * MIB
+    assert [memory.pinned_bytes(size) for size in (1, 512, 513)] == [1, 512, 1024]
+
+
+def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_for_them(recipe, capsys, traced_by_hand):
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert "(checkpoint_blocks=0); of whole images, which patch dropout leaves out to the end: a worker needs" in said
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known with patch dropout" in said
+    # Where the last steps see whole images, they count.
+    assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
+    assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
+
+
+def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(recipe, capsys, traced_by_hand):
+    """Uncompiled it would need 6 GiB."""
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
+    )
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
+    assert main(["run", str(recipe), *limited, "pretrain.activation_gb=1"]) == 78
+    said = capsys.readouterr().err
+    assert "pretrain.activation_gb=1: how many blocks to recompute is not known: the step is not traced with" in said
+    assert "type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N" in said
+
+    stage = load(recipe, limited).stage("pretrain")
+    assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
+    uncompiled = dataclasses.replace(stage.config, compile=False)
+    assert memory_need(uncompiled, stage.model, 2, is_gpu=True).device_bytes == 6 * GIB
+
+
+def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
+    gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
+    assert main(["plan", str(recipe), *gpu]) == 0
+    said = capsys.readouterr().out
+    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in said
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
+        assert "type one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err

@@ -1,0 +1,410 @@
+"""What the tracer of a step counts, and what a trace depends on: against numbers that were worked out by hand."""
+
+import dataclasses
+import itertools
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import mse_loss
+
+import models
+from pipeline.extras.plan import memory, memory_traces
+from pipeline.extras.plan.memory import GIB, memory_need, need_if_traced, recomputed_blocks
+from pipeline.extras.plan.memory_traces import Kind, Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in
+from pipeline.extras.plan.tracer import LiveBytes, copied_by_gloo, fullest_moments, upper_hull
+from pipeline.optimization import OptimConfig
+from pipeline.training_config import DataConfig, TrainConfig
+
+KIB = 1024
+TINY = models.config_of("mu/8", 16, 10)
+
+
+def numbers(kib: int) -> Tensor:
+    """So many KiB of fp32."""
+    return torch.zeros(kib * KIB // 4)
+
+
+def living(live: LiveBytes) -> dict[Kind, int]:
+    """Bytes that live now, by what they are for; those of which nothing lives are left out."""
+    sums: dict[Kind, int] = {}
+    for _, kind, size in live.events:
+        sums[kind] = sums.get(kind, 0) + size
+    return {kind: size for kind, size in sums.items() if size}
+
+
+class Collective:
+    """Takes the place of one of torch's operators between workers; `look` is called while it runs."""
+
+    def __init__(self, name: str, look: Any = None) -> None:
+        self._name = name
+        self._look = look
+
+    def name(self) -> str:
+        return self._name
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        if self._look is not None:
+            self._look()
+
+
+# ------------------------------------------------------------------------------------------ what is not seen of a step
+
+
+def test_gloo_copies_what_was_counted_of_it():
+    """8 MiB of each: test_gloo_allocates_beside_a_collective_… (slow) counts the same with torch's allocator."""
+    whole = torch.zeros(2 * KIB * KIB, device="meta")
+    half = torch.zeros(KIB * KIB, device="meta")
+
+    def copied(name: str, *arguments: Any) -> int:
+        return sum(tensor.nbytes for tensor in copied_by_gloo(name, arguments))
+
+    assert copied("c10d::_reduce_scatter_base_", half, whole) == 8 * KIB * KIB
+    assert copied("c10d::_allgather_base_", whole, half) == 8 * KIB * KIB
+    assert copied("c10d::allgather_", [list(whole.chunk(2))], [half]) == 8 * KIB * KIB
+    for name in ("allreduce_", "broadcast_", "send", "recv_", "barrier"):
+        assert copied(f"c10d::{name}", [whole]) == 0, name
+    assert copied("aten::mul") == 0
+    for name in ("_c10d_functional::all_reduce", "c10d::alltoall_"):
+        with pytest.raises(AssertionError, match=f"{name}: what gloo allocates for it has not been counted"):
+            copied(name, whole)
+
+
+def test_what_gloo_copies_lives_as_long_as_the_collective():
+    during = []
+    with LiveBytes(over_gloo=True) as live:
+        live.enter("backward")
+        whole = numbers(8)
+        half = numbers(4)
+        reduce_scatter: Any = Collective("c10d::_reduce_scatter_base_", lambda: during.append(living(live)))
+        live.__torch_dispatch__(reduce_scatter, (), (half, whole))
+    assert during == [{Kind.GRADIENTS: (8 + 4 + 8) * KIB}]
+    assert living(live) == {Kind.GRADIENTS: (8 + 4) * KIB}
+
+
+@pytest.mark.parametrize(("reduction", "most", "kept"), [("sum", 2, 1), ("mean", 2, 1), ("none", 1, 1)])
+def test_a_squared_error_that_is_added_up_takes_two_tensors_and_keeps_one(reduction, most, kept):
+    """KiB, of predictions of 1 KiB: test_a_squared_error_takes_… (slow) counts the sum's with torch's allocator."""
+    with FakeTensorMode(), LiveBytes() as live:
+        predictions = numbers(1)
+        answers = numbers(1)
+        live.events = []
+        loss = mse_loss(predictions, answers, reduction=reduction)
+        sizes = [size for _, _, size in live.events]
+    assert loss.shape == (predictions.shape if reduction == "none" else ())
+    assert max(itertools.accumulate(sizes)) == most * KIB
+    assert sum(sizes) == kept * KIB
+
+
+# -------------------------------------------------------------------------------------------------- what memory is for
+
+
+def test_memory_is_for_what_its_phase_says():
+    kinds = {}
+    with LiveBytes() as live:
+        for phase in ("build", "batch", "forward", "backward", "update"):
+            live.enter(phase)
+            made = numbers(1).requires_grad_()
+            (kinds[phase],) = living(live)
+            del made
+        live.enter("forward")
+        # ZeRO 3 gathers weights by hooks of the forward pass, in which no gradients are recorded.
+        with torch.no_grad():
+            made = numbers(1)
+        assert living(live) == {Kind.GATHERED: KIB}
+        del made
+    assert kinds == {
+        "build": Kind.STATES,
+        "batch": Kind.IMAGES,
+        "forward": Kind.ACTIVATIONS,
+        "backward": Kind.GRADIENTS,
+        "update": Kind.GRADIENTS,
+    }
+
+
+def test_a_second_forward_pass_makes_activations_amid_the_backward_pass_and_may_end_by_an_exception():
+    class Block(nn.Module):
+        def forward(self, is_last: bool) -> Tensor:
+            made = numbers(1)
+            if is_last:
+                raise StopIteration  # as torch does, once everything that is needed is there
+            return made
+
+    block = Block()
+    with LiveBytes() as live:
+        live.watch(block)
+        live.enter("forward")
+        kept = [block(False)]
+        kept.append(numbers(2))
+        assert living(live) == {Kind.ACTIVATIONS: 3 * KIB}, "the first pass is none of the second"
+        live.enter("backward")
+        live.events = []
+        kept.append(block(False))
+        kept.append(numbers(4))
+        assert living(live) == {Kind.ACTIVATIONS: KIB, Kind.GRADIENTS: 4 * KIB}
+        with pytest.raises(StopIteration):
+            block(True)
+        live.events = []
+        kept.append(numbers(8))
+        assert living(live) == {Kind.GRADIENTS: 8 * KIB}
+
+
+def test_what_is_gathered_is_neither_state_nor_activation():
+    gather: Any = Collective("c10d::_allgather_base_")
+    with LiveBytes() as live:
+        states = numbers(1)
+        live.__torch_dispatch__(gather, (), (states, states))
+        live.enter("forward")
+        live.__torch_dispatch__(gather, (), (states, states))
+        assert living(live) == {Kind.STATES: KIB}, "what the engine was built with stays its own"
+        gathered = numbers(2).requires_grad_()
+        live.__torch_dispatch__(gather, (), (gathered, states))
+        assert living(live) == {Kind.STATES: KIB, Kind.GATHERED: 2 * KIB}
+        other: Any = Collective("c10d::allreduce_")
+        reduced = numbers(4).requires_grad_()
+        live.__torch_dispatch__(other, (), (reduced, states))
+        assert living(live)[Kind.ACTIVATIONS] == 4 * KIB
+        del gathered
+        assert Kind.GATHERED not in living(live), "it goes as what it was for at the end"
+
+
+def test_memory_that_grows_in_place_counts_as_what_it_has_become_and_sizes_without_memory_do_not():
+    with LiveBytes() as live:
+        live.enter("backward")
+        shape_alone = torch.zeros(KIB, device="meta")
+        tensor = numbers(1)
+        tensor.resize_(KIB)
+        assert living(live) == {Kind.GRADIENTS: 4 * KIB}
+        del tensor
+        assert living(live) == {}
+        assert shape_alone.numel() == KIB
+
+
+def test_a_step_without_numbers_goes_on_as_if_all_were_well():
+    with FakeTensorMode(), LiveBytes():
+        assert float(torch.zeros(())) == 1.0, "a norm or loss, finite"
+        assert bool(torch.ones((), dtype=torch.bool)) is False
+        assert int(torch.full((), 5)) == 0
+    with LiveBytes():
+        assert float(torch.full((), 5.0)) == 5.0, "with numbers, they are the real ones"
+
+
+# ------------------------------------------------------------------------------------------------ the fullest moments
+
+Events = list[tuple[str, Kind, int]]
+
+BUILT: Events = [
+    ("build", Kind.STATES, 100),
+    ("build", Kind.STATES, 50),
+    ("update", Kind.GRADIENTS, 30),
+    ("update", Kind.GRADIENTS, -30),
+]
+
+
+def events_of_step(images: int) -> Events:
+    """A step by hand: activations take 7 bytes and 20 for each image, the gradient 60 and the optimizer 200 more."""
+    return [
+        ("batch", Kind.IMAGES, 10 * images),
+        ("forward", Kind.ACTIVATIONS, 7 + 20 * images),
+        ("backward", Kind.GRADIENTS, 60),
+        ("backward", Kind.ACTIVATIONS, -7 - 20 * images),
+        ("update", Kind.GRADIENTS, 200),
+        ("update", Kind.GRADIENTS, -260),
+        ("update", Kind.IMAGES, -10 * images),
+    ]
+
+
+def test_of_a_step_the_fullest_moment_of_every_micro_batch_is_known():
+    """By hand: 150 + 67 + 30 n bytes in the backward pass, 150 + 260 + 10 n in the update; equal at 9.65 images."""
+    found = trace_in(json.dumps(fullest_moments(BUILT, events_of_step(2), events_of_step(3))))
+    assert found is not None
+    assert found.start == 180
+    assert found.fullest(9).phase == "update"
+    assert found.fullest(9).parts(9) == [150, 0, 260, 0, 90]
+    assert found.fullest(10).phase == "backward"
+    assert found.fullest(10).parts(10) == [150, 207, 60, 0, 100]
+    assert found.most_activations(10) == 207
+
+
+def test_a_step_whose_order_depends_on_the_micro_batch_is_not_traced():
+    other = events_of_step(3)
+    other[1], other[2] = other[2], other[1]
+    with pytest.raises(AssertionError, match="a step's order depends on the micro-batch"):
+        fullest_moments(BUILT, events_of_step(2), other)
+
+
+def test_the_highest_of_many_lines_is_known_everywhere():
+    draws = np.random.default_rng(0)
+    for _ in range(50):
+        fixed = draws.integers(0, 1000, 12).astype(float)
+        slope = draws.integers(0, 50, 12).astype(float)
+        kept = upper_hull(fixed, slope)
+        for images in range(1, 100):
+            highest = max(fixed + slope * images)
+            assert max(fixed[place] + slope[place] * images for place in kept) == highest
+
+
+# ------------------------------------------------------------------------------------------ what a trace depends on
+
+
+def step_of(world: int = 2, accumulation: int = 4, **changes: Any) -> StepToTrace:
+    values = {"steps": 1, "micro_batch": 4, "batch_size": 4 * world * accumulation, **changes}
+    return step_to_trace(TrainConfig(**values), TINY, world, accumulation, 0, is_gpu=False)
+
+
+def test_a_trace_is_of_everything_that_has_a_say_in_memory_and_of_nothing_else(tmp_path: Path):
+    plain = step_of()
+    with_a_say = {
+        "objective": "masked",
+        "loss": "softmax",
+        "label_smoothing": 0.1,
+        "mixup": 0.1,
+        "polyak": 0.9,
+        "exact_parts": 4,
+        "precision": "fp32",
+        "zero": 3,
+        "data": DataConfig(train="x", max_labels=3),
+    }
+    for name, value in with_a_say.items():
+        assert step_of(**{name: value}) != plain, name
+    # Whether gradients are clipped and weights decay has a say, at what norm and rate has none.
+    for change in ({"name": "sgd"}, {"clip": 0.0}, {"weight_decay": 0.0}, {"head_weight_decay": 0.0}):
+        assert step_of(optim=OptimConfig(**change)) != step_of(optim=OptimConfig()), change
+    assert step_of(optim=OptimConfig(clip=7.0, lr=0.5, weight_decay=0.5)) == step_of(optim=OptimConfig(clip=1.0))
+    without_a_say = {"steps": 7, "seed": 3, "save_every": 9, "data": DataConfig(train="another")}
+    for name, value in without_a_say.items():
+        assert step_of(**{name: value}) == plain, name
+    # A file of DeepSpeed's settings is told by what it says, not by its name alone.
+    file = tmp_path / "ds.json"
+    file.write_text("{}")
+    before = step_of(deepspeed=str(file))
+    file.write_text('{"zero_optimization": {}}')
+    assert len({before.file, step_of(deepspeed=str(file)).file, plain.file}) == 3
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulation", "parts", "micro_batches"),
+    [
+        (2, 1, 0, 1),
+        (2, 5, 0, 2),  # a third adds to the same sums as the second
+        (2, 4, 8, 4),  # four parts here, a micro-batch each
+        (2, 12, 8, 8),  # three each, of which two are traced
+        (1, 4, 4, 4),
+    ],
+)
+def test_as_many_micro_batches_are_traced_as_make_a_difference(world, accumulation, parts, micro_batches):
+    step = step_of(world, accumulation, exact_parts=parts)
+    assert step.accumulation == micro_batches
+    assert step.config["batch_size"] == world * micro_batches * step.config["micro_batch"]
+
+
+@pytest.mark.parametrize(
+    ("code", "answer", "said", "expected"),
+    [
+        (1, "", "first\nRuntimeError: no such operator\n", "RuntimeError: no such operator"),
+        (1, "{}\n", "RuntimeError: killed\n", "RuntimeError: killed"),  # at its end
+        (0, "", "", "nothing"),  # no answer
+        (0, "{}\n", "", "the tracer has said {}"),
+        (0, "no JSON\n", "", "the tracer has said no JSON"),
+    ],
+)
+def test_a_tracer_that_fails_is_said_and_nothing_is_kept(code, answer, said, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    asked: list[dict[str, Any]] = []
+
+    def run(command: Sequence[str], **options: Any) -> SimpleNamespace:
+        asked.append(options)
+        return SimpleNamespace(returncode=code, stdout=answer, stderr=said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(TraceFailed, match=expected):
+        memory_traces.trace_of(step_of())
+    assert memory_traces.kept(step_of()) is None
+    environment = asked[0]["env"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
+    assert "file" not in json.loads(asked[0]["input"])
+
+
+# ------------------------------------------------------------------------------------------------- what a worker needs
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[StepToTrace]:
+    """Steps need 8 GiB at the start and 1 later, and 1 GiB for each image, half of that with all blocks recomputed."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
+    steps_asked: list[StepToTrace] = []
+
+    def trace(step: StepToTrace) -> Trace:
+        steps_asked.append(step)
+        moment = Moment("backward", (GIB, 0, 0, 0, 0), (0, GIB * (1 - step.recomputed / 24), 0, 0, 0))
+        return Trace(8 * GIB, (moment,), (moment,))
+
+    monkeypatch.setattr(memory, "trace_of", trace)
+    return steps_asked
+
+
+def test_where_the_start_needs_the_most_that_counts_and_is_said(asked):
+    model = models.config_of("B/16", 224, 10)
+    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
+    need = memory_need(cfg, model, 1, is_gpu=False)
+    assert need.device_bytes == 8 * GIB
+    words = memory.in_words(need, is_gpu=False)
+    assert words.startswith(
+        "8.0 GiB a worker, most at the start; later 4.0 GiB activations + 1.0 GiB weights and optimizer; beside it "
+    )
+    # Later the most, with 16 images.
+    need = memory_need(dataclasses.replace(cfg, micro_batch=16, batch_size=16), model, 1, is_gpu=True)
+    assert need.device_bytes == 17 * GIB
+    words = memory.in_words(need, is_gpu=True)
+    assert words.startswith("17.0 GiB a worker, most in backward: 16.0 GiB activations + 1.0 GiB weights")
+    assert ", with flash attention, without CUDA's own; of the host " in words
+
+
+def test_every_decoding_process_is_two_batches_ahead(asked):
+    """By hand: 4 images of 224 px and a label of 8 bytes each are 602,112 + 32 bytes."""
+    model = models.config_of("B/16", 224, 10)
+    data = DataConfig(train="x", processes=3)
+    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4, data=data)
+    # And on a CPU one of its batches is lent at a time to the step, which counts it as its own.
+    assert memory_need(cfg, model, 1, is_gpu=False).loader == (3 * 3 - 1) * (602_112 + 32)
+    alone = dataclasses.replace(cfg, data=dataclasses.replace(data, processes=0))
+    assert memory_need(alone, model, 1, is_gpu=False).loader == 602_112 + 32
+
+
+def test_no_more_blocks_are_recomputed_than_there_are_and_a_budget_is_the_same_for_all_workers_and_stages(asked):
+    model = models.config_of("B/16", 224, 10)
+    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=64)
+    assert recomputed_blocks(dataclasses.replace(cfg, checkpoint_blocks=40), model, is_gpu=False) == 12
+    assert recomputed_blocks(dataclasses.replace(cfg, checkpoint_blocks=5), model, is_gpu=False) == 5
+    assert asked == []
+    # 4 images take 4 GiB, a twenty-fourth less with each block: 3 GiB with 6 of them.
+    budget = dataclasses.replace(cfg, activation_gb=3.0)
+    assert recomputed_blocks(budget, model, is_gpu=False) == 6
+    first = set(map(memory_traces.path_of, asked))
+    asked.clear()
+    for change in ({"zero": 3}, {"polyak": 0.9}, {"exact_parts": 2}, {"batch_size": 63, "uneven": True}):
+        assert recomputed_blocks(dataclasses.replace(budget, **change), model, is_gpu=False) == 6, change
+    assert set(map(memory_traces.path_of, asked)) == first
+    assert all(step.world == step.accumulation == 1 for step in asked)
+    assert memory.with_blocks(budget, model, is_gpu=False) == dataclasses.replace(cfg, checkpoint_blocks=6)
+    with pytest.raises(memory.BudgetTooSmall) as refused:
+        recomputed_blocks(dataclasses.replace(cfg, activation_gb=1.5), model, is_gpu=False)
+    assert refused.value.largest == 3
+
+
+def test_at_a_start_nothing_is_traced_that_was_not_traced_before(asked, monkeypatch):
+    cfg = TrainConfig(steps=1, micro_batch=4, batch_size=4)
+    assert need_if_traced(cfg, TINY, 1, is_gpu=True) is None
+    monkeypatch.setattr(memory, "kept", lambda step: "a trace")
+    assert need_if_traced(dataclasses.replace(cfg, activation_gb=3.0), TINY, 1, is_gpu=True) is None
+    assert asked == []
+    need = need_if_traced(cfg, TINY, 1, is_gpu=True)
+    assert need is not None and need.device_bytes == 8 * GIB

@@ -1,0 +1,59 @@
+"""What a stage has left of its steps: which attempt took one, and with which shards; records are made by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import UsageError
+from pipeline.extras.replays.batch import TrainedStage
+from pipeline.training_config import DataConfig, TrainConfig
+
+pytestmark = pytest.mark.quick
+
+A, B = ["train-000001.tar"], ["train-000002.tar"]
+
+
+def stage_of(*attempts: tuple[int, Sequence[str], int | None]) -> TrainedStage:
+    """A stage whose attempts started from a step, without shards, and reported up to a step; None: nothing."""
+    records: list[dict[str, Any]] = []
+    for number, (start, drop, end) in enumerate(attempts, 1):
+        head = {"attempt": number, "world": number, "time": 0.0}
+        records.append({"kind": "start", "step": start, "drop": drop, **head})
+        if end is not None:
+            values = [float(number)] * (end - start)
+            records.append({"kind": "train", "step": end, "losses": values, "grad_norms": values, **head})
+    stage = TrainedStage(Path("pretrain-00000000"))
+    stage.__dict__["records"] = records
+    stage.__dict__["cfg"] = TrainConfig(steps=30, data=DataConfig(train="set", drop=tuple(attempts[-1][1])))
+    return stage
+
+
+def test_shards_dropped_and_brought_back_amid_a_stretch_are_noticed() -> None:
+    stage = stage_of((0, A, 10), (10, B, 14), (14, A, 30))
+    for first, last in ((5, 20), (10, 15), (14, 15), (1, 30), (10, 11)):
+        with pytest.raises(UsageError, match="has changed between"):
+            stage.config_at(first, last)
+    assert stage.config_at(1, 10).data.drop == tuple(A)
+    assert stage.config_at(11, 14).data.drop == tuple(B)
+    assert stage.config_at(15, 30).data.drop == tuple(A)
+
+
+def test_of_steps_that_were_taken_twice_the_last_attempt_counts() -> None:
+    # The second attempt falls back to step 4, and its steps 5 to 8 go on; what the first made of them is lost.
+    stage = stage_of((0, A, 10), (4, B, 8), (8, A, 12))
+    assert [stage.taken[step].attempt for step in range(1, 13)] == [1] * 4 + [2] * 4 + [3] * 4
+    assert stage.config_at(5, 8).data.drop == tuple(B)
+    with pytest.raises(UsageError):
+        stage.config_at(1, 12)
+
+
+def test_a_step_on_no_record_is_of_the_last_attempt_that_may_have_taken_it() -> None:
+    stage = stage_of((0, A, 5), (5, B, None), (9, A, 12))
+    assert stage.start_of(7)["attempt"] == 2
+    assert stage.config_at(6, 9).data.drop == tuple(B)
+    with pytest.raises(UsageError):
+        stage.config_at(6, 10)
+    assert stage_of((0, A, 5)).start_of(4)["world"] == 1
+    assert not stage.start_of(0)

@@ -1,0 +1,128 @@
+"""The best of a stage's evaluations is told by its records alone; what it hands on: test_checkpoint_runs.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import ConfigError
+from jobs.extras.planning.trial import trial_key
+from jobs.recipe import campaign
+from pipeline import config
+from pipeline.extras.best import Foretold, best_of, evaluations_of, evaluations_since_best
+from pipeline.training_config import TrainConfig
+
+
+def start(step: int) -> dict[str, Any]:
+    return {"kind": "start", "time": 1.0, "attempt": 1, "step": step, "world": 2}
+
+
+def evaluate(step: int, accuracy: float, **more: Any) -> dict[str, Any]:
+    about = {"time": 99.5, "attempt": 1, "judged": 360, "where": "training", "seconds": 7.5}
+    return {"kind": "evaluate", "step": step, "accuracy": accuracy, **about, **more}
+
+
+CASES = [
+    # records                                                       the best (value, step)   evaluations since
+    ([start(0)], None, None),
+    ([start(0), evaluate(4, 0.5)], (0.5, 4), 0),
+    ([start(0), evaluate(4, 0.5), evaluate(8, 0.7), evaluate(12, 0.6)], (0.7, 8), 1),
+    # Of equal ones the first, which is what patience waits for too.
+    ([start(0), evaluate(4, 0.5), evaluate(8, 0.5), evaluate(12, 0.5)], (0.5, 4), 2),
+    # Killed before step 8 was committed: what the next attempt finds there counts, and nothing else.
+    ([start(0), evaluate(4, 0.5), evaluate(8, 0.9), start(4), evaluate(8, 0.4)], (0.5, 4), 1),
+    # Step 4 evaluated again by the attempt that starts from it: one evaluation all the same.
+    ([start(0), evaluate(4, 0.5), evaluate(8, 0.4), start(8), evaluate(8, 0.4)], (0.5, 4), 1),
+    # Beside training an older step may be reported later; an evaluation that failed is none.
+    ([start(0), evaluate(8, 0.6), evaluate(4, 0.7), {"kind": "evaluate_failed", "step": 12}], (0.7, 4), 1),
+    ([start(0), evaluate(4, 1.0), {"kind": "train", "step": 8, "loss": 2.0}, evaluate(8, 0.0)], (1.0, 4), 1),
+]
+
+
+@pytest.mark.parametrize(("records", "expected", "since"), CASES)
+def test_the_best_is_the_first_of_the_highest_that_the_stage_has_kept(records, expected, since, tmp_path):
+    best = best_of(evaluations_of(records))
+    assert best == ({} if expected is None else {"accuracy": {"value": expected[0], "step": expected[1]}})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "ev')
+    found = evaluations_since_best(tmp_path, "accuracy")
+    assert found == (None if expected is None else (since, best["accuracy"]))
+    assert evaluations_since_best(tmp_path, "5shot") is None
+
+
+def test_each_metric_has_a_best_of_its_own_and_single_draws_have_none():
+    probe = {"5shot": 0.2, "5shot-seed-0": 0.9}
+    records = [evaluate(4, 0.5, **probe), evaluate(8, 0.7, **{**probe, "5shot": 0.1})]
+    best = best_of(evaluations_of(records))
+    assert best == {"accuracy": {"value": 0.7, "step": 8}, "5shot": {"value": 0.2, "step": 4}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"patience": 2, "evaluate_every": 4}, "patience is 2 and keep_best names no metric"),
+        ({"patience": -1}, "patience is -1"),
+        ({"keep_best": "accuracy"}, "keep_best is accuracy and evaluate_every 0: there is one evaluation alone"),
+        ({"keep_best": "accuracy", "evaluate_every": 4, "evaluate_on": "spare"}, "and evaluate_on spare: the stage"),
+        ({"keep_best": "accuracy", "evaluate_every": 4, "polyak": 0.9}, "and polyak 0.9: evaluations amid the steps"),
+    ],
+)
+def test_what_keep_best_cannot_go_with_is_refused(values, message):
+    with pytest.raises(ConfigError) as error:
+        config.build(TrainConfig, {"steps": 10, **values}, "pretrain")
+    assert message in str(error.value)
+
+
+def test_the_metric_must_be_one_and_what_it_is_of_is_in_the_key(recipe: Path):
+    def key(*overrides: str) -> str:
+        return campaign.load(recipe, list(overrides)).stage("pretrain").key
+
+    plain = key("pretrain.evaluate_every=8")
+    assert key("pretrain.evaluate_every=4") == plain, "evaluations change nothing else"
+    kept = ["pretrain.keep_best=accuracy", "pretrain.evaluate_every=8"]
+    assert len({plain, key(*kept), key(*kept, "pretrain.evaluate_every=4"), key(*kept, "pretrain.patience=1")}) == 4
+    with pytest.raises(ConfigError) as error:
+        key(*kept, "pretrain.keep_best=acuracy")
+    assert "pretrain.keep_best is acuracy, which its evaluations will not have; did you mean 'accuracy'?" in str(
+        error.value
+    )
+    assert "expected one of accuracy" in str(error.value)
+
+
+def test_a_stage_with_keep_best_has_the_trials_of_one_without(recipe: Path):
+    """`plan` and `trial` take its steps without its evaluations."""
+    keys = set()
+    for more in ([], ["pretrain.keep_best=accuracy", "pretrain.evaluate_every=8", "pretrain.patience=1"]):
+        loaded = campaign.load(recipe, more)
+        keys.add(trial_key(loaded, loaded.stage("pretrain")))
+    assert len(keys) == 1
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(160, "inside"), (400, "OUTSIDE")])
+def test_a_stage_is_scored_by_what_was_foretold_of_the_step_with_which_it_ended(step, verdict):
+    said: list[str] = []
+    foretold = Foretold("accuracy", "figure.json", False, [160, 400], [0.5, 0.9], [0.4, 0.8], [0.6, 1.0])
+    score = foretold.score(step, {"accuracy": 0.5}, said.append)
+    assert said[0].endswith(f"at step {step}, was 0.5000: {verdict}") and score["is_inside"] == (step == 160)
+
+
+@pytest.mark.parametrize(
+    ("values", "stops", "is_hopeless"),
+    [
+        ([0.61, 0.62, 0.61], True, False),  # outside of the interval, as a run with little luck is
+        ([0.59, 0.61, 0.59], True, False),  # once, and once again
+        ([0.61, 0.59, 0.58], True, True),
+        ([0.61, 0.59, 0.58], False, False),  # a law of ends stops nothing
+    ],
+)
+def test_a_run_is_hopeless_twice_in_a_row_three_times_as_far_below_as_the_interval_reaches(
+    values, stops, is_hopeless, tmp_path
+):
+    steps = [8, 16, 24]
+    records = [start(0), *(evaluate(step, value) for step, value in zip(steps, values, strict=True))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    foretold = Foretold("accuracy", "figure.json", stops, steps, [0.9] * 3, [0.8] * 3, [0.95] * 3)
+    expected = (
+        "hopeless: accuracy 0.5800 at step 24, foretold 0.9000, stopped below 0.6000; it was too low at step 16 too"
+    )
+    assert foretold.hopeless(tmp_path) == (expected if is_hopeless else "")
