@@ -76,7 +76,7 @@ class Contenders:
             self.metrics.touch()
         phases = Phases(self.folder, self.rank, 600.0)
         ours = checkpoints_in(self.folder / "ours")
-        self.saver = Saver(ours, quiet, phases, keep=2, keep_every=0, max_failed_saves=1)
+        self.saver = Saver(ours, quiet, phases, SavingConfig(keep=2, keep_every=0, max_failed_saves=1))
         self.rows: Rows = {}
         self.number = 0  # of the round
 

@@ -30,7 +30,7 @@ from jobs.resolved_recipe import StageKind
 from jobs.stages.training import PRETRAIN
 from jobs.trackers_config import TrackersConfig
 from models import configs
-from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
+from pipeline.config import ConfigDataclass, is_named, is_number_or_section, resume_tags, section_kind
 from pipeline.training_config import TrainConfig
 from pipeline.values import BYTES, PLURALS, flow_yaml, unit_of
 
@@ -81,7 +81,8 @@ def meanings(kind: Kind) -> dict[str, str]:
     texts: dict[str, str] = {}
     # Parents first, so that what a class says itself replaces what it inherits.
     for parent in reversed(kind.__mro__):
-        if not dataclasses.is_dataclass(parent):
+        # A composed config declares nothing itself, and has no source.
+        if not dataclasses.is_dataclass(parent) or not vars(parent).get("__annotations__"):
             continue
         for name, text in comments_of(parent).items():
             if text or name not in texts:  # a field that only changes a default keeps its meaning
@@ -138,7 +139,7 @@ def sections_of(
     """
     texts = meanings(kind)
     hints = get_type_hints(kind)
-    tag_of_field: Mapping[str, str] = getattr(kind, "RESUME", {})
+    tag_of_field = resume_tags(kind)
     keys = []
     inside: list[Iterator[Section]] = []
     for field in dataclasses.fields(kind):

@@ -467,8 +467,8 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
     Fields in a class's LATER are left out while they have their defaults: they came after keys had been computed
     without them.
     """
-    later: tuple[str, ...] = getattr(type(config), "LATER", ())
-    tag_of_field: Tags = getattr(type(config), "RESUME", {})
+    later = later_fields(type(config))
+    tag_of_field = resume_tags(type(config))
     values: dict[str, object] = {}
     for field in dataclasses.fields(config):
         name = field.name
@@ -496,6 +496,22 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         elif own == tag:
             values[prefix + name] = value
     return as_json(values)
+
+
+def resume_tags(kind: type) -> Tags:
+    """Return the tag of each field of a config class, which may inherit fields with their tags."""
+    tag_of_field: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        tag_of_field |= vars(base).get("RESUME", {})
+    return tag_of_field
+
+
+def later_fields(kind: type) -> set[str]:
+    """Return the fields of a config class that came after keys had been computed without them."""
+    fields: set[str] = set()
+    for base in kind.__mro__:
+        fields |= set(vars(base).get("LATER", ()))
+    return fields
 
 
 def as_json(values: object) -> dict[str, object]:

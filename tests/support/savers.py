@@ -96,7 +96,7 @@ class Quiet:
 
 def saver_of(checkpoints: StageCheckpoints, telemetry: Any = None, keep: int = 1000) -> Saver:
     """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
-    return Saver(checkpoints, telemetry or Quiet(), Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
+    return Saver(checkpoints, telemetry or Quiet(), Quiet(), SavingConfig(keep=keep, keep_every=0, max_failed_saves=1000))
 
 
 class WorkerGroup:
