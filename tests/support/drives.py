@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,6 +43,22 @@ def fork_context() -> Any:
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.warm", "jobs.run.session"])
     return context
+
+
+def end_with_parent() -> None:
+    """End this process as soon as the process that started it is gone, however that ended.
+
+    A child of the forkserver keeps the forkserver alive: a pytest that was killed would leave both running for as long
+    as the campaign takes. The workers end with the driver, by the lifeline of their fork server.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by `fork_context`"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class ForkedServer:
@@ -74,6 +91,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
     `patch` names what it is made to suffer, by a function of `run_faults` and perhaps its argument: "slowly -3600".
     """
+    end_with_parent()
     folder = Path(run).parent
     log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1), os.dup2(log, 2)
@@ -98,6 +116,7 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
 def own(run: str, directory: str, number: int) -> None:
     """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
+    end_with_parent()
     try:
         with Lease(Folder(Path(run)), print):
             (Path(directory) / f"won-{os.getpid()}").touch()
