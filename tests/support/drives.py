@@ -37,28 +37,32 @@ from tests.support import run_faults
 from tests.support.recipes import SMALL
 
 
-def fork_context() -> Any:
-    """The forkserver of this process, with what a driver and its workers import."""
+def fork_process(function: Callable[..., None], *arguments: object) -> Any:
+    """Return a process, not yet started, that calls the function in a fork of a process with all imports done.
+
+    It ends as soon as the process that started it is gone, however that ended.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.warm", "jobs.run.session"])
-    return context
+    return context.Process(target=call_while_parent_lives, args=(function, arguments))
 
 
-def end_with_parent() -> None:
-    """End this process as soon as the process that started it is gone, however that ended.
+def call_while_parent_lives(function: Callable[..., None], arguments: Sequence[object]) -> None:
+    """Call the function; exit at once if the parent process ends.
 
-    A child of the forkserver keeps the forkserver alive: a pytest that was killed would leave both running for as long
-    as the campaign takes. The workers end with the driver, by the lifeline of their fork server.
+    A child keeps the forkserver alive: a killed pytest would leave both running until the campaign ends. The workers
+    end with their driver, whose end closes the lifeline of their fork server.
     """
     parent = multiprocessing.parent_process()
-    assert parent is not None, "started by `fork_context`"
+    assert parent is not None, "started by `fork_process`"
 
     def wait() -> None:
         parent.join()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
+    function(*arguments)
 
 
 class ForkedServer:
@@ -91,7 +95,6 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
     `patch` names what it is made to suffer, by a function of `run_faults` and perhaps its argument: "slowly -3600".
     """
-    end_with_parent()
     folder = Path(run).parent
     log = os.open(folder / "driver.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1), os.dup2(log, 2)
@@ -116,7 +119,6 @@ def drive(run: str, overrides: list[str], patch: str | None = None, recipe: str 
 
 def own(run: str, directory: str, number: int) -> None:
     """Try to own a run; the winner stays until told to go, the others leave what they were told and exit 73."""
-    end_with_parent()
     try:
         with Lease(Folder(Path(run)), print):
             (Path(directory) / f"won-{os.getpid()}").touch()
@@ -132,7 +134,7 @@ def own(run: str, directory: str, number: int) -> None:
 
 def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
     """Start a run in a process of its own, and return the process."""
-    process = fork_context().Process(target=drive, args=(str(run), list(overrides), patch, recipe))
+    process = fork_process(drive, str(run), list(overrides), patch, recipe)
     process.start()
     return process
 
