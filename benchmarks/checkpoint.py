@@ -56,6 +56,7 @@ from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 
 CHANGES = ((2, 1), (1, 2), (2, 4))  # (workers that saved, workers that load)
 Rows = dict[str, list[float]]  # seconds of every round, by row

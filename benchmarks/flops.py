@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
+from pipeline.arithmetic import steps_of
 from pipeline.extras.token_dropping import flops_of, phases
-from pipeline.training_config import steps_of
 
 TRAINED_IMAGES = 10_000
 SHOTS = (10, 25)

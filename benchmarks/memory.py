@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 
 import models
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import build
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.extras.plan.memory import MemoryNeed, memory_need
 from pipeline.extras.plan.tracer import TracedWorker, take_step
 from pipeline.start import build_engine
-from pipeline.training_config import TrainConfig, batch_arithmetic
+from pipeline.training_config import TrainConfig
 
 PAIR = 2  # workers of a configuration that has more than one
 

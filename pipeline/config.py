@@ -320,6 +320,32 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | Di
         raise ConfigError(f"{where}: {error}") from None
 
 
+def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """Build a config from the plain values of a record, which an earlier version may have written.
+
+    Keys of that version that have gone and held null are dropped. Raises as `build`.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}
+    kept = {name: value for name, value in values.items() if name in known or value is not None}
+    return build(kind, kept, where)
+
+
+def with_defaults(config: Config, names: str) -> Config:
+    """Return the config with these fields at their defaults; fields that its class does not have are ignored."""
+    defaults = {}
+    for field in dataclasses.fields(config):
+        if field.name in names.split():
+            defaults[field.name] = default_of(field)
+    return dataclasses.replace(config, **defaults)  # type: ignore[type-var]
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field that has one."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
 def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
     """Return the defaults of a config class, or an instance that holds them, for `build`."""
     return OmegaConf.structured(defaults)
@@ -474,9 +500,7 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         name = field.name
         value = getattr(config, name)
         if name in later:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
+            default = default_of(field)
             # In kind too: a seed of 0 is not a missing seed. And to Python 0 and False are equal, and a recipe's digest
             # tells them apart.
             if type(value) is type(default) and value == default:

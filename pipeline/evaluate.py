@@ -5,15 +5,13 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 2. `LoopEvaluator.evaluate_between`: between two steps; training continues even if the evaluation fails;
 3. `LoopEvaluator.evaluate_at_the_end`: of the weights that the stage ends with; a failure ends the stage.
 
-A hook may bring an evaluator that has checkpoints evaluated elsewhere (`LoopEvaluator.request`), and may end the stage
-after an evaluation (`LoopEvaluator.ends_early`).
+A hook may bring an evaluator that has checkpoints evaluated elsewhere (`LoopEvaluator.request`).
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,9 +25,7 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
-
-if TYPE_CHECKING:
-    from pipeline.start import Job, Progress, Worker
+from pipeline.worker import Job, Progress, Setup
 
 EXAMPLES = 32  # samples of an evaluation that are kept with their predictions
 WORTH_SPARING = 0.05  # share of the time that evaluations take, from which on a line says that others may do them
@@ -40,7 +36,7 @@ TRIES = 3  # of one evaluation whose workers die or hang
 
 def evaluate_weights(
     cfg: TrainConfig,
-    job: "Job",
+    job: Job,
     model_config: ModelConfig,
     group: EvaluationGroup,
     model: torch.nn.Module,
@@ -105,7 +101,7 @@ def evaluate_weights(
 class LoopEvaluator:
     """Evaluates a stage with the workers that train it, who stop training for it."""
 
-    def __init__(self, cfg: TrainConfig, job: "Job", last_step: int) -> None:
+    def __init__(self, cfg: TrainConfig, job: Job, last_step: int) -> None:
         self.cfg = cfg
         self.job = job
         self.last_step = last_step
@@ -123,11 +119,11 @@ class LoopEvaluator:
         every = self.cfg.evaluate_every
         return every > 0 and step % every == 0 and step != self.last_step
 
-    def request(self, worker: "Worker", step: int) -> bool:
+    def request(self, worker: Setup, step: int) -> bool:
         """Collective: have a step evaluated elsewhere, once its save is committed; return False if nobody can."""
         return False
 
-    def resume(self, worker: "Worker", progress: "Progress") -> bool:
+    def resume(self, worker: Setup, progress: Progress) -> bool:
         """Collective: at the start of an attempt, evaluate its step if that is due; return False if stopped in that.
 
         After TRIES attempts that ended before the step had a value it is skipped, and reported.
@@ -149,7 +145,7 @@ class LoopEvaluator:
         dist.broadcast_object_list(is_due, src=0)
         return not is_due[0] or self.evaluate_between(worker, progress)
 
-    def was_due(self, worker: "Worker", step: int) -> bool:
+    def was_due(self, worker: Setup, step: int) -> bool:
         """Return whether a step that was taken is one to evaluate between the steps of this stage."""
         has_sets = bool(self.job.evaluate or self.job.probe_train)
         # The step that a branch begins with belongs to its trunk, and the last step is evaluated at the end.
@@ -160,7 +156,7 @@ class LoopEvaluator:
         """Return the steps whose evaluation has an outcome: a value, an error, or a reason why there is none."""
         return document.recorded_steps(read_metrics(stage, None))
 
-    def evaluate_between(self, worker: "Worker", progress: "Progress") -> bool:
+    def evaluate_between(self, worker: Setup, progress: Progress) -> bool:
         """Collective: evaluate between two steps; return False if the run was asked to stop meanwhile.
 
         An evaluation that fails is reported, and training continues: the weights do not depend on it.
@@ -179,7 +175,7 @@ class LoopEvaluator:
             self.report_price(worker, progress.step, seconds)
         return True
 
-    def report_price(self, worker: "Worker", step: int, seconds: float) -> None:
+    def report_price(self, worker: Setup, step: int, seconds: float) -> None:
         """Log once an attempt, after its first evaluation that follows a step, what share of the time that took."""
         if self.is_price_reported or step <= self.first_step:
             return
@@ -199,20 +195,7 @@ class LoopEvaluator:
             return ""
         return "; evaluate_on=spare evaluates commits beside training, where the cluster has room"
 
-    def ends_early(self, worker: "Worker", progress: "Progress") -> bool:
-        """Collective: return whether a hook ends the stage at this step, which has been evaluated, and log why."""
-        if progress.step >= worker.data.steps or not worker.hooks:
-            return False
-        is_over = [False]
-        if worker.group.rank == 0:
-            reasons = [hook.is_over(progress) for hook in worker.hooks]
-            for reason in filter(None, reasons):
-                is_over = [True]
-                worker.group.telemetry.log(f"{reason}: the stage ends at step {progress.step} of {worker.data.steps}")
-        dist.broadcast_object_list(is_over, src=0)
-        return is_over[0]
-
-    def evaluate_at_the_end(self, worker: "Worker", progress: "Progress") -> None:
+    def evaluate_at_the_end(self, worker: Setup, progress: Progress) -> None:
         """Collective: evaluate the weights that the stage ends with, which are committed; averaged ones if it has them.
 
         Raises EvaluationFailed, whose exit code ends the stage, and EvaluationStopped. After either, the same command
@@ -240,7 +223,7 @@ class LoopEvaluator:
                 error.exit_code,
             ) from error
 
-    def evaluate(self, worker: "Worker", progress: "Progress", remark: str = "") -> None:
+    def evaluate(self, worker: Setup, progress: Progress, remark: str = "") -> None:
         """Collective: evaluate the engine's weights on the sets that the recipe names, and report the values.
 
         Raises EvaluationFailed and EvaluationStopped, on all workers alike.
@@ -271,7 +254,7 @@ class LoopEvaluator:
             group.telemetry.report(**document.evaluation_record(progress.step, values, where, remark))
 
 
-def report_failure(worker: "Worker", progress: "Progress", error: EvaluationFailed, consequence: str) -> None:
+def report_failure(worker: Setup, progress: Progress, error: EvaluationFailed, consequence: str) -> None:
     """Record a failed evaluation, and log in one line why it failed and what follows for the stage."""
     values = {"step": progress.step, "error": str(error), "exit_code": error.exit_code}
     line = f"evaluate step {progress.step} FAILED ({one_line(str(error))}); {consequence}"

@@ -22,9 +22,9 @@ import numpy as np
 from pipeline import config
 from pipeline.training_config import TrainConfig
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # both import torch, without which a recipe is checked
     from pipeline.evaluate import LoopEvaluator
-    from pipeline.start import Job, Progress, Worker
+    from pipeline.worker import Job, Progress, Setup
 
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → what its constructor is given
 
@@ -52,7 +52,7 @@ class Hook:
         self.cfg = cfg
         self.job = job
 
-    def begin(self, worker: "Worker", progress: "Progress") -> None:
+    def begin(self, worker: "Setup", progress: "Progress") -> None:
         """Collective: prepare for an attempt, whose checkpoint has been loaded and whose first step comes next."""
 
     def masked(self, step: int, shard: np.ndarray, sample: np.ndarray) -> np.ndarray | None:
@@ -117,6 +117,15 @@ def own_keys(part: type[TrainConfig]) -> list[str]:
     """Return the keys that a part adds to those of TrainConfig."""
     core = {field.name for field in fields(TrainConfig)}
     return [field.name for field in fields(part) if field.name not in core]
+
+
+def is_used(cfg: TrainConfig, part: type[TrainConfig]) -> bool:
+    """Return whether a config has any key that this part adds at another value than the default."""
+    for field in fields(part):
+        default = config.default_of(field)
+        if field.name in own_keys(part) and getattr(cfg, field.name, default) != default:
+            return True
+    return False
 
 
 def plain_values(cfg: TrainConfig, parts: Sequence[type[TrainConfig]] = ()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A worker of a trained stage: its task (Job), what it trains with (Worker), and how it is set up.
+"""How a worker of a trained stage starts: from its task to all that it trains with (Worker).
 
 How training starts, first match wins:
 1. a committed checkpoint of this stage: everything continues from its step, bit for bit at the same world size;
@@ -18,7 +18,7 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,15 +30,14 @@ from torch import nn
 import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
-from data.index.index import Index
-from data.order import Ledger, Mixture, Order
-from data.storage import Storage, open_storage
+from data.order import Ledger
+from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.architecture import check_model
-from pipeline.arithmetic import Arithmetic, batch_arithmetic, steps_of
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import restore
-from pipeline.checkpoints.manifest import Manifest, attempt_folder
+from pipeline.checkpoints.manifest import Manifest
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.engine import Engine
@@ -46,53 +45,16 @@ from pipeline.engine.settings import engine_settings
 from pipeline.evaluate import LoopEvaluator
 from pipeline.health import Health
 from pipeline.hooks import Hook, HookOptions, build_config, load_classes, masked_by
-from pipeline.monitoring.telemetry import Telemetry, Window, counted
-from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
+from pipeline.monitoring.telemetry import Telemetry, counted
+from pipeline.monitoring.watchdog import Phases
 from pipeline.phases import Phase, has_one_shape, smaller_sizes
 from pipeline.process_group import check_start, device_name, join_group, log_network, processor
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import cache_line, training_order
 from pipeline.versions import package_versions
+from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
-
-
-@dataclass(frozen=True)
-class Job:
-    """Says where one attempt of a stage reads and writes; paths are absolute, workers live in other folders."""
-
-    run: str  # the run directory, shared by all nodes unless there is a `remote`
-    directory: str  # of this stage
-    attempt: int
-    key: str  # of the stage
-    code: str  # version of the code
-    model: dict[str, Any]  # the resolved architecture (models.to_dict)
-    train: list[str]  # the sets that are trained on, in the order of their names
-    evaluate: str | None = None
-    init: str | None = None
-    probe_train: str | None = None
-    probe_test: str | None = None
-    class_names: Sequence[str] = ()  # of the model's outputs, which are handed on with the weights; none: unknown
-    claimed: float = 0.0  # when the driver began this attempt, seconds since 1970
-    began: float = 0.0  # when its command began to work on the stage
-    remote: str | None = None  # URL of the run in an object store, where the nodes share no folder
-    device_bytes: int | None = None  # that a worker needs of its device; None: its step was never traced
-    until: int | None = None  # the step that a replay ends with; None: the last of the stage
-
-    @property
-    def storage(self) -> Storage:
-        """Return where the run keeps its files."""
-        return open_storage(Path(self.run), self.remote)
-
-    @property
-    def attempt_folder(self) -> Path:
-        """Return the folder of what this attempt's workers leave behind: their places, ends and logs."""
-        return attempt_folder(Path(self.directory), self.attempt)
-
-    @property
-    def stop_file(self) -> Path:
-        """Return the file by which this node's agent passes on that the worker group is to stop."""
-        return node_folder(self.attempt_folder) / STOP_FILE
 
 
 class Task(NamedTuple):
@@ -104,89 +66,12 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StopRequest:
-    """Tells a worker that it is to stop: by a signal, or by the file that its node's agent writes."""
-
-    file: Path
-    reads_file: bool  # in every step; on rank 0 alone, which stops all others
-    signal: threading.Event = field(default_factory=threading.Event)  # set if this process is to end
-
-    def is_made(self) -> bool:
-        """Return whether this worker is asked to stop."""
-        return self.signal.is_set() or (self.reads_file and self.file.exists())
-
-    def is_made_anywhere(self) -> bool:
-        """Return the same, but read the file on every rank."""
-        return self.signal.is_set() or self.file.exists()
-
-
-@dataclass(frozen=True)
-class Group:
-    """Holds what a worker has once it is one of the group."""
-
-    phases: Phases  # what this worker does now, as the watchdog reads it
-    device: torch.device
-    rank: int
-    world: int  # size: workers of the group
-    telemetry: Telemetry
-    checkpoints: StageCheckpoints  # of the stage
-
-
-@dataclass(frozen=True)
-class StageData:
-    """Holds what a stage trains on, in which order, and for how many steps."""
-
-    sets: dict[str, Index]  # by path: every set that the stage reads
-    index: Index  # of what is trained on, mixtures joined
-    order: Order | Mixture
-    arithmetic: Arithmetic
-    steps: int  # of the whole stage, on which the learning rate depends
-    last_step: int  # that this attempt ends with: the stage's, or a replay's
-    phases: Sequence[Phase]  # of the stage, in order
-
-
-@dataclass
-class TrainingLog:
-    """Holds the steps that are to be reported, and what the last of them was taken with."""
-
-    window: Window = field(default_factory=Window)  # since the last record
-    since_line: Window = field(default_factory=Window)  # recorded since the last log line
-    rate: float = 0.0  # the learning rate of the last step
-
-    def begin(self) -> None:
-        """Count from now: the first report's images per second must not include building and restoring."""
-        self.window.clear()
-        self.since_line.clear()
-
-
-@dataclass(frozen=True)
-class Worker:
+class Worker(Setup):
     """Holds what a worker trains with; nothing here is replaced while the stage trains."""
 
-    cfg: TrainConfig
-    job: Job
-    group: Group
-    data: StageData
-    model_config: ModelConfig
-    engine: Engine
-    saver: Saver
     health: Health
     evaluator: LoopEvaluator
-    log: TrainingLog
     hooks: tuple[Hook, ...]
-    stop: StopRequest
-
-
-@dataclass
-class Progress:
-    """Holds what changes with every step; it is plain data that prints, and is saved in a checkpoint's manifest."""
-
-    step: int  # steps that are complete
-    bad_samples: int  # of all workers, since step 0
-    ledger: Ledger
-    last_metrics: dict[str, float] = field(default_factory=dict)  # of this attempt's last evaluation
-    # Samples without weight, as (step from which on, shard, first sample, the one after the last).
-    masked: list[tuple[int, ...]] = field(default_factory=list)
 
 
 def read_task(task: Mapping[str, Any]) -> Task:

@@ -39,7 +39,8 @@ from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
 from pipeline.phases import flops_of
-from pipeline.start import Progress, Worker, notice_sigterm, read_task, set_up
+from pipeline.start import Worker, notice_sigterm, read_task, set_up
+from pipeline.worker import Progress
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is enforced
 
@@ -82,7 +83,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     if not worker.evaluator.resume(worker, progress):
         raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
     # An attempt may have been killed between its last evaluation and its end.
-    was_over = is_over = worker.evaluator.ends_early(worker, progress)
+    was_over = is_over = ends_early(worker, progress)
 
     while progress.step < worker.data.last_step and not is_over:
         if worker.health.next_step(progress.step) != progress.step:
@@ -114,7 +115,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
         if is_evaluated and not is_asynchronous and not stopping:
             worker.saver.settle(step)  # an evaluation may fail
             stopping = not worker.evaluator.evaluate_between(worker, progress)
-            is_over = not stopping and worker.evaluator.ends_early(worker, progress)
+            is_over = not stopping and ends_early(worker, progress)
         if stopping and not is_last:
             stop(worker, progress)
     del batches  # the loader may have read ahead
@@ -126,6 +127,20 @@ def train(task: Mapping[str, Any]) -> StageResult:
     if progress.step == worker.data.last_step or was_over:
         worker.evaluator.evaluate_at_the_end(worker, progress)
     return end(worker, progress)
+
+
+def ends_early(worker: Worker, progress: Progress) -> bool:
+    """Collective: return whether a hook ends the stage at this step, which has been evaluated, and log why."""
+    if progress.step >= worker.data.steps or not worker.hooks:
+        return False
+    is_over = [False]
+    if worker.group.rank == 0:
+        reasons = [hook.is_over(progress) for hook in worker.hooks]
+        for reason in filter(None, reasons):
+            is_over = [True]
+            worker.group.telemetry.log(f"{reason}: the stage ends at step {progress.step} of {worker.data.steps}")
+    dist.broadcast_object_list(is_over, src=0)
+    return is_over[0]
 
 
 def skip_excluded(worker: Worker, progress: Progress, first_step: int) -> None:

@@ -26,7 +26,7 @@ from jobs.ownership import Lease
 from jobs.progress import activity
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
-from pipeline.extras.async_evaluation import without_single_seeds
+from pipeline.evaluation.document import without_single_seeds
 from pipeline.monitoring.telemetry import append_whole, counted, duration, last_metrics
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for

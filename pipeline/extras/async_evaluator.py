@@ -30,7 +30,7 @@ from pipeline.monitoring.watchdog import Phases
 from pipeline.start import read_task
 
 if TYPE_CHECKING:
-    from pipeline.start import Progress, Worker
+    from pipeline.worker import Progress, Setup
 
 
 class AsyncEvaluator(LoopEvaluator):
@@ -53,7 +53,7 @@ class AsyncEvaluator(LoopEvaluator):
         """Return the steps whose evaluation has an outcome, reported or not."""
         return async_evaluation.recorded(stage)
 
-    def request(self, worker: "Worker", step: int) -> bool:
+    def request(self, worker: "Setup", step: int) -> bool:
         """Collective: request the evaluation of a step during training; return False if nothing is spare for it."""
         if not self.is_spare:
             return False
@@ -71,7 +71,7 @@ class AsyncEvaluator(LoopEvaluator):
         dist.broadcast_object_list(is_requested, src=0)
         return is_requested[0]
 
-    def resume(self, worker: "Worker", progress: "Progress") -> bool:
+    def resume(self, worker: "Setup", progress: "Progress") -> bool:
         """Collective: at the start of an attempt, request all commits without an outcome, or evaluate its step.
 
         Requests that nobody will serve are withdrawn, and the skipped ones reported.
@@ -93,7 +93,7 @@ class AsyncEvaluator(LoopEvaluator):
             async_evaluation.report_records(stage, worker.group.telemetry.report)
         return evaluates_elsewhere or super().resume(worker, progress)
 
-    def withdraw(self, worker: "Worker", start: int, requested: list[int], recorded: set[int]) -> None:
+    def withdraw(self, worker: "Setup", start: int, requested: list[int], recorded: set[int]) -> None:
         """Withdraw all requests; those of steps before `start`, which will not be taken again, are skipped."""
         stage = Path(self.job.directory)
         for step in requested:
@@ -109,7 +109,7 @@ class AsyncEvaluation(Hook):
     Config = AsyncConfig
     evaluator = AsyncEvaluator
 
-    def begin(self, worker: "Worker", progress: "Progress") -> None:
+    def begin(self, worker: "Setup", progress: "Progress") -> None:
         """Keep the checkpoints of requested steps."""
         self.worker = worker
         if self.cfg.evaluate_on == "spare":

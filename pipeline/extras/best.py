@@ -22,8 +22,9 @@ from pipeline.monitoring.telemetry import Record, counted, read_metrics
 from pipeline.training_config import TrainConfig
 
 if TYPE_CHECKING:
-    from pipeline.start import Progress, Worker
+    from pipeline.worker import Progress, Setup
 
+STOPPED = "stopped"  # in a done.json of an earlier version: why a stage ended before its last step
 NOT_SCORES = ("time", "seconds")  # of a record, the numbers that say when and how long
 
 
@@ -151,7 +152,7 @@ class KeepBest(Hook):
 
     Config = BestConfig
 
-    def begin(self, worker: "Worker", progress: "Progress") -> None:
+    def begin(self, worker: "Setup", progress: "Progress") -> None:
         """Keep the checkpoint of the best evaluation."""
         self.stage = Path(self.job.directory)
         self.committed_steps = worker.saver.checkpoints.committed_steps

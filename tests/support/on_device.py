@@ -18,6 +18,7 @@ from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 from tests.support.ranks import settings_of
 
 BATCH = 8  # images a step, of all workers together

@@ -27,6 +27,7 @@ from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 
 LINEAR = F.linear
 BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7

@@ -15,9 +15,10 @@ from jobs.extras.studies import table
 from jobs.extras.studies.expand import SweepConfig
 from jobs.stages import fewshot, pack, resize
 from pipeline import config
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import DataConfig, MixedConfig, TrainConfig, batch_arithmetic, steps_of
+from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
 
 pytestmark = pytest.mark.quick
 

@@ -30,7 +30,8 @@ from jobs.worlds import allowed_worlds
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import training_order
 
 METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.TakenStep` has them
 CLEAR = 0.6  # of the mean difference between replays with and without a shard: how far apart the nearest two are
@@ -99,8 +100,9 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
         began = time.time()
 
         def make_task(attempt: int) -> dict[str, Any]:
-            masked = stage.masked(step)
-            task = training.make_training_task(cfg, context, began, attempt, until=step, masked=masked)
+            kind = context.stage.kind
+            assert isinstance(kind, training.Training)
+            task = training.make_training_task(cfg, context, began, kind.extras, attempt, until=step)
             return {**task, "search": request}
 
         worlds = allowed_worlds(cfg, context.campaign.cluster)

@@ -27,8 +27,8 @@ from jobs.cluster.worker import Task
 from jobs.resolved_recipe import Context, SourceModel, StageKind
 from models import ModelConfig
 from pipeline import config
+from pipeline.architecture import model_config
 from pipeline.config import Tags, require, tags
-from pipeline.training_config import model_config
 from pipeline.versions import code_version
 
 GIB = 2**30

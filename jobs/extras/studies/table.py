@@ -41,7 +41,7 @@ from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document, intervals
-from pipeline.extras import async_evaluation
+from pipeline.evaluation.document import without_single_seeds
 from pipeline.extras.best import STOPPED
 from pipeline.monitoring.telemetry import amount
 
@@ -291,7 +291,7 @@ def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Res
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
-    metrics = async_evaluation.without_single_seeds(done.get("metrics", {}))
+    metrics = without_single_seeds(done.get("metrics", {}))
     steps: dict[str, int] = {}
     if table.evaluation == "best":
         metrics = {}

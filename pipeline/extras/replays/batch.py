@@ -27,21 +27,11 @@ from pipeline import artifacts
 from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
-from pipeline.hooks import build_config
+from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
 from pipeline.phases import phase_at
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import training_loader, training_order
-
-# The keys that extras had while a task did not name its hooks.
-HOOKS_OF_KEYS = {
-    "pipeline.extras.branches:Branch": {"begin", "law"},
-    "pipeline.extras.token_dropping:TokenDropping": {"thinning"},
-    "pipeline.extras.async_evaluator:AsyncEvaluation": {"evaluate_on"},
-    "pipeline.extras.best:KeepBest": {"keep_best", "patience"},
-    "pipeline.extras.replays.spikes:SpikeSearch": {"health"},
-}
-KEYS_GONE = ("activation_gb",)
 
 # B images of the global batch, S image side, L labels of a sample at most
 
@@ -91,7 +81,7 @@ class TrainedStage:
 
         A recipe's "@shards/train" leads nowhere in another run directory.
         """
-        cfg = build_config(*config_of(self.task))
+        cfg = recorded_config(self.task)
         paths = dict(zip(cfg.data.sets(), self.job["train"], strict=True))
         mixture = {name: replace(part, train=paths[name]) for name, part in cfg.data.mixture.items()}
         data = replace(cfg.data, train=paths.get("train"), mixture=mixture, evaluate=self.job["evaluate"])
@@ -220,23 +210,6 @@ class TrainedStage:
         # The log counts steps from 1, the order from 0.
         phase = phase_at(step - 1, cfg.phases(self.steps, models.from_dict(self.job["model"])))
         return rebuild(cfg, index, order, phase.image_size, step - 1, most)
-
-
-def config_of(task: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of a task, and the hooks that its keys need.
-
-    A task of an earlier version names no hooks, and has all keys of today's extras, and some that are gone.
-    """
-    values = dict(task["config"])
-    if "hooks" in task:
-        return values, list(task["hooks"])
-    names = []
-    for hook, keys in HOOKS_OF_KEYS.items():
-        if not keys.isdisjoint(values):
-            names.append(hook)
-    for gone in KEYS_GONE:
-        values.pop(gone, None)
-    return values, names
 
 
 def rebuild(

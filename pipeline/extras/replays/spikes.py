@@ -29,7 +29,7 @@ from pipeline.monitoring.telemetry import counted
 from pipeline.training_config import TrainConfig
 
 if TYPE_CHECKING:
-    from pipeline.start import Job, Progress, Worker
+    from pipeline.worker import Job, Progress, Setup
 
 MOST_NAMED = 4  # samples that the line about a mask names
 
@@ -59,7 +59,7 @@ class Masking(Hook):
         super().__init__(cfg, job)
         self.mask = Mask(masked)
 
-    def begin(self, worker: "Worker", progress: "Progress") -> None:
+    def begin(self, worker: "Setup", progress: "Progress") -> None:
         """Add the samples of the checkpoint."""
         self.mask.add(progress.masked)
         progress.masked = self.mask.ranges
@@ -76,7 +76,7 @@ class SpikeSearch(Masking):
 
     Config = SpikeConfig
 
-    def begin(self, worker: "Worker", progress: "Progress") -> None:
+    def begin(self, worker: "Setup", progress: "Progress") -> None:
         """Add the samples of the checkpoint."""
         super().begin(worker, progress)
         self.group = worker.group

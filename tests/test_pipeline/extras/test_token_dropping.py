@@ -29,9 +29,10 @@ from pipeline.checkpoints.manifest import committed
 from pipeline.extras import token_dropping
 from pipeline.extras.plan.cost import Assumptions
 from pipeline.extras.token_dropping import TokenDroppingConfig, kept_patches, phases
-from pipeline.phases import phase_at
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.phases import phase_at
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import training_order
 
 # ------------------------------------------------------------------------------------------------ small images
 

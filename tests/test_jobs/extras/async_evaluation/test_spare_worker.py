@@ -32,9 +32,10 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints
 from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.extras import async_evaluation
 from pipeline.extras.replays.masking import Mask
+from pipeline.extras.replays.spikes import HealthConfig
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
-from pipeline.training_config import HealthConfig, TrainConfig
+from pipeline.training_config import TrainConfig
 from tests.support import worker_functions
 from tests.support.drives import assert_same, finish, said, stage, start
 
@@ -590,8 +591,9 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from jobs.cluster.placement import nodes_of, spare_place_of
+    from jobs.cluster.placement import nodes_of
     from jobs.cluster.ray import connect, disconnect
+    from jobs.extras.async_evaluation.spare_places import spare_place_of
 
     cluster = ClusterConfig(workers=1)
     cpus = int(connect(cluster).cpus)
