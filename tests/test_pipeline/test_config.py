@@ -110,6 +110,7 @@ def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(change
 # What each config needs besides the field that is wrong; the others need nothing.
 NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
+    FullConfig: {"steps": 1, "data": {"train": "x"}},
     MixedConfig: {"train": "x", "weight": 1.0},
     fewshot.Config: {"init": "x"},
     resize.Config: {"init": "x"},
