@@ -32,10 +32,10 @@ from pathlib import Path
 import psutil
 
 from data.errors import ClusterError
+from data.files import import_path
 from jobs.cluster.worker import LOOPBACK, outlive
 from jobs.cluster_config import ClusterConfig
 
-ROOT = Path(__file__).parents[2]
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
 RAY_SOCKET_BYTES = 75  # Ray appends up to so many to its temporary directory
 DIRECTORY_PREFIX = "pl-ray-"
@@ -103,9 +103,8 @@ def start(cluster: ClusterConfig) -> Embedded:
     os.environ.update(ENVIRONMENT | EMBEDDED_ENVIRONMENT | dict(os.environ))
     os.environ[LOOPBACK_ONLY] = "0"
     # The raylet hands its environment on: workers import the packages from here, with this Python.
-    environment = dict(os.environ)
-    for name, path in (("PYTHONPATH", ROOT), ("PATH", Path(sys.executable).parent)):
-        environment[name] = os.pathsep.join(filter(None, [str(path), os.environ.get(name)]))
+    path = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
+    environment = {**os.environ, "PYTHONPATH": import_path(), "PATH": path}
     # Workers that compute with few threads share the cores; Ray only counts.
     cpus = max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker)
     directory = short_directory()
