@@ -198,6 +198,8 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
 
     # 4. The lines that say how the attempt starts.
     report_start(worker, progress, manifest)
+    if joined.rank == 0 and joined.device.type == "cuda" and dist.get_backend() == "gloo":
+        log("workers share a GPU, which NCCL refuses: they talk over gloo, through the host's memory, and are slow")
     # A slow collective is most often one over the wrong interface.
     log_network(log)
     if isinstance(worker.engine, ExactEngine):
