@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from data.errors import ConfigError
 from pipeline.versions import ROOT, code_version, package_versions
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -40,8 +41,13 @@ class Identity(TypedDict):
 
 
 def workers_per_gpu() -> int:
-    """Return how many workers may share a GPU, to try several workers on a machine with one."""
-    return int(os.environ.get(WORKERS_PER_GPU, "1"))
+    """Return how many workers may share a GPU, to try several workers on a machine with one. Raises ConfigError."""
+    text = os.environ.get(WORKERS_PER_GPU, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"{WORKERS_PER_GPU} is {text!r}, expected a whole number of at least 1\n  unset it, or type 2"
+        )
+    return int(text)
 
 
 def identity(device: str) -> Identity:

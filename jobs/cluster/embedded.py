@@ -120,6 +120,7 @@ def start(cluster: ClusterConfig) -> Embedded:
     # -P leaves the driver's working directory out, whose files may have names of modules.
     command = [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)]
     if counts_gpus:
+        workers_per_gpu()  # refused here, and not in the guard
         command.append(GPUS)
     try:
         guard = subprocess.Popen(

@@ -4,11 +4,11 @@
 2. `resume_line` says in the line that opens an attempt what a resume repeats:
 
     In:  Conditions(is_gpu=True, world=2, zero=2, backend="nccl")
-    Out: "a resume may differ in the last bits: GPU kernels add in no fixed order, NCCL chooses the order of its sums"
+    Out: "a resume may differ in the last bits: GPU kernels may add in any order, NCCL chooses the order of its sums"
 
 3. `price_of_determinism` measures what the kernels cost.
 
-What torch 2.11 to 2.13 does under `torch.use_deterministic_algorithms(True)`, by its sources:
+What torch 2.13 does under `torch.use_deterministic_algorithms(True)`, by its sources and documentation:
 - Flash attention adds dQ in a fixed order, and memory-efficient attention no longer splits the keys
   (aten/src/ATen/native/transformers/cuda/attention_backward.cu). Neither does so with `warn_only=True`.
 - cuDNN's attention is refused (check_cudnn_deterministic in sdp_utils.cpp).
@@ -53,7 +53,10 @@ def use_deterministic_kernels() -> None:
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Use deterministic kernels in the block, then what was used before; CUDA must start with the variable set."""
+    """Use deterministic kernels in the block, then what was used before.
+
+    If CUDA starts before the first such block, cuBLAS does not know its variable: good for times, not for bits.
+    """
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     was_filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -122,7 +125,7 @@ def doubts(now: Conditions) -> list[str]:
         return []
     reasons = []
     if not now.exact_parts:
-        reasons.append("GPU kernels add in no fixed order")
+        reasons.append("GPU kernels may add in any order")
     if not now.exact_parts and now.world > 1 and now.backend == "nccl":
         reasons.append("NCCL chooses the order of its sums")
     if now.is_compiled:
@@ -130,7 +133,7 @@ def doubts(now: Conditions) -> list[str]:
     if now.decodes_on_gpu:
         reasons.append("the GPU decodes the images")
     if now.pools:
-        reasons.append("max pooling adds in no fixed order on a GPU")
+        reasons.append("max pooling may add in any order on a GPU")
     return reasons
 
 

@@ -86,7 +86,7 @@ def test_without_a_gpu_the_refusal_says_what_to_type(monkeypatch) -> None:
         disconnect()
     assert str(raised.value).splitlines() == [
         "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
-        "this machine has no more",
-        "neither Ray nor torch sees a GPU here: type cluster.gpus_per_worker=0; type fewer cluster.workers, or "
-        "RAY_ADDRESS=host:port of more machines",
+        "neither Ray nor torch sees a GPU here",
+        "type cluster.gpus_per_worker=0 to compute on the CPU; or type fewer cluster.workers, or RAY_ADDRESS=host:port "
+        "of more machines",
     ]
