@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.commands import demo
+from jobs.extras import demo
 from jobs.recipe import campaign
 
 pytestmark = pytest.mark.quick
