@@ -209,8 +209,11 @@ class RayNodes:
         share = share_of_worker(self.cluster)
         room = room_for(share, self.state().total)
         if self.is_embedded and room < least:
+            advice = TOO_FEW
+            if "GPU" in share and not self.gpus_present()[0]:
+                advice = f"neither Ray nor torch sees a GPU here: type cluster.gpus_per_worker=0; {TOO_FEW}"
             raise ClusterError(
-                f"room for {room} of {least} workers of {in_words(share)}\nthis machine has no more\n{TOO_FEW}"
+                f"room for {room} of {least} workers of {in_words(share)}\nthis machine has no more\n{advice}"
             )
         return room
 

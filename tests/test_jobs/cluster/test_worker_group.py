@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
+from data.files import import_path
 from jobs.cluster import embedded, fork_server, worker
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
@@ -801,7 +802,7 @@ def start_driver(backend: str, folder: Path, function: str) -> subprocess.Popen[
     script = folder / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
     command = [sys.executable, str(script), backend, str(folder), function]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": import_path()}
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
