@@ -24,6 +24,7 @@ from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.saver import host_memory
 from pipeline.engine.deepspeed import import_deepspeed
+from pipeline.engine.determinism import CUBLAS_VALUES, CUBLAS_VARIABLE, price_of_determinism
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb
@@ -32,6 +33,7 @@ from pipeline.process_group import join_group
 
 WARM_UP = 3  # steps: caches, allocators, the trace of ZeRO 3
 PROFILED = 3  # steps
+PRICED_ZERO = 2  # the stage at which the price of deterministic kernels is measured
 # ZeRO stage, and whether the blocks are compiled. Stage 3 comes last: DeepSpeed keeps some of its memory for good.
 OURS = [(2, True), (2, False), (1, False), (3, False), (3, True)]
 STOCK = [(2, False), (1, False), (3, False)]
@@ -60,7 +62,12 @@ def time_engine(context: Context, model: str, code: str, settings: list[tuple[in
     """Run a worker group that times one engine's settings; its rank 0 reports the rows."""
     workers = torch.cuda.device_count() if context.gpus else 1
     cluster = ClusterConfig(
-        workers=workers, backend="processes", gpus_per_worker=context.gpus, cpus_per_worker=8, start_timeout_s=100
+        workers=workers,
+        backend="processes",
+        gpus_per_worker=context.gpus,
+        cpus_per_worker=8,
+        start_timeout_s=100,
+        environment={CUBLAS_VARIABLE: CUBLAS_VALUES[0]},  # which deterministic kernels need when CUDA starts
     )
     task = {
         "model": model,
@@ -155,6 +162,9 @@ def time_steps(row: Row, engine: TimedEngine, steps: int, images: torch.Tensor, 
         row["is_pinned"] = snapshot.is_pinned()
     if device.type == "cuda":
         row |= idle_share(lambda: engine.step(images, labels))
+    if row["code"] == "ours" and row["zero"] == PRICED_ZERO and not row["compiled"]:
+        default_s, deterministic_s = price_of_determinism(lambda: engine.step(images, labels), rounds=steps)
+        row["deterministic"] = deterministic_s / default_s
 
 
 def allocated_bytes(device: torch.device) -> int:

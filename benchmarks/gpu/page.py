@@ -89,6 +89,7 @@ TABLES = {
             "host CPU, s": ("host_cpu_s", ".3f"),
             "idle": ("idle", ".1%"),
             "kernels": ("kernels", ""),
+            "deterministic, × time": ("deterministic", ".2f"),
             "GiB": ("memory_gib", ".2f"),
             "planned, GiB": ("planned_gib", ".2f"),
             "measured / planned": ("to_planned", ".2f"),
@@ -98,8 +99,8 @@ TABLES = {
             "pinned": ("is_pinned", ""),
         },
         "GiB: the most that torch had allocated on the GPU of rank 0; on a CPU the whole process, while the plan "
-        "counts tensors. Idle: the share of three profiled steps in which the GPU ran no kernel. Snapshot: the host "
-        "memory of a save.",
+        "counts tensors. Idle: the share of three profiled steps in which the GPU ran no kernel. Deterministic: "
+        "the time of a step with the kernels of exact mode. Snapshot: the host memory of a save.",
     ),
     "shards": Table(
         "Tars",
