@@ -44,7 +44,7 @@ SIZES = {
     "cpu": Size(
         models={"mu/16": 2},
         rounds=2,
-        test_marker="not gpu",
+        test_marker="not gpu and not slow",  # make soak runs the slow ones
         campaign=(
             "pretrain.passes=null",
             "pretrain.steps=24",

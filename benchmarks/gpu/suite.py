@@ -43,5 +43,6 @@ def reason_of(report: pytest.TestReport) -> str:
 def run_tests(context: Context) -> None:
     """Run the tests; ends the process with pytest's exit code."""
     os.chdir(ROOT)
-    options = ["-p", "no:cacheprovider", "-m", context.size.test_marker, f"--timeout={TEST_LIMIT_S}"]
+    limit_s = context.size.patience * TEST_LIMIT_S
+    options = ["-p", "no:cacheprovider", "-m", context.size.test_marker, f"--timeout={limit_s:.0f}"]
     sys.exit(pytest.main([*options, *FILES], plugins=[Reporter(context)]))
