@@ -12,7 +12,7 @@ import torch
 
 import models
 from benchmarks import train_step
-from benchmarks.gpu.parts import Context
+from benchmarks.gpu.parts import Context, Row
 from pipeline.monitoring.telemetry import peak_flops
 
 CONTENDERS = ["ours, compiled", "timm, compiled", "ours", "transformers", "timm"]
@@ -25,7 +25,7 @@ def time_models(context: Context, model: str) -> None:
     step_flops = models.training_flops(models.config_of(model), setting.batch)
     _, product_flops = train_step.product_step(setting)
     for name in CONTENDERS:
-        row = {"model": model, "images": setting.batch, "code": name}
+        row: Row = {"model": model, "images": setting.batch, "code": name}
         try:
             seconds = train_step.measure(setting, [name], context.size.rounds)
         except ImportError as error:

@@ -1,6 +1,7 @@
 """`make gpu`: the command line, and a rehearsal of all parts from end to end on a CPU."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ def test_all_parts_are_rehearsed_from_end_to_end_on_a_cpu(tmp_path: Path, monkey
     assert sorted(row["zero"] for row in rows["stock mu/16"] if "step_s" in row) == [1, 2, 3]
     assert [row["zero"] for row in rows["engine mu/16"] if "step_s" in row] == [2, 2, 1, 3, 3]
     assert all(row["outcome"] in ("passed", "skipped") for row in rows["tests"])
+
+    with tarfile.open(out / "logs.tar.gz") as archive:
+        logs = archive.getnames()
+    assert "steps-mu16.log" in logs and any(name.endswith("metrics.jsonl") for name in logs)
 
     (page,) = out.glob("gpu-*.md")
     text = page.read_text()
