@@ -211,13 +211,15 @@ def complete(rows: dict[str, list[Row]]) -> None:
     for row in rows.get("steps", []):
         if "of_product" in row and row["model"] in ours:
             row["to_ours"] = ours[row["model"]] / row["of_product"]
-    planned = {(row["model"], row["zero"]): row["planned_gib"] for row in rows.get("plan", [])}
+    plans = {(row["model"], row["zero"]): row for row in rows.get("plan", [])}
     for row in rows.get("engines", []):
         # The plan is that of our engine on one worker, and it traces no compiled step.
         key = (row["model"], row["zero"])
-        if is_measured(row, "ours", "memory_gib") and row["workers"] == 1 and not row["compiled"] and key in planned:
-            row["planned_gib"] = planned[key]
-            row["to_planned"] = row["memory_gib"] / planned[key]
+        if is_measured(row, "ours", "memory_gib") and row["workers"] == 1 and not row["compiled"] and key in plans:
+            row["planned_gib"] = plans[key]["planned_gib"]
+            # On a CPU the process is measured, with Python and torch, and the plan has tensors alone.
+            if plans[key]["is_gpu"]:
+                row["to_planned"] = row["memory_gib"] / row["planned_gib"]
 
 
 def is_measured(row: Row, code: str, name: str) -> bool:

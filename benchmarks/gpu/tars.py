@@ -128,6 +128,7 @@ def plan_memory(context: Context, model: str) -> None:
         context.report(
             model=model,
             zero=zero,
+            is_gpu=context.device == "cuda",
             planned_gib=need.device_bytes / 2**30,
             fullest=need.phase,
             snapshot_gib=need.snapshot / 2**30,

@@ -81,7 +81,10 @@ def test_the_ratio_to_ours_is_that_of_the_shares_of_the_products_speed():
 
 
 def test_measured_memory_stands_next_to_the_plan_of_the_same_zero_stage():
-    planned = [{"model": "H/14", "zero": 2, "planned_gib": 40.0}, {"model": "H/14", "zero": 3, "planned_gib": 84.0}]
+    planned = [
+        {"model": "H/14", "zero": 2, "is_gpu": True, "planned_gib": 40.0},
+        {"model": "H/14", "zero": 3, "is_gpu": True, "planned_gib": 84.0},
+    ]
     rows = [engine(2), engine(3, of_peak=0.44), engine(2, compiled=True), engine(2, code="stock DeepSpeed")]
     text = text_of(
         Outcome("plan H/14", "plan", "done", rows=planned), Outcome("engine H/14", "engines", "done", rows=rows)
