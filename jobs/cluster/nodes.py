@@ -18,7 +18,7 @@ from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
-from pipeline.identity import Identity
+from pipeline.identity import Identity, workers_per_gpu
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -127,4 +127,4 @@ class ThisMachine:
         # CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so. Torch takes a second to import.
         import torch
 
-        return torch.cuda.device_count(), "machine"
+        return torch.cuda.device_count() * workers_per_gpu(), "machine"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from pipeline import config
 from pipeline.arithmetic import BYTES_BF16, BYTES_FP32
+from pipeline.engine.deepspeed import over_gloo
 from pipeline.engine.engine import Engine, Trace, clipping
 from pipeline.engine.settings import Settings
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
@@ -37,6 +38,12 @@ from pipeline.training_config import TrainConfig
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
     """Send `give` to a worker while `take` is filled with what it sends."""
+    if give.is_cuda and over_gloo():
+        # gloo sends and receives host memory alone. Workers that share a GPU use it.
+        received = torch.empty_like(take, device="cpu")
+        swap(give.cpu(), received, peer)
+        take.copy_(received)
+        return
     sending = dist.P2POp(dist.isend, give, peer)
     receiving = dist.P2POp(dist.irecv, take, peer)
     # Both at once: two workers that each send first and receive afterwards would wait for each other.

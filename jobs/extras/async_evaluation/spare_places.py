@@ -8,6 +8,7 @@ from jobs.cluster.nodes import ThisMachine
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import NodeAgent
 from jobs.cluster_config import ClusterConfig, cores
+from pipeline.identity import workers_per_gpu
 
 if TYPE_CHECKING:
     from jobs.extras.async_evaluation.spare_nodes import SpareBundle  # imports ray, which takes seconds
@@ -68,9 +69,13 @@ class SpareCore(ThisMachine):
         (agent,) = super().agents(world)
         if not self.cluster.gpus_per_worker:
             return [agent]
-        visible = list(map(str, range(self.gpus_present()[0])))
+        visible = list(map(str, range(self.gpus_present()[0] // workers_per_gpu())))
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         if named is not None:
             visible = named.split(",")
+        # Workers that share GPUs have them in turn (gpu_of_worker in pipeline/process_group.py).
+        places = visible * workers_per_gpu()
         first = 0 if self.has_training_ended else self.gpus_in_use
-        return [dataclasses.replace(agent, visible_gpus=",".join(visible[first:]))]
+        # CUDA takes no GPU twice.
+        free = dict.fromkeys(places[first:])
+        return [dataclasses.replace(agent, visible_gpus=",".join(free))]
