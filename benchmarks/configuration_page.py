@@ -25,12 +25,11 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies.expand import SweepConfig
-from jobs.kinds import ALL
+from jobs.kinds import ALL, KINDS
 from jobs.resolved_recipe import StageKind
-from jobs.stages.training import Pretrain
 from jobs.trackers_config import TrackersConfig
 from models import configs
-from pipeline.config import ConfigDataclass, is_named, is_number_or_section, resume_tags, section_kind
+from pipeline.config import ConfigDataclass, is_named, is_number_or_section, ordered_fields, resume_tags, section_kind
 from pipeline.training_config import TrainConfig
 from pipeline.values import BYTES, PLURALS, flow_yaml, unit_of
 
@@ -142,7 +141,7 @@ def sections_of(
     tag_of_field = resume_tags(kind)
     keys = []
     inside: list[Iterator[Section]] = []
-    for field in dataclasses.fields(kind):
+    for field in ordered_fields(kind):
         name = prefix + field.name
         hint = hints[field.name]
         resume = tag_of_field.get(field.name, outer)
@@ -175,7 +174,8 @@ def sections_of(
         keys.append(Key(name, written, values, resume, texts[field.name]))
 
     # The first paragraph of what the class says of itself; dataclasses write a docstring where there is none.
-    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    written_in = TrainConfig if issubclass(kind, TrainConfig) else kind  # a composed config has no source
+    definition = ast.parse(textwrap.dedent(inspect.getsource(written_in))).body[0]
     assert isinstance(definition, ast.ClassDef)
     meaning = (ast.get_docstring(definition) or "").partition("\n\n")[0]
     yield Section(prefix.rstrip("."), " ".join(meaning.split()), keys)
@@ -308,7 +308,8 @@ def table(keys: list[Key]) -> list[str]:
 
 def most_changed() -> list[str]:
     """Return the table of the keys that people change, with the defaults of a pretraining."""
-    keys = {key.name: key for key in all_keys(TrainConfig, Pretrain.defaults)}
+    pretrain = KINDS["pretrain"]
+    keys = {key.name: key for key in all_keys(pretrain.config, pretrain.defaults)}
     for key in all_keys(ClusterConfig):
         keys[f"cluster.{key.name}"] = key
     keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")

@@ -359,7 +359,7 @@ def _read_section(
     `stage` is the config of the whole stage, and where it stands: a wrong key may be one of another of its sections.
     Raises ConfigError for a key without a field, a value of another type, and a value where a section belongs.
     """
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = [field.name for field in ordered_fields(kind)]
     if not isinstance(section, Mapping):
         listed = few(known, MOST_NAMES, ", …")
         example = ""
@@ -520,6 +520,16 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         elif own == tag:
             values[prefix + name] = value
     return as_json(values)
+
+
+def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"]:
+    """Return the fields of a config in the order for people: those of its main class, then those around it.
+
+    A composed config inherits from several classes, of which the one that declares the most fields is the main one.
+    """
+    declared = {base: set(vars(base).get("__annotations__", ())) for base in kind.__mro__}
+    main = max(declared.values(), key=len)
+    return sorted(dataclasses.fields(kind), key=lambda field: field.name not in main)
 
 
 def resume_tags(kind: type) -> Tags:
