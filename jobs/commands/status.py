@@ -15,7 +15,8 @@ from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.extras import async_evaluation
-from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import account, last_metrics, read_metrics
+from pipeline.values import amount, duration
 
 if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
     from data.bucket import Bucket

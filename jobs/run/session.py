@@ -43,7 +43,7 @@ from jobs.run.stage_run import run_stage
 from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
 from jobs.terminal import typed_command
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 Poll = Callable[[Path, int], None]  # given an attempt's folder and number
 

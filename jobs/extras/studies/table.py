@@ -43,7 +43,7 @@ from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document, intervals
 from pipeline.extras import async_evaluation
 from pipeline.extras.best import STOPPED
-from pipeline.monitoring.telemetry import amount
+from pipeline.values import amount
 
 DOCUMENT = "sweep.json"
 DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
