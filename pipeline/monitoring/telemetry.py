@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,8 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 # The newest record is looked for in so many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
+OF_ONE_SEED = re.compile(r"-seed-\d+$")  # ends the name of a value of a single few-shot draw: "5shot-seed-0"
+NOT_SCORES = ("time", "seconds")  # of an evaluation's record, the numbers that tell when and how long
 
 
 def log_line(report: Record) -> str:
@@ -346,6 +349,20 @@ def last_metrics(directory: Path) -> Record | None:
         if record["kind"] == "train":
             return record
     return None
+
+
+def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values to show: the mean over few-shot draws, "5shot", without the single draws."""
+    return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
+
+
+def scores_of(record: Record) -> dict[str, float]:
+    """Return the metrics of an evaluation's record; those of a few-shot probe are means over its seeds."""
+    scores = {}
+    for name, value in record.items():
+        if isinstance(value, float) and name not in NOT_SCORES:
+            scores[name] = value
+    return without_single_seeds(scores)
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:
