@@ -213,7 +213,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document: document)
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, watchers, fresh: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     ((document, fresh),) = calls
     assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
@@ -289,7 +289,7 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, watchers, fresh, only: stages.append(only))
 
     assert main([str(recipe)], kind="finetune") == 0
     assert main([str(recipe), second, "--stage", "again"], kind="finetune") == 0

@@ -121,7 +121,7 @@ def supervise(
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
             # Where this process was frozen, and the run is another command's by now, it ends here.
-            context.poll(folder, number, 0)
+            context.poll(number, 0)
             # First: the store may be gone that is asked below, and its error would come out in the place of this one.
             # A stop that was asked for is no incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
@@ -144,7 +144,7 @@ def supervise(
         finally:
             growth.has_ended.set()
             # The log may have grown since the last look.
-            context.poll(folder, number, 0)
+            context.poll(number, 0)
         recover(context, nodes, history, failure, world, made_progress=made_progress)
 
 
@@ -178,7 +178,7 @@ class Attempt:
         group = self.group
         # First: a driver that was frozen may have lost the run meanwhile, and would write into another's.
         step = min((place.step for place in group.places().values()), default=0)
-        context.poll(group.folder, self.number, step)
+        context.poll(self.number, step)
         # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker that
         # has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
         if not group.have_all_ended():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError, UsageError
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.command_line.words import WATCHERS, Debug, Fresh, Overrides, Recipe, Run, make_group
 from jobs.named_stages import RECORD, find_stage, no_run
 from jobs.progress import activity
 from jobs.terminal import echo
@@ -47,7 +47,7 @@ def run(recipe: Recipe, overrides: Overrides = None, fresh: Fresh = False, _debu
     # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
     from jobs.run.session import run_campaign
 
-    run_campaign(campaign, fresh=fresh)
+    run_campaign(campaign, watchers=WATCHERS, fresh=fresh)
 
 
 @commands.command()
@@ -93,7 +93,7 @@ def run_stage(
             there = f"{len(names)} stages of kind {context.obj}: {', '.join(names)}"
             raise ConfigError(f"the recipe has {there}; --stage names one")
         stage = names[0]
-    run_campaign(campaign, fresh=fresh, only=campaign.stage(stage).name)
+    run_campaign(campaign, watchers=WATCHERS, fresh=fresh, only=campaign.stage(stage).name)
 
 
 @commands.command()

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from data.errors import DataError, UsageError
-from jobs.command_line.words import Debug, make_group
+from jobs.command_line.words import WATCHERS, Debug, make_group
 from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
 from jobs.terminal import echo
 from models.checks import did_you_mean
@@ -212,7 +212,8 @@ def evaluate(
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
     cluster |= values.get("cluster", {})
-    run_campaign(replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster")))
+    campaign = replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster"))
+    run_campaign(campaign, watchers=WATCHERS)
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")

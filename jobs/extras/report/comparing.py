@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.index.index import Index
-from jobs.extras.report.reading import Stage, flat
+from jobs.extras.report.reading import StageHistory, flat
 
 # Of differences with the same effect, the one to suspect first.
 KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")
@@ -93,7 +93,7 @@ class Parting:
     reason: str = ""
 
 
-def facts(stage: Stage) -> dict[str, Fact]:
+def facts(stage: StageHistory) -> dict[str, Fact]:
     """Return what a stage's numbers may depend on, by name."""
     gathered: dict[str, Fact] = {}
     record = stage.record
@@ -162,7 +162,7 @@ def facts(stage: Stage) -> dict[str, Fact]:
     return gathered
 
 
-def differences(first: Stage, second: Stage) -> list[Difference]:
+def differences(first: StageHistory, second: StageHistory) -> list[Difference]:
     """Return what two stages do not share, what matters most first."""
     facts_of_first = facts(first)
     facts_of_second = facts(second)
@@ -194,7 +194,7 @@ def differences(first: Stage, second: Stage) -> list[Difference]:
     return sorted(differing, key=lambda difference: effects.index(difference.effect))
 
 
-def part(first: Stage, second: Stage, differing: list[Difference]) -> Parting:
+def part(first: StageHistory, second: StageHistory, differing: list[Difference]) -> Parting:
     """Find the first step at which the losses of two stages differ, and the likeliest cause of it."""
     # 1. The first step whose losses are not the same bits; two that are not a number are.
     common, of_first, of_second = np.intersect1d(first.steps.step, second.steps.step, return_indices=True)

@@ -30,12 +30,14 @@ from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.recipe import campaign
+from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support import worker_functions
 from tests.support.contexts import pretrain_context
 from tests.support.families import wait_until
+from tests.support.watching import EachPoll
 
 ROOT = Path(__file__).parents[3]
 NODES = 3  # with one CPU each, beside a head without any
@@ -335,7 +337,8 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     said: list[str] = []
     joined: list[Any] = []
 
-    def tick(folder: Path, attempt: int, _step: int) -> None:
+    def tick(attempt: int, _step: int) -> None:
+        folder = context.attempt_folder(attempt)
         if attempt == 1 and len(records(folder)) == 3 and not joined:
             joined.append(nodes.cluster.add_node(num_cpus=1, **nodes.options))
         if attempt == 3 and len(records(folder)) == 3:
@@ -416,9 +419,10 @@ def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes,
 def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves, nodes, recipe, capsys) -> None:
     given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker whose node goes
 
-    def give_notice(folder: Path, attempt: int) -> None:
-        workers = records(folder)
-        lines = [line for line in read_metrics(folder.parents[1]) if line["attempt"] == attempt]
+    def give_notice(message: StatusMessage) -> None:
+        attempt = message.attempt
+        workers = records(attempt_folder(message.directory, attempt))
+        lines = [line for line in read_metrics(message.directory) if line["attempt"] == attempt]
         if attempt in given or len(given) == moves or len(lines) < 2:
             return
         nodes.fill_up()
@@ -433,7 +437,7 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     changes.append("pretrain.micro_batch=1")
     loaded = campaign.load(recipe, changes)
-    rows = run_campaign(loaded, only="pretrain", also=give_notice)
+    rows = run_campaign(loaded, only="pretrain", watchers=[EachPoll(give_notice)])
     stage = loaded.directory(loaded.stage("pretrain"))
     said = capsys.readouterr().out
 
