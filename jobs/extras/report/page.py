@@ -1,6 +1,6 @@
 """Writes the page of a run, or of several runs side by side (data/templates/run.html and compare.html).
 
-1. The runs are read (reading.py), and where there are several, compared (comparing.py).
+1. The runs are read (reading.py) and, if there are several, compared (jobs/extras/diff).
 2. What the template shows is gathered: the stages as they were read, charts, rows of numbers, pictures.
 3. The page is rendered, which writes the numbers as text, and written whole.
 """
@@ -23,9 +23,10 @@ from data.errors import PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage
+from jobs.extras.diff.parting import part
+from jobs.extras.diff.recorded import recorded_differences
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
-from jobs.extras.report.comparing import differences, part
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
 from jobs.extras.report.reading import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, read_run
 from jobs.extras.studies.chart import study_chart
@@ -395,7 +396,7 @@ def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, A
     others = []
     marks = []
     for run_name, stage in rest:
-        differing = differences(base, stage)
+        differing = recorded_differences(base, stage)
         parting = part(base, stage, differing)
         if parting.step is not None:
             marks.append(Mark(base.samples_at(parting.step), "parted"))

@@ -23,7 +23,7 @@ from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
-from jobs.cluster import embedded, ray_nodes
+from jobs.cluster import embedded, ray_nodes, ray_places
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
@@ -266,11 +266,11 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     ],
 )
 def test_a_bundle_holds_as_many_workers_as_a_node_has_room_for(workers, rooms, sizes) -> None:
-    assert ray_nodes.bundle_sizes(workers, rooms) == sizes
+    assert ray_places.bundle_sizes(workers, rooms) == sizes
 
 
 def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those_have_room(nodes, monkeypatch) -> None:
-    monkeypatch.setattr(ray_nodes, "NEXT_CHOICE_S", 0.5)
+    monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)
     large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
     other: PlacementGroup | None = None
@@ -302,7 +302,7 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.leave_out({odd}, 3) == 2 and not ours.left_out, "three workers need it"
+    assert ours.leave_out({odd}, 3) == 2 and not ours.exclusion.excluded, "three workers need it"
     assert ours.leave_out({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2 and odd not in ours.status().spare
