@@ -140,11 +140,6 @@ class RayNodes(RayPlaces):
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
 
-    def gpus_present(self) -> tuple[int, str]:
-        """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""
-        place = "machine" if self.is_embedded else "cluster"
-        return int(ray.cluster_resources().get("GPU", 0)), place
-
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
 
