@@ -23,7 +23,6 @@ from jobs.cluster.failure import StageFailed
 from jobs.commands import status
 from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
-from jobs.extras.studies import table as sweep
 from jobs.extras.studies.expand import Written, expand, resolve_sweep
 from jobs.recipe import campaign, records, render
 from jobs.recipe.render import portable
