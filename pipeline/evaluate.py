@@ -34,10 +34,11 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.extras import async_evaluation
 from pipeline.extras.best import evaluations_since_best
-from pipeline.monitoring.telemetry import counted, read_metrics
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.monitoring.watchdog import Phases
 from pipeline.start import Job, Progress, Worker
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 EXAMPLES = 32  # samples of an evaluation that are kept with their predictions
 WORTH_SPARING = 0.05  # of the time: what evaluations take, from which on it is said that others may do them

@@ -41,8 +41,9 @@ from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.async_evaluation import SPARE_FILE
 from pipeline.extras.replays.masking import Mask
-from pipeline.monitoring.telemetry import Telemetry, counted
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 RECENT = 64  # steps kept in mind, for the record of a spike
 SPIKE = 10.0  # a spike is so many times the median norm of the recent steps

@@ -43,7 +43,7 @@ from pipeline.extras import async_evaluation
 from pipeline.extras.best import Foretold, steps_of_best
 from pipeline.extras.replays.masking import Mask
 from pipeline.health import Health
-from pipeline.monitoring.telemetry import Telemetry, Window, counted, read_metrics
+from pipeline.monitoring.telemetry import Telemetry, Window, read_metrics
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.process_group import check_start, device_name, join_group, log_network, processor
 from pipeline.training_config import (
@@ -57,6 +57,7 @@ from pipeline.training_config import (
     steps_of,
     training_order,
 )
+from pipeline.values import counted
 from pipeline.versions import package_versions
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation

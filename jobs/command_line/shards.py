@@ -18,7 +18,7 @@ from jobs.command_line.words import Debug, make_group, stoppable
 from jobs.named_stages import find_set, near_path, stages_in
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report

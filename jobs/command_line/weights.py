@@ -24,7 +24,7 @@ from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
 from jobs.terminal import echo
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 STAGE = "evaluate"
 MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model

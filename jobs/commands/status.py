@@ -15,7 +15,8 @@ from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.extras import async_evaluation
-from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import account, last_metrics, read_metrics, without_single_seeds
+from pipeline.values import amount, duration
 
 if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
     from data.bucket import Bucket
@@ -128,7 +129,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
             line = f"STOPPED after {took}: {outcome['stopped']}"
         if "summary" in outcome:
             line += f"  {outcome['summary']}"
-        for name, value in async_evaluation.without_single_seeds(outcome.get("metrics", {})).items():
+        for name, value in without_single_seeds(outcome.get("metrics", {})).items():
             line += f"  {name} {value:.4f}"
         return line
 

@@ -20,14 +20,14 @@ from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
 from jobs.extras.monitor.status_poller import size_of
-from jobs.extras.studies.table import DIVERGED, STOPPED
 from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
 from jobs.progress import activity
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
-from pipeline.extras.async_evaluation import without_single_seeds
-from pipeline.monitoring.telemetry import append_whole, counted, duration, last_metrics
+from pipeline.artifacts import DIVERGED, STOPPED
+from pipeline.monitoring.telemetry import append_whole, last_metrics, without_single_seeds
+from pipeline.values import counted, duration
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
 DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's

@@ -33,7 +33,6 @@ from jobs.extras.monitor.status_poller import StatusPoller
 from jobs.extras.monitor.trackers import facts_of, start_trackers
 from jobs.extras.report.kept import kept_page
 from jobs.extras.studies.expand import resolve_sweep
-from jobs.extras.studies.table import DIVERGED
 from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
 from jobs.recipe.validate import refuse, validate_all
@@ -43,7 +42,8 @@ from jobs.run.stage_run import run_stage
 from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
 from jobs.terminal import typed_command
-from pipeline.monitoring.telemetry import counted
+from pipeline.artifacts import DIVERGED
+from pipeline.values import counted
 
 Poll = Callable[[Path, int], None]  # given an attempt's folder and number
 

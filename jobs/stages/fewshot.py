@@ -18,7 +18,7 @@ from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
-from pipeline.extras.async_evaluation import without_single_seeds
+from pipeline.monitoring.telemetry import without_single_seeds
 
 
 @dataclass(frozen=True)

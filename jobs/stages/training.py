@@ -38,9 +38,10 @@ from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from models.checks import did_you_mean
 from pipeline import artifacts, config
+from pipeline.artifacts import STOPPED
 from pipeline.config import require
 from pipeline.evaluation.protocols import ProbeConfig, check_shape
-from pipeline.extras.best import STOPPED, Foretold
+from pipeline.extras.best import Foretold
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import TrainConfig, check_model, check_schedule, trained_model

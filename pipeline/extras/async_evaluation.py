@@ -13,7 +13,6 @@ As long as a step is requested its checkpoint stays, also after a kill.
 """
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import TypedDict
 
 from data.files import write_whole
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.monitoring.telemetry import read_metrics, without_single_seeds
 
 SPARE_FILE = "spare"
 FOLDER = "evaluations"  # of a stage
 REQUESTED = ".requested"
 OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records
-OF_ONE_SEED = re.compile(r"-seed-\d+$")  # the name of a value that is of a single draw of the shots: "5shot-seed-0"
 
 
 class EvaluationRecord(TypedDict):
@@ -111,11 +109,6 @@ def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str
 
 
 # ------------------------------------------------------------------------------------------------ values and lines
-
-
-def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that people see: the mean over the draws of the shots, "5shot", and not each draw."""
-    return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
 def evaluation_record(

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from pipeline.extras.async_evaluation import OF_ONE_SEED
-from pipeline.monitoring.telemetry import Record, read_metrics
+from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
 
-NOT_SCORES = ("time", "seconds")  # of a record, the numbers that say when and how long
-STOPPED = "stopped"  # the entry of a done.json that says why a stage ended before its last step, as hopeless
 MOST_BELOW = 2  # evaluations in a row too far below what was foretold: the stage is hopeless; one may be chance
 # Too far is so many times as far below as the interval reaches. The interval takes each point of a law for a draw of
 # its own, and the evaluations of one run share their luck: docs/scaling.md has how often a good run is stopped.
@@ -30,15 +27,6 @@ class Best(TypedDict):
 
     value: float
     step: int
-
-
-def scores_of(record: Record) -> dict[str, float]:
-    """Return the metrics of a record of an evaluation; a few-shot probe's are means over its seeds."""
-    scores = {}
-    for name, value in record.items():
-        if isinstance(value, float) and name not in NOT_SCORES and not OF_ONE_SEED.search(name):
-            scores[name] = value
-    return scores
 
 
 def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:

@@ -44,9 +44,10 @@ from pipeline.extras import async_evaluation
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.search import search
 from pipeline.health import found_samples, names_of
-from pipeline.monitoring.telemetry import Telemetry, counted, duration
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted, duration
 
 POLL_S = 1.0  # between two polls of the thread
 WAIT_POLL_S = 0.2  # of the wait for the last evaluations

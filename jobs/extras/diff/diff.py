@@ -30,8 +30,7 @@ from jobs.resolved_recipe import Campaign
 from jobs.terminal import echo
 from pipeline import config
 from pipeline.artifacts import TASK
-from pipeline.monitoring.telemetry import counted
-from pipeline.values import flow_yaml
+from pipeline.values import counted, flow_yaml
 
 Load = Callable[[str, list[str]], Campaign]  # of a recipe and overrides
 SUBJECTS = Path(__file__).with_name("subjects.yaml")

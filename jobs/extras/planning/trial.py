@@ -27,9 +27,10 @@ from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.config import digest, plain
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
-from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig
 from pipeline.training_config import ProbeConfig, TrainConfig
+from pipeline.values import amount, counted, milliseconds
 from pipeline.versions import git_commit
 
 

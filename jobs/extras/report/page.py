@@ -31,7 +31,7 @@ from jobs.extras.report.reading import DRAW, REPORT, REPORT_VALUES, Run, Stage, 
 from jobs.extras.studies.chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
-from pipeline.monitoring.telemetry import amount, duration
+from pipeline.values import amount, duration
 
 DETAILED = 6  # trained stages of a run that are shown whole, the newest; a sweep may have hundreds
 MOST_RESULTS = 6  # that the first line of the page names

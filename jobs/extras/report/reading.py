@@ -31,7 +31,8 @@ from data.index.index import Index
 from data.storage import Folder, Storage
 from jobs.ownership import judge
 from pipeline import artifacts
-from pipeline.monitoring.telemetry import Account, Record, account, counted, duration, read_metrics
+from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
+from pipeline.values import counted, duration
 
 INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
