@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,12 +37,32 @@ from tests.support.demo import step_losses
 from tests.support.recipes import SMALL
 
 
-def fork_context() -> Any:
-    """The forkserver of this process, with what a driver and its workers import."""
+def fork_process(function: Callable[..., None], *arguments: object) -> Any:
+    """Return a process, not yet started, that calls the function in a fork of a process with all imports done.
+
+    It ends as soon as the process that started it is gone, however that ended.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.warm", "jobs.run.session"])
-    return context
+    return context.Process(target=call_while_parent_lives, args=(function, arguments))
+
+
+def call_while_parent_lives(function: Callable[..., None], arguments: Sequence[object]) -> None:
+    """Call the function; exit at once if the parent process ends.
+
+    A child keeps the forkserver alive: a killed pytest would leave both running until the campaign ends. The workers
+    end with their driver, whose end closes the lifeline of their fork server.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by `fork_process`"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    function(*arguments)
 
 
 class ForkedServer:
@@ -113,7 +134,7 @@ def own(run: str, directory: str, number: int) -> None:
 
 def start(run: Path, *overrides: str, patch: str | None = None, recipe: str = SMALL) -> Any:
     """Start a run in a process of its own, and return the process."""
-    process = fork_context().Process(target=drive, args=(str(run), list(overrides), patch, recipe))
+    process = fork_process(drive, str(run), list(overrides), patch, recipe)
     process.start()
     return process
 

@@ -13,7 +13,7 @@ from data.errors import RunOwned
 from data.storage import Folder
 from jobs import ownership
 from jobs.ownership import Lease, judge, newest_lease
-from tests.support.drives import fork_context
+from tests.support.drives import fork_process
 
 pytestmark = pytest.mark.quick
 
@@ -46,7 +46,7 @@ def holder(tmp_path: Path) -> Iterator[Callable[[str], Any]]:
 
     def start(machine: str = "") -> Any:
         said = tmp_path / f"held-{len(started)}"
-        process = fork_context().Process(target=hold, args=(tmp_path / "run", machine, said))
+        process = fork_process(hold, tmp_path / "run", machine, said)
         process.start()
         started.append(process)
         while not said.exists():

@@ -567,14 +567,10 @@ def test_foreign_files_among_the_attempts_do_no_harm(tmp_path) -> None:
 
 @pytest.mark.parametrize("starts", [2, 20])
 def test_of_concurrent_starts_exactly_one_owns_the_run_and_the_others_name_it(starts, tmp_path) -> None:
-    context = drives.fork_context()
     lease = Lease(Folder(tmp_path / "run"), print)
     lease.record["pid"] = 4194305  # above any real pid: its process was killed
     lease.take()
-    crowd = [
-        context.Process(target=drives.own, args=(str(tmp_path / "run"), str(tmp_path), number))
-        for number in range(starts)
-    ]
+    crowd = [drives.fork_process(drives.own, str(tmp_path / "run"), str(tmp_path), number) for number in range(starts)]
     for process in crowd:
         process.start()
     while len(running := [process.sentinel for process in crowd if process.is_alive()]) > 1:

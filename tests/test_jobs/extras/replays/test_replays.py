@@ -27,7 +27,7 @@ from jobs.stages import training
 from pipeline import artifacts, train
 from pipeline.checkpoints.reader import Reader, verify
 from pipeline.engine.exact import ExactEngine
-from tests.support.drives import fork_context, launch_by_fork
+from tests.support.drives import fork_process, launch_by_fork
 
 RECIPE = """
 cluster: {workers: 2, backend: processes, backoff_s: 0.1}
@@ -139,7 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "small.yaml").write_text(RECIPE)
     (folder / "empty.txt").write_text("\n")
     os.system(f"ssh-keygen -q -t ed25519 -N '' -f {folder}/key")
-    process = fork_context().Process(target=command, args=(str(folder), list(COMMANDS.values())))
+    process = fork_process(command, str(folder), list(COMMANDS.values()))
     process.start()
     process.join(timeout=300)
     assert (folder / "codes.json").exists(), (folder / f"{len(list(folder.glob('*.log'))) - 1}.log").read_text()
