@@ -1,4 +1,6 @@
-"""The work of `make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+"""`make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+
+    python -m tests.support.demo --directory runs
 
 1. Pretraining runs under Ray with two workers.
 2. A few steps after a checkpoint is committed, one worker gets SIGKILL; the run goes on from that checkpoint.
@@ -7,8 +9,10 @@
 5. Every loss and every byte of the last checkpoint of both are compared.
 """
 
+import argparse
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics, steps_in
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
+RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 VICTIM = 1  # rank of the worker that is killed
 
 
@@ -119,3 +123,14 @@ def step_losses(directory: Path) -> dict[int, list[float]]:
         for step, loss in zip(steps_in(record), record["losses"], strict=True):
             losses_of.setdefault(step, []).append(loss)
     return losses_of
+
+
+def main() -> int:
+    """Run the demo in a folder of its own below --directory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("runs"), help="where its run directory goes")
+    return demo(parser.parse_args().directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
