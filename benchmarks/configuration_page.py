@@ -27,7 +27,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies.expand import SweepConfig
 from jobs.kinds import ALL
 from jobs.resolved_recipe import StageKind
-from jobs.stages.training import PRETRAIN
+from jobs.stages.training import Pretrain
 from jobs.trackers_config import TrackersConfig
 from models import configs
 from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
@@ -307,7 +307,7 @@ def table(keys: list[Key]) -> list[str]:
 
 def most_changed() -> list[str]:
     """Return the table of the keys that people change, with the defaults of a pretraining."""
-    keys = {key.name: key for key in all_keys(TrainConfig, PRETRAIN.defaults)}
+    keys = {key.name: key for key in all_keys(TrainConfig, Pretrain.defaults)}
     for key in all_keys(ClusterConfig):
         keys[f"cluster.{key.name}"] = key
     keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")

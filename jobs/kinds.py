@@ -5,14 +5,14 @@ from jobs.resolved_recipe import StageKind
 from jobs.stages import evaluate, fewshot, pack, resize, training
 
 ALL = (
-    pack.KIND,
-    training.PRETRAIN,
-    resize.KIND,
-    training.FINETUNE,
-    fewshot.KIND,
-    evaluate.KIND,
-    table.KIND,
-    figure.KIND,
-    speed.KIND,
+    pack.Pack(),
+    training.Pretrain(),
+    resize.Resize(),
+    training.Finetune(),
+    fewshot.FewShot(),
+    evaluate.Evaluate(),
+    table.Table(),
+    figure.Figure(),
+    speed.Speed(),
 )
 KINDS: dict[str, StageKind] = {kind.name: kind for kind in ALL}

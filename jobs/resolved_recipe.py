@@ -1,7 +1,7 @@
 """A recipe, resolved: which stages a campaign has, of which kinds, with which keys, and where each of them lies.
 
-- `StageKind` holds all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
-  stands in a file of jobs/stages, and all of them in the table jobs/kinds.py.
+- `StageKind` is the base class of all kinds of stages: what a kind reads, its model, its checks, and how it runs. Each
+  kind is a class in a file of jobs/stages or of an extra.
 - `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
   all else that works on a campaign reads them.
 - `Context` is a stage of a campaign that runs: `StageKind.run` and the attempts of its workers are given it.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
@@ -59,46 +59,76 @@ class SharedClasses:
 SourceModel = Callable[[str], ModelConfig | None]
 
 
-# The checks of a kind: they raise for what cannot run, and yield what else is to be said.
-Checks: TypeAlias = "Callable[[Stage, Available], Iterable[CheckResult]]"
-
-
-def no_checks(stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
-    """Find nothing to say."""
-    return ()
-
-
-@dataclass(frozen=True)
 class StageKind:
-    """All that is known of a kind of stage. Its functions are given an instance of `config`."""
+    """A kind of stage: what it reads, its model, its checks, and how it runs.
+
+    A subclass sets the class attributes and overrides the methods that it needs. In all methods, `cfg` is an instance
+    of `config`.
+    """
 
     name: str  # in a recipe
     config: type[ConfigDataclass]  # of the stage's section
-    run: "Callable[[Any, Context], Mapping[str, Any]]"  # does the work; returns what done.json holds of it
-    defaults: ConfigDataclass | None = None  # of the kind, where they are not those of `config`
+    defaults: ConfigDataclass | None = None  # of the kind, if they differ from those of `config`
     # Fields that name inputs, by dotted name; "*" stands for every name of a section.
-    inputs: Mapping[str, Reads] = field(default_factory=dict)
-    # Whether a set field of `inputs` names an input by its content, as all do but the images that are packed.
-    is_input: Callable[[Any, str], bool] = lambda cfg, field: True
+    inputs: ClassVar[Mapping[str, Reads]] = {}
     files: tuple[str, ...] = ()  # other fields that may be relative paths
-    missing: Callable[[Any], Iterable[str]] = lambda cfg: ()  # messages about `files` at which there is nothing
-    makes_weights: bool = False  # which other stages may start from
-    sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
-    # How many classes a set that it makes has at the least, where its source tells before it is made.
-    set_classes: Callable[[Any, str], int | str | None] = lambda cfg, name: None
-    model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
-    shared_classes: Callable[[Any], list[SharedClasses]] = lambda cfg: []
-    # Whether the model has the head of its weights: given the config, their architecture, and the stage's own.
-    keeps_head: Callable[[Any, ModelConfig | None, ModelConfig | None], bool] = lambda cfg, source, model: True
-    checks: Checks = no_checks
-    check_outputs: Checks = no_checks  # of a finished stage, beyond the digests of what it hands on
-    metrics: Callable[[Any], Iterable[str]] = lambda cfg: ()  # names of the numbers that it will have
-    needs_workers: bool = True  # otherwise the driver does its work
-    trains: bool = False  # its config is a TrainConfig
+    makes_weights = False  # which other stages may start from
+    needs_workers = True  # otherwise the driver does the work
+    trains = False  # `config` is a TrainConfig
+
+    def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
+        """Do the work; return the stage's entries for done.json."""
+        raise NotImplementedError
+
+    def is_input(self, cfg: Any, field_name: str) -> bool:
+        """Return whether a set field of `inputs` names an input by its content."""
+        return True
+
+    def missing(self, cfg: Any) -> Iterable[str]:
+        """Return messages about fields of `files` whose files do not exist."""
+        return ()
+
+    def sets(self, cfg: Any) -> Collection[str]:
+        """Return the names of the sets that the stage makes, which others read as "@stage/set"."""
+        return ()
+
+    def set_classes(self, cfg: Any, name: str) -> int | str | None:
+        """Return the minimum number of classes of a set that the stage makes, as far as its source shows it.
+
+        The result is a path or a reference if the set has the classes of another set.
+        """
+        return None
+
+    def model(self, cfg: Any, source_model: SourceModel) -> ModelConfig | None:
+        """Return the architecture of the stage's result; None if there is none or it is unknown."""
+        return None
+
+    def shared_classes(self, cfg: Any) -> list[SharedClasses]:
+        """Return the groups of sets in which a class id must have one meaning."""
+        return []
+
+    def keeps_head(self, cfg: Any, source: ModelConfig | None, model: ModelConfig | None) -> bool:
+        """Return whether the model keeps the head of the weights that it starts from.
+
+        `source` is the architecture of these weights, `model` the stage's own.
+        """
+        return True
+
+    def checks(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+        """Check a stage before it runs: raise for errors, yield all other results."""
+        return ()
+
+    def check_outputs(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+        """Check the outputs of a finished stage, in addition to the digests of its files."""
+        return ()
+
+    def metrics(self, cfg: Any) -> Iterable[str]:
+        """Return the names of the metrics that the stage will have."""
+        return ()
 
     @cached_property
     def all_defaults(self) -> Any:
-        """Return the defaults as `config.build` takes them fastest: a sweep has a hundred stages of a kind."""
+        """Return the defaults in the form that `config.build` reads fastest: a sweep may have a hundred stages."""
         return structured(self.defaults or self.config)
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:

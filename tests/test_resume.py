@@ -14,13 +14,13 @@ from data.storage import Folder
 from jobs.__main__ import main
 from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.cluster.worker import records
-from jobs.extras.demo import step_losses
 from jobs.extras.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import Lease
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
+from tests.support.demo import step_losses
 from tests.support.drives import assert_same_stage
 from tests.support.families import answers, family_of
 from tests.support.recipes import TINY

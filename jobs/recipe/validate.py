@@ -86,7 +86,7 @@ def check_held_out(stage: Stage, there: Available) -> None:
     """
     campaign = there.campaign
     for table in campaign.stages:
-        if table.kind is not sweep.KIND or stage.name not in table.config.runs or not table.config.chooses:
+        if table.kind.name != sweep.Table.name or stage.name not in table.config.runs or not table.config.chooses:
             continue
         final_runs = [run for run in campaign.stages if f"@{table.name}" in run.chosen.values()]
         if not final_runs or campaign.stage(stage.source).config.chosen_on_test:

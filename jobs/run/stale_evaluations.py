@@ -75,4 +75,4 @@ def evaluation_of(campaign: Campaign, stage: Stage, suffix: str, **judged: Any) 
         stall_s=cfg.stall_s,
         **judged,
     )
-    return replace(key.resolve(Stage(name, evaluate.KIND, judging, name), names, {}), judges=stage.name)
+    return replace(key.resolve(Stage(name, evaluate.Evaluate(), judging, name), names, {}), judges=stage.name)

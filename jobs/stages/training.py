@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import models
 from data.errors import ConfigError, DataError
@@ -47,70 +48,221 @@ from pipeline.training_config import TrainConfig, check_model, check_schedule, t
 from pipeline.versions import code_version
 
 
-def run(
-    cfg: TrainConfig, context: Context, *, until: int | None = None, masked: Sequence[Sequence[int]] = ()
-) -> dict[str, object]:
-    """Train until the stage is done; its sets have been checked.
+class Training(StageKind):
+    """What the kinds of stages that train a model have in common."""
 
-    A replay (jobs/extras/replays) ends with the step `until`, and does without `masked` samples, as `start.Job` has
-    them. Raises Preempted, or StageFailed with the exit code that the worker wanted.
-    """
-    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-    from jobs.extras.async_evaluation.spare_worker import SpareWorker
-    from pipeline.checkpoints.saver import check_disk_space
-    from pipeline.extras.best import best_of, evaluations_of
-    from pipeline.health import EXCLUDED_STEPS
-    from pipeline.train import train
+    config = TrainConfig
+    inputs: ClassVar = {
+        "data.train": Reads.SET,
+        "data.mixture.*.train": Reads.SET,
+        "data.evaluate": Reads.SET,
+        "init": Reads.WEIGHTS,
+        "law": Reads.FILE,
+        "probe.train": Reads.SET,
+        "probe.test": Reads.SET,
+    }
+    files = ("deepspeed",)
+    makes_weights = True
+    trains = True
 
-    campaign = context.campaign
-    # 1. What is left out, and whether there is room for what is to come.
-    if cfg.data.drop:
-        whole_sets = [load_index(campaign.path_of(path)) for path in cfg.data.sets().values()]
-        samples = sum(index.samples for index in whole_sets)
-        dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
-        context.log(
-            f"data.drop: {len(cfg.data.drop)} shards, {dropped:,} of {samples:,} samples, are not read",
-        )
-    check_disk_space(cfg, context.model, context.checkpoints)
-    if cfg.begin is not None and not context.checkpoints.committed():
-        branch_off(cfg, cfg.begin, context)
-    foretold: Foretold | None = None
-    if cfg.law is not None:
-        foretold = foretell(cfg, context)
+    def run(
+        self, cfg: TrainConfig, context: Context, *, until: int | None = None, masked: Sequence[Sequence[int]] = ()
+    ) -> dict[str, object]:
+        """Train until the stage is done; its sets have been checked.
 
-    # 2. Commits are evaluated and spikes searched beside training where the recipe asks for it, and where checkpoints
-    # can be read.
-    spare: SpareWorker | None = None
-    is_evaluated_beside = cfg.evaluate_on == "spare" and cfg.evaluate_every and (cfg.data.evaluate or cfg.probe.train)
-    if is_evaluated_beside or cfg.health.on_spike == "bisect":
-        if campaign.storage.is_shared:
-            spare = SpareWorker(cfg, context)
-        else:
+        A replay (jobs/extras/replays) ends with the step `until`, and does without `masked` samples, as `start.Job` has
+        them. Raises Preempted, or StageFailed with the exit code that the worker wanted.
+        """
+        # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+        from jobs.extras.async_evaluation.spare_worker import SpareWorker
+        from pipeline.checkpoints.saver import check_disk_space
+        from pipeline.extras.best import best_of, evaluations_of
+        from pipeline.health import EXCLUDED_STEPS
+        from pipeline.train import train
+
+        campaign = context.campaign
+        # 1. What is left out, and whether there is room for what is to come.
+        if cfg.data.drop:
+            whole_sets = [load_index(campaign.path_of(path)) for path in cfg.data.sets().values()]
+            samples = sum(index.samples for index in whole_sets)
+            dropped = samples - sum(index.samples for index in exclude(whole_sets, cfg.data.drop))
             context.log(
-                f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect read checkpoints in a shared "
-                "folder; here they are in a store"
+                f"data.drop: {len(cfg.data.drop)} shards, {dropped:,} of {samples:,} samples, are not read",
+            )
+        check_disk_space(cfg, context.model, context.checkpoints)
+        if cfg.begin is not None and not context.checkpoints.committed():
+            branch_off(cfg, cfg.begin, context)
+        foretold: Foretold | None = None
+        if cfg.law is not None:
+            foretold = foretell(cfg, context)
+
+        # 2. Evaluate checkpoints and search spikes during training if the recipe says so and checkpoints can be read.
+        spare: SpareWorker | None = None
+        is_evaluated_beside = (
+            cfg.evaluate_on == "spare" and cfg.evaluate_every and (cfg.data.evaluate or cfg.probe.train)
+        )
+        if is_evaluated_beside or cfg.health.on_spike == "bisect":
+            if campaign.storage.is_shared:
+                spare = SpareWorker(cfg, context)
+            else:
+                context.log(
+                    f"{context.stage.name}: evaluate_on=spare and health.on_spike=bisect read checkpoints in a shared "
+                    "folder; here they are in a store"
+                )
+
+        # 3. Attempts, until one has taken all steps.
+        outcome = supervise(
+            train,
+            partial(make_training_task, cfg, context, time.time(), until=until, masked=masked, foretold=foretold),
+            context,
+            worlds=allowed_worlds(cfg, campaign.cluster),
+            stall_s=cfg.stall_s,
+            handed_on=(EXCLUDED_STEPS,),
+            accompany=None if spare is None else spare.beside,
+        )
+        if spare is not None:
+            spare.finish()
+        # The records are all here now, also those of evaluations beside training.
+        outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))
+        if foretold is not None and STOPPED not in outcome:
+            outcome["foretold"] = foretold.score(outcome["step"], outcome["metrics"], context.log)
+        # Rank 0 may have worked on another node: what it has handed on is brought here.
+        for name, record in outcome["files"].items():
+            campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
+        return outcome
+
+    def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
+        """Return the architecture that training ends with; None where the weights that it starts from are missing."""
+        if cfg.init is None:
+            return trained_model(cfg)
+        source = source_model(cfg.init)
+        if source is None:
+            return None
+        return trained_model(cfg, source)
+
+    def keeps_head(self, cfg: TrainConfig, source: ModelConfig | None, model: ModelConfig | None) -> bool:
+        """Return whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
+        # Of weights that are missing nothing is known; the stage is validated once more before it runs.
+        if cfg.objective == "masked" or source is None or model is None:
+            return False
+        return models.keeps_head(source, model, cfg.new_head)
+
+    def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
+        """Return the sets whose labels the head must know, and those of the probe."""
+        probed = classes_of_probe(cfg.probe)
+        if cfg.objective == "masked":
+            return [probed]
+        sets = {}
+        for name, path in cfg.data.sets().items():
+            field = "data.train"
+            if cfg.data.mixture:
+                field = f"data.mixture.{name}.train"
+            sets[field] = path
+        trained = tuple(sets)
+        if cfg.data.evaluate is not None:
+            sets["data.evaluate"] = cfg.data.evaluate
+        return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probed]
+
+    def metrics(self, cfg: TrainConfig) -> Iterator[str]:
+        """Iterate the names of the metrics that a trained stage will have in the end."""
+        if cfg.data.evaluate is not None:
+            yield "accuracy"
+        yield from metrics_of_probe(cfg.probe)
+
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Refuse a stage that does not fit the cluster or its data: classes, image shapes, length of training.
+
+        Data that an earlier stage makes may not be there yet: it is compared when the stage is about to start. Raises
+        ConfigError and DataError; yields a warning where its need of memory is not known.
+        """
+        cfg: TrainConfig = stage.config
+        name = stage.name
+        has_sets = bool(cfg.data.train or cfg.data.mixture)
+        require(
+            has_sets,
+            f"{name}.data.train is missing: the images to train on\n"
+            f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
+        )
+        cluster = there.campaign.cluster
+        require(
+            cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
+            f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
+            f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
+        )
+        if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
+            yield CheckResult(
+                "WARN",
+                name,
+                f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, "
+                "each with the whole model in memory; "
+                f"cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
+            )
+        paths = list(cfg.data.sets().values())
+        # The batch on every number of workers that the cluster allows; this also checks the user's DeepSpeed file.
+        try:
+            worlds = allowed_worlds(cfg, there.campaign.cluster)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+        if cfg.keep_best is not None:
+            metrics = list(self.metrics(cfg))
+            require(
+                cfg.keep_best in metrics,
+                f"{name}.keep_best is {cfg.keep_best}, which its evaluations will not have"
+                f"{did_you_mean(cfg.keep_best, metrics)}\n  expected one of {', '.join(metrics) or 'none'}\n"
+                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on",
+            )
+            require(
+                there.campaign.remote is None,
+                f"{name}.keep_best reads the records of all attempts, and {there.campaign.remote} is no shared folder\n"
+                f"  leave it out: {name}.keep_best=null",
             )
 
-    # 3. Attempts, until one has taken all steps.
-    outcome = supervise(
-        train,
-        partial(make_training_task, cfg, context, time.time(), until=until, masked=masked, foretold=foretold),
-        context,
-        worlds=allowed_worlds(cfg, campaign.cluster),
-        stall_s=cfg.stall_s,
-        handed_on=(EXCLUDED_STEPS,),
-        accompany=None if spare is None else spare.beside,
-    )
-    if spare is not None:
-        spare.finish()
-    # The records are all here now, also those of evaluations beside training.
-    outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))
-    if foretold is not None and STOPPED not in outcome:
-        outcome["foretold"] = foretold.score(outcome["step"], outcome["metrics"], context.log)
-    # Rank 0 may have worked on another node: what it has handed on is brought here.
-    for name, record in outcome["files"].items():
-        campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
-    return outcome
+        # Classes and image shapes. The model is not known where the weights that it starts from do not exist.
+        classes: dict[str, int] = {}
+        for path in paths:
+            index = there.index(path)
+            if index is not None and index.samples == 0:
+                raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
+        if cfg.data.evaluate in paths:
+            text = f"{name}: data.evaluate is a set that is trained on: its accuracy says nothing of other images"
+            yield CheckResult("WARN", name, text)
+        is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
+        for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
+            number = there.classes(path)
+            if number is not None:
+                classes[path] = number
+            index = there.index(path)
+            if index is not None:
+                check_max_labels(cfg, index, path, name)
+        if stage.model is not None:
+            check_model(cfg, stage.model, classes, f"{name}.model")
+        if stage.model is not None and is_evaluated:
+            check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
+
+        steps = planned_steps(cfg, there)
+        if steps is not None:
+            check_schedule(cfg, steps, name)
+        if cfg.begin is not None:
+            check_branch(stage, there)
+        if cfg.law is not None:
+            check_law(stage, there)
+
+        if not there.looks_at_files:
+            return
+        # Which shard `data.drop` means is known when all of them are there.
+        sets = there.made(paths)
+        if len(sets) == len(paths):
+            needs_labels = cfg.objective != "masked"
+            check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
+        evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
+        check_evaluated(evaluated, there)
+        if stage.model is not None:
+            # What a worker needs is the most where the workers are the fewest.
+            try:
+                yield from check_memory(stage, there, worlds[-1])
+            except ConfigError as error:
+                yield CheckResult.of(error, MEMORY)
 
 
 def make_training_task(
@@ -183,41 +335,6 @@ def make_training_task(
 # ------------------------------------------------------------------------ what is known before it runs
 
 
-def model_of(cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:
-    """Return the architecture that training ends with; None where the weights that it starts from are missing."""
-    if cfg.init is None:
-        return trained_model(cfg)
-    source = source_model(cfg.init)
-    if source is None:
-        return None
-    return trained_model(cfg, source)
-
-
-def keeps_head(cfg: TrainConfig, source: ModelConfig | None, model: ModelConfig | None) -> bool:
-    """Return whether training goes on with the head of its weights, so that its sets must be numbered as theirs."""
-    # Of weights that are missing nothing is known; the stage is validated once more before it runs.
-    if cfg.objective == "masked" or source is None or model is None:
-        return False
-    return models.keeps_head(source, model, cfg.new_head)
-
-
-def shared_classes(cfg: TrainConfig) -> list[SharedClasses]:
-    """Return the sets whose labels the head must know, and those of the probe."""
-    probed = classes_of_probe(cfg.probe)
-    if cfg.objective == "masked":
-        return [probed]
-    sets = {}
-    for name, path in cfg.data.sets().items():
-        field = "data.train"
-        if cfg.data.mixture:
-            field = f"data.mixture.{name}.train"
-        sets[field] = path
-    trained = tuple(sets)
-    if cfg.data.evaluate is not None:
-        sets["data.evaluate"] = cfg.data.evaluate
-    return [SharedClasses(sets, with_head=cfg.init is not None, trained=trained), probed]
-
-
 def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
     """Return the two sets of a probe, which share their classes with nothing else."""
     sets: dict[str, str] = {}
@@ -226,113 +343,11 @@ def classes_of_probe(probe: ProbeConfig) -> SharedClasses:
     return SharedClasses(sets)
 
 
-def metrics_of(cfg: TrainConfig) -> Iterator[str]:
-    """Iterate the names of the metrics that a trained stage will have in the end."""
-    if cfg.data.evaluate is not None:
-        yield "accuracy"
-    yield from metrics_of_probe(cfg.probe)
-
-
 def metrics_of_probe(probe: ProbeConfig) -> Iterator[str]:
     """Iterate the names of the metrics that a probe gives; none without its sets."""
     if probe.train is not None:
         for shots in probe.shots:
             yield f"{shots}shot"
-
-
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Refuse what does not fit the cluster, or the data that is there: its classes, image shapes, length of training.
-
-    Data that an earlier stage makes may not be there yet: it is compared when the stage is about to start. Raises
-    ConfigError and DataError; yields a warning where its need of memory is not known.
-    """
-    cfg: TrainConfig = stage.config
-    name = stage.name
-    has_sets = bool(cfg.data.train or cfg.data.mixture)
-    require(
-        has_sets,
-        f"{name}.data.train is missing: the images to train on\n"
-        f"  type {name}.data.train=FOLDER of a set, or @STAGE/SET that a pack stage makes; or give data.mixture",
-    )
-    cluster = there.campaign.cluster
-    require(
-        cfg.data.decode == "cpu" or cluster.gpus_per_worker > 0,
-        f"{name}.data.decode is gpu, and cluster.gpus_per_worker is 0\n"
-        f"  type {name}.data.decode=cpu, or cluster.gpus_per_worker=1",
-    )
-    if cluster.backend == "processes" and cluster.least * cluster.cpus_per_worker > cores():
-        yield CheckResult(
-            "WARN",
-            name,
-            f"{name}: {cluster.least} workers of {cluster.cpus_per_worker} CPUs take turns on {cores()} cores, each "
-            f"with the whole model in memory; cluster.workers={max(cores() // cluster.cpus_per_worker, 1)} is faster",
-        )
-    paths = list(cfg.data.sets().values())
-    # The batch on the numbers of workers that the cluster may have; reads and checks the user's DeepSpeed file as well.
-    try:
-        worlds = allowed_worlds(cfg, there.campaign.cluster)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-
-    if cfg.keep_best is not None:
-        metrics = list(metrics_of(cfg))
-        require(
-            cfg.keep_best in metrics,
-            f"{name}.keep_best is {cfg.keep_best}, which its evaluations will not have"
-            f"{did_you_mean(cfg.keep_best, metrics)}\n  expected one of {', '.join(metrics) or 'none'}\n"
-            "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on",
-        )
-        require(
-            there.campaign.remote is None,
-            f"{name}.keep_best reads the records of all attempts, and {there.campaign.remote} is no shared folder\n"
-            f"  leave it out: {name}.keep_best=null",
-        )
-
-    # Classes and image shapes. The model is not known where the weights that it starts from do not exist.
-    classes: dict[str, int] = {}
-    for path in paths:
-        index = there.index(path)
-        if index is not None and index.samples == 0:
-            raise DataError(f"{name}: {path} holds no samples\n  expected some: pack or index it again")
-    if cfg.data.evaluate in paths:
-        text = f"{name}: data.evaluate is a set that is trained on: its accuracy says nothing of other images"
-        yield CheckResult("WARN", name, text)
-    is_evaluated = cfg.data.evaluate is not None or cfg.probe.train is not None
-    for path in [*paths, *([cfg.data.evaluate] if cfg.data.evaluate is not None else [])]:
-        number = there.classes(path)
-        if number is not None:
-            classes[path] = number
-        index = there.index(path)
-        if index is not None:
-            check_max_labels(cfg, index, path, name)
-    if stage.model is not None:
-        check_model(cfg, stage.model, classes, f"{name}.model")
-    if stage.model is not None and is_evaluated:
-        check_shape(cfg.data.preprocess, stage.model, f"{name}.data.preprocess")
-
-    steps = planned_steps(cfg, there)
-    if steps is not None:
-        check_schedule(cfg, steps, name)
-    if cfg.begin is not None:
-        check_branch(stage, there)
-    if cfg.law is not None:
-        check_law(stage, there)
-
-    if not there.looks_at_files:
-        return
-    # Which shard `data.drop` means is known when all of them are there.
-    sets = there.made(paths)
-    if len(sets) == len(paths):
-        needs_labels = cfg.objective != "masked"
-        check_usable(exclude(sets, cfg.data.drop), cfg.data.drop, f"{name}.data.drop", needs_labels=needs_labels)
-    evaluated = {f"{name}.data": (cfg.data.evaluate, None), f"{name}.probe": (cfg.probe.test, cfg.probe.train)}
-    check_evaluated(evaluated, there)
-    if stage.model is not None:
-        # What a worker needs is the most where the workers are the fewest.
-        try:
-            yield from check_memory(stage, there, worlds[-1])
-        except ConfigError as error:
-            yield CheckResult.of(error, MEMORY)
 
 
 def check_max_labels(cfg: TrainConfig, index: Index, path: str, name: str) -> None:
@@ -447,37 +462,18 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
         yield CheckResult("WARN", MEMORY, f"{unknown}: {error}")
 
 
-TRAINED = StageKind(
-    name="",  # that of each of the kinds below
-    config=TrainConfig,
-    run=run,
-    inputs={
-        "data.train": Reads.SET,
-        "data.mixture.*.train": Reads.SET,
-        "data.evaluate": Reads.SET,
-        "init": Reads.WEIGHTS,
-        "law": Reads.FILE,
-        "probe.train": Reads.SET,
-        "probe.test": Reads.SET,
-    },
-    files=("deepspeed",),
-    makes_weights=True,
-    model=model_of,
-    shared_classes=shared_classes,
-    keeps_head=keeps_head,
-    checks=checks,
-    metrics=metrics_of,
-    trains=True,
-)
+class Pretrain(Training):
+    """Training from random weights (paper, section 4.1)."""
 
-# From random weights (paper, section 4.1), seven times over JFT-300M (table 3).
-PRETRAIN = dataclasses.replace(TRAINED, name="pretrain", defaults=TrainConfig(passes=7))
+    name = "pretrain"
+    defaults = TrainConfig(passes=7)  # over JFT-300M (paper, table 3)
 
-# With a fresh zero head (paper, B.1.1 and table 4).
-FINETUNE = dataclasses.replace(
-    TRAINED,
-    name="finetune",
-    defaults=TrainConfig(
+
+class Finetune(Training):
+    """Training on another set, with a new head (paper, B.1.1 and table 4)."""
+
+    name = "finetune"
+    defaults = TrainConfig(
         new_head=True,  # all layers of the pretraining head go (paper, 3.1 and B.1.1)
         optim=OptimConfig(
             name="sgd",
@@ -488,5 +484,4 @@ FINETUNE = dataclasses.replace(
         loss="softmax",
         steps=20_000,  # ImageNet (paper, table 4)
         batch_size=512,
-    ),
-)
+    )

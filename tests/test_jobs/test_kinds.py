@@ -1,4 +1,4 @@
-"""A kind of stage is one file and one line of the table: all else goes by what its StageKind says."""
+"""A kind of stage is one file and one line of the table: everything else uses the methods of its class."""
 
 import importlib
 import sys
@@ -38,32 +38,31 @@ class Config:
     RESUME: ClassVar[Tags] = tags(forbid="init digits")
 
 
-def run(cfg: Config, context) -> dict[str, Any]:
-    weights, config = models.load_weights(context.campaign.path_of(cfg.init))
-    for name, tensor in weights.items():
-        mantissa, exponent = torch.frexp(tensor)
-        weights[name] = torch.ldexp(torch.round(mantissa * 2**cfg.digits) / 2**cfg.digits, exponent)
-    models.save_weights(weights, context.directory, config, class_names=context.class_names)
-    return {"metrics": {"accuracy": 0.5}}
+class Rounded(StageKind):
+    name = "rounded"
+    config = Config
+    inputs = {"init": Reads.WEIGHTS}
+    makes_weights = True
+    needs_workers = False
 
+    def run(self, cfg: Config, context) -> dict[str, Any]:
+        weights, config = models.load_weights(context.campaign.path_of(cfg.init))
+        for name, tensor in weights.items():
+            mantissa, exponent = torch.frexp(tensor)
+            weights[name] = torch.ldexp(torch.round(mantissa * 2**cfg.digits) / 2**cfg.digits, exponent)
+        models.save_weights(weights, context.directory, config, class_names=context.class_names)
+        return {"metrics": {"accuracy": 0.5}}
 
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    if stage.config.digits < 1:
-        raise ConfigError(f"{stage.name}.digits is {stage.config.digits}, expected 1 or more")
-    yield CheckResult("WARN", "digits", f"{stage.name}: {stage.config.digits} digits lose accuracy")
+    def model(self, cfg: Config, source_model):
+        return source_model(cfg.init)
 
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        if stage.config.digits < 1:
+            raise ConfigError(f"{stage.name}.digits is {stage.config.digits}, expected 1 or more")
+        yield CheckResult("WARN", "digits", f"{stage.name}: {stage.config.digits} digits lose accuracy")
 
-KIND = StageKind(
-    name="rounded",
-    config=Config,
-    run=run,
-    inputs={"init": Reads.WEIGHTS},
-    makes_weights=True,
-    model=lambda cfg, source_model: source_model(cfg.init),
-    checks=checks,
-    metrics=lambda cfg: ["accuracy"],
-    needs_workers=False,
-)
+    def metrics(self, cfg: Config):
+        return ["accuracy"]
 '''
 
 
@@ -73,7 +72,7 @@ def with_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rounded.py").write_text(ROUNDED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rounded", raising=False)
-    monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").KIND)
+    monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").Rounded())
 
 
 def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_rounded, recipe, shards, capsys) -> None:

@@ -25,7 +25,7 @@ import yaml
 from data.errors import UsageError
 from jobs.extras.diff.facts import Fact, differences
 from jobs.extras.diff.meaning import ComparedStage, facts_of, of_campaign, of_run
-from jobs.extras.report.reading import flat
+from jobs.extras.history import flat
 from jobs.named_stages import find_stage
 from jobs.resolved_recipe import Campaign
 from jobs.terminal import echo

@@ -20,7 +20,7 @@ from data.images.preprocess import parse_ops
 from data.index.index import Index
 from data.order import DEFAULT_BLOCK, DEFAULT_LANES
 from jobs.extras.diff.facts import Fact
-from jobs.extras.report.reading import flat, read_run
+from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
 from jobs.kinds import KINDS
 from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
@@ -30,7 +30,7 @@ from pipeline import config
 from pipeline.optimization import learning_rate
 from pipeline.training_config import steps_of
 
-JUDGING = (evaluate.KIND, fewshot.KIND)
+JUDGING = (evaluate.Evaluate.name, fewshot.FewShot.name)
 NONE = "none"  # the value of what is not there, and known not to be
 # Protocols with settings of their own, which mean something where the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
@@ -78,13 +78,13 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
     waited_for: set[str] = set()  # tables that other runs take their values from
     for stage in campaign.stages:
         waited_for.update(stage.chosen.values())
-        if stage.kind is sweep.KIND:
+        if stage.kind.name == sweep.Table.name:
             table_of.update(dict.fromkeys(stage.config.runs, stage))
     seen: set[tuple[str, str]] = set()
     for stage in campaign.stages:
         table = table_of.get(stage.name)
         is_candidate = table is not None and f"@{table.name}" in waited_for
-        if is_candidate or not (stage.kind.trains or stage.kind in JUDGING):
+        if is_candidate or not (stage.kind.trains or stage.kind.name in JUDGING):
             continue
         # 1. Its row, how many runs that has, and of which values it has the best.
         row = stage.name
@@ -150,7 +150,7 @@ def of_run(path: Path) -> Iterator[ComparedStage]:
     for stage in read_run(path).stages:
         record = stage.record
         kind = KINDS.get(record.get("kind", ""))
-        if kind is None or not (kind.trains or kind in JUDGING):
+        if kind is None or not (kind.trains or kind.name in JUDGING):
             continue
         model = None
         image_size = None
@@ -212,7 +212,7 @@ def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
         is_unused = section in WITH_SETTINGS and section not in cfg.protocols
         if not (is_path or is_free or is_unused):
             facts[name] = Fact(value, config.shown(value))
-    if stage.kind is evaluate.KIND:
+    if stage.kind.name == evaluate.Evaluate.name:
         facts["protocols"] = Fact(sorted(cfg.protocols), ", ".join(sorted(cfg.protocols)))
     facts["preprocess"] = fact_of_ops(cfg.preprocess, stage.image_size)
     return facts

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jobs.extras.diff.facts import Effect, FactDifference
-from jobs.extras.report.reading import StageHistory
+from jobs.extras.history import StageHistory
 
 # Of differences with the same effect, the one to suspect first.
 KINDS = ("seed", "data", "config", "world size", "code", "hardware", "packages")

@@ -15,7 +15,7 @@ from typing import Any
 
 from data.index.index import Index
 from jobs.extras.diff.facts import Effect, Fact, FactDifference, differences
-from jobs.extras.report.reading import StageHistory, flat
+from jobs.extras.history import StageHistory, flat
 
 NAMED = 5  # of the tars, and of the classes, that differ in a set
 

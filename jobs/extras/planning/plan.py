@@ -109,7 +109,7 @@ class Plan:
         # 2. What it reads and lacks, and its model.
         for part, value in stage.parents.items():
             # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-            if stage.kind is not table.KIND and part not in stage.chosen:
+            if stage.kind.name != table.Table.name and part not in stage.chosen:
                 self.add("reads", f"{part} = {value}")
         if stage.model is not None:
             model = stage.model
@@ -129,7 +129,7 @@ class Plan:
             self.add("chosen", f"{part}: {choice_text(campaign, stage, part)}")
         if len(stage.known) < len(stage.chosen):
             self.add("chosen", "until then the lines below have the first of these values")
-        if stage.kind is table.KIND:
+        if stage.kind.name == table.Table.name:
             cfg: table.Config = stage.config
             rows = {run.row for run in cfg.runs.values()}
             text = f"{len(cfg.runs)} runs in {len(rows)} rows"

@@ -1,6 +1,6 @@
 """Writes the page of a run, or of several runs side by side (data/templates/run.html and compare.html).
 
-1. The runs are read (reading.py) and, if there are several, compared (jobs/extras/diff).
+1. The runs are read (jobs/extras/history.py) and, if there are several, compared (jobs/extras/diff).
 2. What the template shows is gathered: the stages as they were read, charts, rows of numbers, pictures.
 3. The page is rendered, which writes the numbers as text, and written whole.
 """
@@ -25,10 +25,10 @@ from data.index.index import Index
 from data.storage import Storage
 from jobs.extras.diff.parting import part
 from jobs.extras.diff.recorded import recorded_differences
+from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, read_run
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
-from jobs.extras.report.reading import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, read_run
 from jobs.extras.studies.chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson

@@ -21,7 +21,7 @@ from data.index.index import Index
 from data.page import jpeg
 from data.remote.cache import CacheConfig
 from data.shards.reader import ShardReader
-from jobs.extras.report.reading import RunHistory, StageHistory
+from jobs.extras.history import RunHistory, StageHistory
 from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts
 

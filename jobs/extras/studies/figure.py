@@ -137,70 +137,95 @@ def published(table: str, x: str, y: str) -> list[Point]:
     return points
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
-    # 1. The points.
-    points: list[Point] = []
-    is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
-    for row in read_rows(cfg, context.campaign):
-        if cfg.curve:
-            curve = list(curve_of(cfg, row))
-            points += curve
-            if not curve:
-                context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged, or not run")
-        # A row whose runs have diverged has no metric.
-        elif row.means or cfg.y in row.values:
-            points.append(point_of(cfg, row))
-            is_share = is_share or cfg.y in row.means
-    require(bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?")
-    # A value of a grid may be no number, as null beside 768: then all of them are names.
-    if not all(isinstance(point["x"], int | float) for point in points):
-        for point in points:
-            point["x"] = str(point["x"])
+class Figure(StageKind):
+    """The kind of stage that draws a figure from the tables of sweeps."""
 
-    # 2. The panels, ours and the paper's, and the law.
-    figure: dict[str, Any] = {
-        "title": cfg.title or f"{cfg.y} over {cfg.x}",
-        "x": cfg.x,
-        "y": cfg.y,
-        "log": list(cfg.log),
-        "stamp": cfg.stamp,
-        "is_curve": cfg.curve,
-        "is_share": is_share,
-        "points": points,
-    }
-    if cfg.paper:
-        title = f"{CITATION}, {cfg.paper['table']}"
-        drawn = {"title": title, "is_curve": False, "is_share": True, "points": published(**cfg.paper)}
-        figure["paper"] = cfg.paper | drawn
-    if cfg.fit:
-        try:
-            figure["fit"] = fitted(cfg, points, is_share=is_share)
-        except ValueError as error:
-            way_out = "leave fit out, or vary more in the sweep"
-            raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+    name = "figure"
+    config = Config
+    inputs: ClassVar = {"tables.*": Reads.TABLE}
+    needs_workers = False
 
-    # 3. The files. The chart is imported here and not above: a recipe is checked without matplotlib.
-    from jobs.extras.studies.chart import write_study_chart
+    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+        """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
+        # 1. The points.
+        points: list[Point] = []
+        is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
+        for row in read_rows(cfg, context.campaign):
+            if cfg.curve:
+                curve = list(curve_of(cfg, row))
+                points += curve
+                if not curve:
+                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged, or not run")
+            # A row whose runs have diverged has no metric.
+            elif row.means or cfg.y in row.values:
+                points.append(point_of(cfg, row))
+                is_share = is_share or cfg.y in row.means
+        require(
+            bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?"
+        )
+        # A value of a grid may be no number, as null beside 768: then all of them are names.
+        if not all(isinstance(point["x"], int | float) for point in points):
+            for point in points:
+                point["x"] = str(point["x"])
 
-    artifacts.write_record(context.directory / DOCUMENT, figure)
-    write_study_chart(figure, context.directory)
-    table = io.StringIO()
-    columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
-    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    panels: dict[str, dict[str, Any]] = {"run": figure, "paper": figure.get("paper", {})}
-    for source, panel in panels.items():
-        for point in panel.get("points", []):
-            writer.writerow({"source": source, **point})
-    write_whole(context.directory / "figure.csv", table.getvalue())
-    lines = list(as_markdown(figure))
-    write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
-    for line in lines:
-        context.log(line)
-    names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
-    summary = f"{len(points)} points, figure.png"
-    return {"summary": summary, "files": artifacts.digests(context.directory, names)}
+        # 2. The panels, ours and the paper's, and the law.
+        figure: dict[str, Any] = {
+            "title": cfg.title or f"{cfg.y} over {cfg.x}",
+            "x": cfg.x,
+            "y": cfg.y,
+            "log": list(cfg.log),
+            "stamp": cfg.stamp,
+            "is_curve": cfg.curve,
+            "is_share": is_share,
+            "points": points,
+        }
+        if cfg.paper:
+            title = f"{CITATION}, {cfg.paper['table']}"
+            drawn = {"title": title, "is_curve": False, "is_share": True, "points": published(**cfg.paper)}
+            figure["paper"] = cfg.paper | drawn
+        if cfg.fit:
+            try:
+                figure["fit"] = fitted(cfg, points, is_share=is_share)
+            except ValueError as error:
+                way_out = "leave fit out, or vary more in the sweep"
+                raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+
+        # 3. The files. The chart is imported here and not above: a recipe is checked without matplotlib.
+        from jobs.extras.studies.chart import write_study_chart
+
+        artifacts.write_record(context.directory / DOCUMENT, figure)
+        write_study_chart(figure, context.directory)
+        table = io.StringIO()
+        columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
+        writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        panels: dict[str, dict[str, Any]] = {"run": figure, "paper": figure.get("paper", {})}
+        for source, panel in panels.items():
+            for point in panel.get("points", []):
+                writer.writerow({"source": source, **point})
+        write_whole(context.directory / "figure.csv", table.getvalue())
+        lines = list(as_markdown(figure))
+        write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
+        for line in lines:
+            context.log(line)
+        names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
+        summary = f"{len(points)} points, figure.png"
+        return {"summary": summary, "files": artifacts.digests(context.directory, names)}
+
+    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+        """Refuse a figure without a table, and of stages that are none."""
+        cfg: Config = stage.config
+        require(
+            bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}"
+        )
+        for name, value in cfg.tables.items():
+            link = reference(value)
+            if link is not None and there.campaign.stage(link[0]).kind.name != sweep.Table.name:
+                raise ConfigError(
+                    f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
+                    "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"
+                )
+        return ()
 
 
 # ------------------------------------------------------------------------------------------------ points
@@ -400,30 +425,3 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
             f"- without {largest['row']} it foretells {largest['foretold']:.4g} [{largest['low']:.4g}, "
             f"{largest['high']:.4g}]; it was {largest['was']:.4g}: {verdict}"
         )
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
-    """Refuse a figure without a table, and of stages that are none."""
-    cfg: Config = stage.config
-    require(bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}")
-    for name, value in cfg.tables.items():
-        link = reference(value)
-        if link is not None and there.campaign.stage(link[0]).kind is not sweep.KIND:
-            raise ConfigError(
-                f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
-                "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"
-            )
-    return ()
-
-
-KIND = StageKind(
-    name="figure",
-    config=Config,
-    run=run,
-    inputs={"tables.*": Reads.TABLE},
-    checks=checks,
-    needs_workers=False,
-)

@@ -54,31 +54,36 @@ class Config:
         require(bool(self.batches) and min(self.batches) > 0, f"batches is {list(self.batches)}, expected sizes")
 
 
-def model_of(cfg: Config, source_model: SourceModel) -> ModelConfig:
-    """Return the model that is timed."""
-    return model_config(cfg.model)
+class Speed(StageKind):
+    """The kind of stage that measures the inference speed of a model."""
 
+    name = "speed"
+    config = Config
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Time the model on a worker; its numbers are axes of a sweep's table."""
-    outcome = supervise(
-        worker,
-        partial(make_task, cfg, context),
-        context,
-        worlds=context.campaign.cluster.worlds,
-        stall_s=cfg.stall_s,
-        can_commit=False,
-    )
-    for batch, rate in outcome["by_batch"].items():
-        context.log(f"{context.stage.name}: {rate:.1f} images/s in batches of {batch}")
-    largest = f"largest batch {outcome['largest_batch']:.0f}"
-    if outcome["largest_batch"] == cfg.most_batch:
-        largest += ", with which most_batch ends the search"
-    context.log(f"{context.stage.name}: {largest}")
-    summary = f"{outcome['images_per_s']:.1f} images/s, {largest}, {outcome['hardware']}"
-    axes = {"images_per_s": outcome["images_per_s"], "largest_batch": outcome["largest_batch"]}
-    axes["image_size"] = float(context.model.image_size[0])
-    return {"summary": summary, "axes": axes, "by_batch": outcome["by_batch"], "hardware": outcome["hardware"]}
+    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+        """Time the model on a worker; its numbers are axes of a sweep's table."""
+        outcome = supervise(
+            worker,
+            partial(make_task, cfg, context),
+            context,
+            worlds=context.campaign.cluster.worlds,
+            stall_s=cfg.stall_s,
+            can_commit=False,
+        )
+        for batch, rate in outcome["by_batch"].items():
+            context.log(f"{context.stage.name}: {rate:.1f} images/s in batches of {batch}")
+        largest = f"largest batch {outcome['largest_batch']:.0f}"
+        if outcome["largest_batch"] == cfg.most_batch:
+            largest += ", with which most_batch ends the search"
+        context.log(f"{context.stage.name}: {largest}")
+        summary = f"{outcome['images_per_s']:.1f} images/s, {largest}, {outcome['hardware']}"
+        axes = {"images_per_s": outcome["images_per_s"], "largest_batch": outcome["largest_batch"]}
+        axes["image_size"] = float(context.model.image_size[0])
+        return {"summary": summary, "axes": axes, "by_batch": outcome["by_batch"], "hardware": outcome["hardware"]}
+
+    def model(self, cfg: Config, source_model: SourceModel) -> ModelConfig | None:
+        """Return the model that is timed."""
+        return model_config(cfg.model)
 
 
 def make_task(cfg: Config, context: Context, attempt: int) -> Task:
@@ -180,6 +185,3 @@ def largest_batch(goes_through: Callable[[int], bool], most: int) -> int:
         else:
             high = middle
     return low
-
-
-KIND = StageKind(name="speed", config=Config, run=run, model=model_of)

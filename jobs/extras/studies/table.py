@@ -132,97 +132,135 @@ class Row:
     axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
-    results = []
-    for name, run_config in cfg.runs.items():
-        results.append(result_of(name, run_config, cfg, context))
-    rows = rows_of(results)
-    best: Row | None = None
-    for row in rows:
-        # Of equal rows the first wins.
-        can_win = cfg.chooses and cfg.best in row.means
-        if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
-            best = row
-    runs = []
-    scores: list[bool] = []  # of each run that a law foretold, whether it was inside
-    diverged: list[str] = []
-    folders = set()
-    for result in results:
-        runs.append(run_as_json(result))
-        if result.foretold:
-            scores.append(result.foretold["is_inside"])
-        if result.stopped:
-            context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
-        if not result.diverged:
-            continue
-        context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
-        diverged.append(result.stage)
-        folder = context.campaign.directory(context.campaign.stage(result.stage))
-        folders.add(str(folder / artifacts.DONE))
-    # One run that has not diverged is enough for a choice; a mean needs all of them.
-    if diverged and best is None:
-        expected = "all of them for the table"
-        if cfg.chooses:
-            expected = "one that has not, to choose from"
-        raise Diverged(
-            f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
-            f"  expected {expected}\n"
-            f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
-        )
+class Table(StageKind):
+    """The kind of stage that makes the table of a sweep."""
 
-    means: list[Row] = []
-    if not cfg.chooses:
-        means = means_of(results, cfg.groups)
-    write_table(context, cfg.best, rows, means, best)
-    chosen: dict[str, object] = {}
-    if best is not None:
-        chosen.update(best.values)
-    record: dict[str, object] = {
-        "sweep": context.stage.name,
-        "metric": cfg.best,
-        "rule": TIES,
-        "chosen": chosen,
-        "runs": runs,
-        "rows": rows_as_json(rows),
-        "means": rows_as_json(means),
-        "axes": {row.name: dict(row.axes) for row in rows},
-    }
-    is_measured = any(row.means for row in rows)
-    if cfg.chosen_on_test and is_measured:
-        record["chosen_on_test"] = True
-    if cfg.evaluation == "best":
-        record["evaluation"] = cfg.evaluation
-    artifacts.write_record(context.directory / DOCUMENT, record)
+    name = "sweep"
+    config = Config
+    inputs: ClassVar = {"runs.*.stage": Reads.OUTCOME}
+    needs_workers = False
 
-    # In one line, for `status` and the campaign's closing table.
-    if best is not None:
-        summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
-    elif not is_measured:
-        summary = f"{len(results)} runs in {len(rows)} rows"
-    else:
-        parts = []
-        for row in means or rows:
-            part = "-"
-            if row.means:
-                part = str(row.means[cfg.best])
-            if row.name != context.stage.name:
-                part = f"{row.name} {part}"
-            if row.remark:
-                part += f" ({row.remark})"
-            parts.append(part)
-        summary = f"{cfg.best} {', '.join(parts)}"
-    if scores:
-        summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
-    if cfg.chosen_on_test and is_measured:
-        summary += ", chosen on test"
-    if cfg.evaluation == "best":
-        summary += ", best evaluations"
-    outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
-    for other in context.campaign.stages:
-        if best is None and f"@{context.stage.name}" in other.chosen.values():
-            outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
-    return outcome
+    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+        """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
+        results = []
+        for name, run_config in cfg.runs.items():
+            results.append(result_of(name, run_config, cfg, context))
+        rows = rows_of(results)
+        best: Row | None = None
+        for row in rows:
+            # Of equal rows the first wins.
+            can_win = cfg.chooses and cfg.best in row.means
+            if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
+                best = row
+        runs = []
+        scores: list[bool] = []  # of each run that a law foretold, whether it was inside
+        diverged: list[str] = []
+        folders = set()
+        for result in results:
+            runs.append(run_as_json(result))
+            if result.foretold:
+                scores.append(result.foretold["is_inside"])
+            if result.stopped:
+                context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
+            if not result.diverged:
+                continue
+            context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
+            diverged.append(result.stage)
+            folder = context.campaign.directory(context.campaign.stage(result.stage))
+            folders.add(str(folder / artifacts.DONE))
+        # One run that has not diverged is enough for a choice; a mean needs all of them.
+        if diverged and best is None:
+            expected = "all of them for the table"
+            if cfg.chooses:
+                expected = "one that has not, to choose from"
+            raise Diverged(
+                f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
+                f"  expected {expected}\n"
+                f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
+            )
+
+        means: list[Row] = []
+        if not cfg.chooses:
+            means = means_of(results, cfg.groups)
+        write_table(context, cfg.best, rows, means, best)
+        chosen: dict[str, object] = {}
+        if best is not None:
+            chosen.update(best.values)
+        record: dict[str, object] = {
+            "sweep": context.stage.name,
+            "metric": cfg.best,
+            "rule": TIES,
+            "chosen": chosen,
+            "runs": runs,
+            "rows": rows_as_json(rows),
+            "means": rows_as_json(means),
+            "axes": {row.name: dict(row.axes) for row in rows},
+        }
+        is_measured = any(row.means for row in rows)
+        if cfg.chosen_on_test and is_measured:
+            record["chosen_on_test"] = True
+        if cfg.evaluation == "best":
+            record["evaluation"] = cfg.evaluation
+        artifacts.write_record(context.directory / DOCUMENT, record)
+
+        # In one line, for `status` and the campaign's closing table.
+        if best is not None:
+            summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
+        elif not is_measured:
+            summary = f"{len(results)} runs in {len(rows)} rows"
+        else:
+            parts = []
+            for row in means or rows:
+                part = "-"
+                if row.means:
+                    part = str(row.means[cfg.best])
+                if row.name != context.stage.name:
+                    part = f"{row.name} {part}"
+                if row.remark:
+                    part += f" ({row.remark})"
+                parts.append(part)
+            summary = f"{cfg.best} {', '.join(parts)}"
+        if scores:
+            summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
+        if cfg.chosen_on_test and is_measured:
+            summary += ", chosen on test"
+        if cfg.evaluation == "best":
+            summary += ", best evaluations"
+        outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
+        for other in context.campaign.stages:
+            if best is None and f"@{context.stage.name}" in other.chosen.values():
+                outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
+        return outcome
+
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Refuse a table of a metric that one of its runs will not have."""
+        cfg: Config = stage.config
+        metrics_of: dict[str, list[str]] = {}
+        some_train = False
+        for run_name in cfg.runs:
+            run_stage = there.campaign.stage(run_name)
+            metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
+            some_train = some_train or run_stage.kind.trains
+        # A fan-out: nothing is measured, and nobody waits for a choice.
+        is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
+        if not any(metrics_of.values()) and not is_waited_for:
+            if some_train:
+                text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
+                yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
+            return
+        for run_name, metrics in metrics_of.items():
+            run_stage = there.campaign.stage(run_name)
+            if cfg.best not in metrics:
+                raise ConfigError(
+                    f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                    f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
+                    "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate its protocols"
+                )
+            require(
+                cfg.evaluation == "last" or run_stage.kind.trains,
+                f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
+                "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
+            )
 
 
 def run_as_json(result: Result) -> dict[str, object]:
@@ -437,47 +475,3 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
         for number, cell in enumerate(cells):
             lines[number] += cell.rjust(width)
     return lines
-
-
-# ------------------------------------------------------------------------ what is known before it runs
-
-
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Refuse a table of a metric that one of its runs will not have."""
-    cfg: Config = stage.config
-    metrics_of: dict[str, list[str]] = {}
-    some_train = False
-    for run_name in cfg.runs:
-        run_stage = there.campaign.stage(run_name)
-        metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
-        some_train = some_train or run_stage.kind.trains
-    # A fan-out: nothing is measured, and nobody waits for a choice.
-    is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
-    if not any(metrics_of.values()) and not is_waited_for:
-        if some_train:
-            text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
-            yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
-        return
-    for run_name, metrics in metrics_of.items():
-        run_stage = there.campaign.stage(run_name)
-        if cfg.best not in metrics:
-            raise ConfigError(
-                f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
-                f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
-                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
-            )
-        require(
-            cfg.evaluation == "last" or run_stage.kind.trains,
-            f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
-            "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
-        )
-
-
-KIND = StageKind(
-    name="sweep",
-    config=Config,
-    run=run,
-    inputs={"runs.*.stage": Reads.OUTCOME},
-    checks=checks,
-    needs_workers=False,
-)

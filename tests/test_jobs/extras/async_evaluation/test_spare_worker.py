@@ -25,7 +25,6 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.extras.async_evaluation.spare_worker import NoPlace, SpareWorker
-from jobs.extras.demo import step_losses
 from pipeline import evaluate
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
@@ -36,6 +35,7 @@ from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.training_config import HealthConfig, TrainConfig
 from tests.support import worker_functions
+from tests.support.demo import step_losses
 from tests.support.drives import assert_same, finish, said, stage, start
 
 EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise

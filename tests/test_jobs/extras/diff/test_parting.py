@@ -14,8 +14,8 @@ from data.sources.samples import digits
 from jobs.extras.diff.facts import Effect
 from jobs.extras.diff.parting import part
 from jobs.extras.diff.recorded import recorded_differences
+from jobs.extras.history import read_run
 from jobs.extras.report.page import write_report
-from jobs.extras.report.reading import read_run
 from pipeline import artifacts
 from tests.support.paged_runs import add, change, change_metrics, make_run, start
 

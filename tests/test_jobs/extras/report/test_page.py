@@ -22,11 +22,11 @@ from data.shards.subset import Rule
 from data.sources.samples import Sample, digits
 from data.storage import Folder
 from jobs.__main__ import main
+from jobs.extras.history import read_run
 from jobs.extras.report import kept, page
 from jobs.extras.report.charts import smooth, thin
 from jobs.extras.report.kept import KeptPage
 from jobs.extras.report.page import write_report
-from jobs.extras.report.reading import read_run
 from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline import artifacts

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,10 @@ from jobs.cluster.failure import StageFailed
 from jobs.commands import status
 from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
-from jobs.extras.studies import table as sweep
 from jobs.extras.studies.expand import Written, expand, resolve_sweep
 from jobs.recipe import campaign, records, render
 from jobs.recipe.render import portable
-from jobs.resolved_recipe import Campaign, Context, no_checks
+from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Stage
 from jobs.run.log import log_table
 from jobs.run.stage_run import run_stage
 from pipeline import artifacts
@@ -34,6 +34,7 @@ from pipeline.config import read_recipe
 from pipeline.evaluation.intervals import over_draws
 from pipeline.extras import async_evaluation
 from pipeline.extras.plan.cost import Assumptions
+from tests.support.campaigns import with_methods
 
 ROOT = Path(__file__).parents[4]
 IMAGES = ROOT.parent / "shared" / "images"
@@ -75,6 +76,10 @@ def protocol(tmp_path: Path) -> Path:
 
 def expanded(sections: dict[str, Any]) -> dict[str, Written]:
     return expand(sections, lambda name, section: None)
+
+
+def no_checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
+    return ()
 
 
 def keys_of(recipe: Path, *overrides: str) -> dict[str, str]:
@@ -376,7 +381,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", records.stage_record(stage))
     context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
-    outcome = sweep.run(stage.config, context)
+    outcome = stage.kind.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said
 
@@ -475,7 +480,7 @@ def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_ch
     loaded = campaign.load(protocol, [])
     for name in ("finetune.seed-0", "finetune.seed-1"):
         stage = loaded.stage(name)
-        stage = replace(stage, kind=replace(stage.kind, checks=no_checks), parents=stage.chosen)
+        stage = replace(stage, kind=with_methods(stage.kind, checks=no_checks), parents=stage.chosen)
         context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
         assert run_stage(context, fresh=False)["stopped"] == "finetune.grid was stopped"
     document, _ = make_table(loaded, "finetune")
@@ -728,7 +733,7 @@ def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_e
             raise failure
 
         stage = loaded.stage(name)
-        kind = replace(stage.kind, run=fail, checks=no_checks)
+        kind = with_methods(stage.kind, run=fail, checks=no_checks)
         stage = replace(stage, kind=kind, parents={})
         context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
         return run_stage(context, fresh=False)

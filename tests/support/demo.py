@@ -1,4 +1,6 @@
-"""The work of `make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+"""`make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+
+    python -m tests.support.demo --directory runs
 
 1. Pretraining runs under Ray with two workers: on CPUs, or on a GPU each. With one GPU there is one worker, unless
    PATCHLINE_WORKERS_PER_GPU=2 has two workers share it.
@@ -9,8 +11,10 @@
    pretraining is exact.
 """
 
+import argparse
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +22,7 @@ import torch
 
 from data.errors import ExitCode
 from jobs.cluster.worker import records
-from jobs.command_line.words import WATCHERS
+from jobs.commands.arguments import WATCHERS
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
@@ -28,7 +32,7 @@ from pipeline.checkpoints.manifest import Manifest, attempt_folder, committed, r
 from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
+RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 WORKERS = 2  # at most
 
 
@@ -138,3 +142,14 @@ def step_losses(directory: Path) -> dict[int, list[float]]:
         for step, loss in zip(steps_in(record), record["losses"], strict=True):
             losses_of.setdefault(step, []).append(loss)
     return losses_of
+
+
+def main() -> int:
+    """Run the demo in a folder of its own below --directory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("runs"), help="where its run directory goes")
+    return demo(parser.parse_args().directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,11 @@
-"""What a run's folder holds, read for its page: the stages, the steps of each, what ended it, what it waits for.
+"""The history of a run, for its page and for `diff`: all steps of its stages, what ended them, what they wait for.
 
     run = read_run(Path("runs/digits"))
-    run.stages[1].steps.loss[-1]            the loss of the last step that was taken
+    run.stages[1].steps.loss[-1]            the loss of the last step
 
-A step may have been taken by several attempts. `Stage.steps` are those whose weights went on; `Stage.lost` are the
-steps that a later attempt did again. Nothing here imports torch: a page of a million steps takes a second or two.
+It builds on jobs/run/reading.py, which reads how a run stands now. Several attempts may have taken the same step:
+`StageHistory.steps` are those whose weights were kept, `StageHistory.lost` those that a later attempt repeated. Nothing
+here imports torch: a page of a million steps takes a second or two.
 """
 
 from __future__ import annotations
