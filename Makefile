@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 demo: env
-	$(BIN)/python -m jobs demo
+	$(BIN)/python -m tests.support.demo
 
 cluster-demo: env
 	$(BIN)/python -m tests.support.cluster_demo

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/report.md: the page of a run, and that of two runs, as a browser shows them.
 
-    python -m jobs demo --directory runs                           # a run with a restart
+    python -m tests.support.demo                                     # a run with a restart
     python -m jobs run digits run=runs/second pretrain.optim.lr=0.003
     python -m benchmarks.pictures runs/demo-… runs/second          # writes docs/pictures/report*.png
     python -m benchmarks.pictures runs/demo-… runs/second --all FOLDER    # four widths, light and dark

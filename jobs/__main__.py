@@ -4,9 +4,12 @@
     patchline checkpoints verify runs/digits --step 50
 
 1. This checkout comes first on the import path, so that no other package called `data` or `models` is taken for ours.
-2. typer finds the command among those of jobs/command_line and calls its function with the words.
+2. COMMANDS names every command's function as text. The module of the command that is typed is imported, and typer
+   calls its function with the arguments (jobs/commands/lazy_group.py).
 3. That function imports what it needs only now, so that `--help` answers at once.
 4. Whatever ends the command becomes one message on stderr and an exit code, from the table in data/errors.py.
+
+This is the only file that knows both the core and the extras.
 """
 
 import os
@@ -27,15 +30,13 @@ except ModuleNotFoundError as error:
     print("  type make env && source .venv/bin/activate", file=sys.stderr)
     sys.exit(69)  # something that is needed is not there: ExitCode.UNAVAILABLE
 from typer.exceptions import TyperException
-from typer.main import get_command
+from typer.main import get_install_completion_arguments
 
 from data.checks import printable_lines
-from data.errors import ExitCode, exit_code
-from data.files import explain
-from jobs.command_line import campaigns, checkpoints, cluster, leaks, replays, shards, weights
-from jobs.command_line.words import make_group
+from data.errors import ExitCode, UsageError, exit_code
+from jobs.commands.lazy_group import CommandTable, LazyGroup
 from jobs.progress import activity
-from jobs.terminal import COMMAND, is_closed_pipe, program, write_last
+from jobs.terminal import is_closed_pipe, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -45,7 +46,7 @@ EXIT_CODES = (
     "78 configuration · 130 interrupted (a run: twice)"
 )
 
-STREAMS = {"demo", "logs", "run"}  # commands that print what others write, and show that they live
+STREAMS = {"logs", "run"}  # commands that print what others write, and show their own progress
 SIGPIPE_CODE = 128 + signal.SIGPIPE  # as a shell has it of programs that end at a closed pipe
 # Our commands, and what people who come from other programs call them.
 OTHER_COMMANDS = {
@@ -72,34 +73,83 @@ EXAMPLES = {
     "without": "runs/photos/pretrain --samples bad.txt",
 }
 
-app = make_group("Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES, completion=True)
-app.add_typer(campaigns.commands)
-app.add_typer(checkpoints.commands, name="checkpoints")
-app.add_typer(cluster.commands)
-app.add_typer(weights.commands)
-app.add_typer(shards.commands)
-app.add_typer(shards.data_commands, name="data")
-app.add_typer(leaks.commands)
-app.add_typer(replays.commands)
+COMMANDS = CommandTable(
+    {
+        "Runs": {
+            "run": ("jobs.commands.campaigns:run", "Run a campaign, or resume it."),
+            "status": ("jobs.commands.campaigns:status", "Show stage, step, loss, speed, ETA and last checkpoint."),
+            "checkpoints list": ("jobs.commands.checkpoints:list_all", "List the checkpoints of every stage."),
+            "checkpoints verify": ("jobs.commands.checkpoints:verify_all", "Compare every byte with the manifest."),
+            "checkpoints inspect": ("jobs.commands.checkpoints:inspect", "Print the manifest and all parameters."),
+            "checkpoints diff": ("jobs.commands.checkpoints:compare", "Compare two checkpoints."),
+            "checkpoints export": ("jobs.commands.checkpoints:export_weights", "Write a checkpoint's weights."),
+            "checkpoints prune": ("jobs.commands.checkpoints:prune", "Delete all but the newest checkpoints."),
+            "submit": ("jobs.commands.cluster:submit", "Run a campaign as a Ray job on a cluster."),
+            "logs": ("jobs.commands.cluster:logs", "Follow the output of a submitted run."),
+            "stop": ("jobs.commands.cluster:stop", "Ask a run to commit and end, wherever its driver is."),
+            "list": ("jobs.commands.cluster:list_jobs", "List the jobs of the cluster."),
+        },
+        "Before a run": {
+            "new": ("jobs.extras.new.command:new", "Write a recipe for a folder of images."),
+            "plan": ("jobs.extras.planning.command:plan", "Print the stages, memory, time and cost of a recipe."),
+            "trial": ("jobs.extras.planning.command:trial", "Measure 30 real steps of each trained stage."),
+            "preflight": ("jobs.extras.planning.command:preflight", "Check workers, links, disks and data."),
+        },
+        "Data": {
+            "pack": ("jobs.commands.sets:pack", "Pack images of many kinds into shards with an index."),
+            "index": ("jobs.commands.sets:index", "Index existing WebDataset tars, unchanged."),
+            "subset": ("jobs.commands.sets:subset", "Choose samples of a set; nothing is packed again."),
+            "data check": ("jobs.extras.doctor.command:check", "Read and decode every sample."),
+            "data stats": ("jobs.extras.doctor.command:stats", "Show how sizes and labels are distributed."),
+            "data repair": ("jobs.extras.doctor.command:repair", "Pack every good sample into a new set."),
+            "leaks": ("jobs.extras.leaks.command:leaks", "Find training images that are also in a test set."),
+        },
+        "Weights": {
+            "import": ("jobs.commands.weights:import_foreign", "Convert official, timm or transformers weights."),
+            "export": ("jobs.commands.weights:export", "Write weights for timm, transformers or big_vision."),
+            "evaluate": ("jobs.commands.evaluate:evaluate", "Evaluate weights on sets, without a recipe."),
+            "analyze": ("jobs.extras.analyze.command:analyze", "Draw attention maps, distances and filters."),
+        },
+        "After a run": {
+            "report": ("jobs.extras.report.command:report", "Write the page of a run, or compare several."),
+            "diff": ("jobs.extras.diff.command:diff", "Show how a recipe or run differs from another."),
+            "replay": ("jobs.extras.replays.command:replay", "Rebuild the global batch of one step."),
+            "audit": ("jobs.extras.replays.command:audit", "Prove a training by repeating parts of it bit for bit."),
+            "bisect": ("jobs.extras.replays.command:bisect", "Find the samples that caused a spike."),
+            "without": ("jobs.extras.replays.command:without", "Repeat a run as if samples had never been seen."),
+        },
+    },
+    groups={
+        "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
+        "data": "Check, measure or repair a set of shards.",
+    },
+)
+
+
+def make_parser() -> LazyGroup:
+    """Return the parser of all commands."""
+    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
+    parser.params += get_install_completion_arguments()
+    return parser
 
 
 def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
-    """Run the command that the words name and return its exit code; an error has become a message on stderr.
+    """Run a command and return its exit code. Errors become a message on stderr.
 
     With `kind` the words are a recipe, and its one stage of that kind runs: `python -m jobs.pretrain RECIPE`.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    prog_name = program()
-    parser = get_command(app)
     if kind is not None:
-        prog_name = f"{COMMAND}.{kind}"
-        parser = get_command(campaigns.single_stage)
+        words = ["run", *(word.replace("--stage", "--only") for word in words)]
+        if "--only" not in words:
+            words += ["--only", kind]
+    parser = make_parser()
     if "_PATCHLINE_COMPLETE" in os.environ:
         # A shell asks how a word may go on; this answers and ends the process.
         parser.main(prog_name="patchline")
     try:
-        with parser.make_context(prog_name, list(words), obj=kind) as context:
-            if not STREAMS.intersection(words[:1]) and kind is None:
+        with parser.make_context(program(), list(words), obj=COMMANDS) as context:
+            if not STREAMS.intersection(words[:1]):
                 activity.now(f"{' '.join(words[:1])}: starting …")
             return parser.invoke(context) or ExitCode.DONE
     except typer.Exit as end:  # after --help
@@ -111,6 +161,9 @@ def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
         # (jobs/run/session.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
+    except ModuleNotFoundError as error:
+        activity.end()
+        return report(missing_extra(error), with_traceback="--debug" in words)
     except Exception as error:
         # With the reader of our output, as in `patchline plan … | head`, goes whoever could see a message.
         if isinstance(error, BrokenPipeError) and is_closed_pipe(sys.stdout):
@@ -146,11 +199,23 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     if words and words[0] in EXAMPLES and (parameter is not None or context is None):
         print(f"  for example: {program()} {words[0]} {EXAMPLES[words[0]]}", file=sys.stderr)
     if parameter is not None and parameter.name == "recipe":
-        names = ", ".join(name for name in campaigns.shipped() if "/" not in name)
+        from jobs.commands.campaigns import shipped
+
+        names = ", ".join(name for name in shipped() if "/" not in name)
         print(f"  expected a YAML file, or a recipe that ships: {names}", file=sys.stderr)
     if context is not None:
         print(f"  {context.command_path} --help tells more", file=sys.stderr)
     return ExitCode.USAGE
+
+
+def missing_extra(error: ModuleNotFoundError) -> Exception:
+    """Return the error to report if a module is missing: for a deleted extra, what the command cannot do without."""
+    module = error.name or ""
+    if ".extras" not in module:
+        return error
+    return UsageError(
+        f"this installation has no {module.replace('.', '/')}\n  the command needs it; other commands work without it"
+    )
 
 
 def report(error: Exception, *, with_traceback: bool) -> int:
@@ -158,7 +223,11 @@ def report(error: Exception, *, with_traceback: bool) -> int:
     if with_traceback:
         traceback.print_exc()
     code = exit_code(error)
-    text = explain(error) if isinstance(error, OSError) else str(error)
+    text = str(error)
+    if isinstance(error, OSError):
+        from data.files import explain  # it imports OpenSSL, for which --help does not wait
+
+        text = explain(error)
     # Some of our own errors mean 70 (diverged), and carry it as `exit_code`; only what carries none is a bug.
     if code == ExitCode.INTERNAL and not hasattr(error, "exit_code"):
         text = f"{type(error).__name__}: {error}\n  a bug, or a case nobody thought of; --debug shows where"

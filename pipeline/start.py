@@ -46,12 +46,13 @@ from pipeline.engine.settings import engine_settings
 from pipeline.evaluate import LoopEvaluator
 from pipeline.health import Health
 from pipeline.hooks import Hook, HookOptions, build_config, load_classes, masked_by
-from pipeline.monitoring.telemetry import Telemetry, counted
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.phases import Phase, has_one_shape, smaller_sizes
 from pipeline.process_group import check_start, device_name, join_group, log_network, processor
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import cache_line, training_order
+from pipeline.values import counted
 from pipeline.versions import package_versions
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 

@@ -24,13 +24,13 @@ from data.order import Ledger, Order
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.__main__ import main
-from jobs.extras.demo import step_losses
 from pipeline import health
 from pipeline.artifacts import write_record
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support import run_faults
+from tests.support.demo import step_losses
 from tests.support.drives import (
     assert_same,
     assert_same_stage,

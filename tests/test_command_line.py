@@ -213,7 +213,9 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document: document)
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh: calls.append((loaded, fresh)))
+    monkeypatch.setattr(
+        "jobs.run.session.run_campaign", lambda loaded, watchers, fresh, only: calls.append((loaded, fresh))
+    )
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     ((document, fresh),) = calls
     assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
@@ -289,15 +291,26 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, watchers, fresh, only: stages.append(only))
 
+    assert main(["run", str(recipe), "--only", "finetune"]) == 0
+    assert main(["run", str(recipe), "--only", "resize"]) == 0
     assert main([str(recipe)], kind="finetune") == 0
-    assert main([str(recipe), second, "--stage", "again"], kind="finetune") == 0
-    assert stages == ["finetune", "again"]
-    assert main([str(recipe), second], kind="finetune") == 78
-    assert "2 stages of kind finetune: finetune, again; --stage names one" in capsys.readouterr().err
-    assert main([str(recipe), "--stage", "agian"], kind="finetune") == 78
-    assert "no stage 'agian'" in capsys.readouterr().err
+    assert main(["run", str(recipe), second, "--only", "again"]) == 0
+    assert stages == ["finetune", "resize", "finetune", "again"]
+
+
+def test_a_kind_with_several_stages_is_not_enough_to_name_one(recipe, capsys):
+    shards = campaign.load(recipe, []).stage("pretrain").config.data.train
+    second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
+    second += " optim: {schedule: {warmup_steps: 0}}}"
+    # A section named like the kind would be meant; here there is none.
+    text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
+    recipe.write_text(text)
+    assert main(["run", str(recipe), second, "--only", "finetune"]) == 78
+    assert "2 stages of kind finetune: tune, again; --only names one" in capsys.readouterr().err
+    assert main(["run", str(recipe), second, "--only", "agian"]) == 78
+    assert "no stage 'agian'; did you mean 'again'?" in capsys.readouterr().err
 
 
 def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(monkeypatch, capsys):

@@ -14,13 +14,13 @@ from data.storage import Folder
 from jobs.__main__ import main
 from jobs.cluster.ray_agent import WORKER_GAUGE
 from jobs.cluster.worker import records
-from jobs.extras.demo import step_losses
 from jobs.extras.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import Lease
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
+from tests.support.demo import step_losses
 from tests.support.drives import assert_same_stage
 from tests.support.families import answers, family_of
 from tests.support.recipes import TINY
@@ -122,7 +122,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
         killer.start()
         scraper = Scraper({*SHOWN, f"ray_{WORKER_GAUGE}"}, held_attempt=1 + len(plan))
-        run_campaign(loaded, only="pretrain", also=scraper.tick)
+        run_campaign(loaded, only="pretrain", watchers=[scraper, "jobs.extras.monitor.gauges:Gauges"])
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"

@@ -1,4 +1,4 @@
-"""The work of `patchline checkpoints`: what a run has saved, looked at by a person.
+"""`patchline checkpoints list|verify|inspect|diff|export|prune RUN`: what a run has saved.
 
 A run is named by its directory or URL, by a stage's folder in it, or by one checkpoint's folder. Nothing here opens
 anything but safetensors and JSON. Every command prints its lines as it finds them, for a checkpoint can take minutes
@@ -9,11 +9,14 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
 
 import models
 from data.errors import CheckpointError, UsageError
 from data.files import whole_file
+from jobs.commands.arguments import Debug
 from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.progress import activity
 from jobs.terminal import echo
@@ -23,14 +26,25 @@ from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.extras import async_evaluation
-from pipeline.extras.best import scores_of, steps_of_best
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.extras.best import steps_of_best
+from pipeline.monitoring.telemetry import read_metrics, scores_of
 from pipeline.versions import code_version
 
 if TYPE_CHECKING:  # it imports torch, for which a listing and a refusal do not wait
     from torch import Tensor
 
     from pipeline.checkpoints.reader import Reader
+
+SavedRun = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="Run directory, a stage in it (RUN/STAGE), or one step-* folder; or s3://…"),
+]
+Step = Annotated[int | None, typer.Option(help="The checkpoint of this step; else the newest, or all.")]
+OtherRun = Annotated[str | None, typer.Option("--with", metavar="RUN", help="The run or checkpoint to compare with.")]
+OtherStep = Annotated[int | None, typer.Option("--with-step", help="The step to compare with.")]
+Target = Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Write weights.safetensors and model.json there.")]
+Keep = Annotated[int, typer.Option(help="How many of the newest to keep, at least 2.")]
+KeepEvery = Annotated[int, typer.Option(help="Keep steps that are multiples of this; 0: none.")]
 
 # ------------------------------------------------------------------------------------------------ which checkpoints
 
@@ -85,8 +99,8 @@ def newest_verified(run: OpenedRun, step: int | None) -> Path:
 # ------------------------------------------------------------------------------------------------ the commands
 
 
-def list_all(path: str) -> None:
-    """List every checkpoint folder of every stage, also those that are not committed."""
+def list_all(path: SavedRun, _debug: Debug = False) -> None:
+    """List the checkpoints of every stage, including uncommitted ones."""
     with opened(path) as run:
         for checkpoints in run.stages:
             echo(f"{checkpoints.stage}:")
@@ -117,9 +131,9 @@ def list_all(path: str) -> None:
                     echo(f"  {name}  a save in flight, or one that died; the next start sweeps it")
 
 
-def verify_all(path: str, step: int | None) -> None:
-    """Read every byte of every checkpoint meant. Raises CheckpointError in the end where one is bad."""
-    # A bad one does not end the reading: a person wants to know which are whole.
+def verify_all(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
+    """Read every byte and compare it with the manifest."""
+    # A bad checkpoint does not end the reading: CheckpointError is raised after the last one.
     bad = 0
     with opened(path) as run:
         for saved in selected(run, step):
@@ -138,8 +152,8 @@ def verify_all(path: str, step: int | None) -> None:
         raise CheckpointError(f"bad checkpoints: {bad}\n  a start sets them aside and loads the newest whole one")
 
 
-def inspect(path: str, step: int | None) -> None:
-    """Show the manifest, and every parameter with its number of elements and the norms of its states."""
+def inspect(path: SavedRun, step: Step = None, _debug: Debug = False) -> None:
+    """Print the manifest, and every parameter with its size and norms."""
     with opened(path) as run:
         # Verified first: the norms of damaged tensors would mislead.
         folder = newest_verified(run, step)
@@ -177,8 +191,24 @@ def whole_state(reader: "Reader", name: str, kind: str) -> "Tensor":
     return reader(name, kind, 0, elements)
 
 
-def compare(path: str, step: int | None, other_path: str, other_step: int | None) -> None:
-    """Show what changes from the other checkpoint (the first) to ours (the second): manifests, then states."""
+def compare(
+    path: SavedRun,
+    step: Step = None,
+    other_path: OtherRun = None,
+    other_step: OtherStep = None,
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    _debug: Debug = False,
+) -> None:
+    """Compare two checkpoints, their manifests and then their states: what changes from the other to this one."""
+    if more:
+        raise UsageError(
+            f"diff takes one run, found {' '.join([path, *more])}\n"
+            f"  what has changed from the first to the second: diff {more[0]} --with {path}"
+        )
+    # Without --with, another step of the same run.
+    other_path = other_path or path
+    if other_path == path and other_step == step:
+        raise UsageError("diff needs something to compare with: --with RUN, or --with-step N of the same run")
     with opened(path) as run, opened(other_path) as other_run:
         # Verified first: a damaged byte would look like a difference in training.
         second = newest_verified(run, step)
@@ -221,8 +251,8 @@ def compare(path: str, step: int | None, other_path: str, other_step: int | None
         echo(f"  {equal} of {len(states)} states are bit-equal")
 
 
-def export_weights(path: str, step: int | None, target: Path) -> None:
-    """Write weights.safetensors and model.json, as a finished stage leaves them, from a verified checkpoint."""
+def export_weights(path: SavedRun, target: Target, step: Step = None, _debug: Debug = False) -> None:
+    """Write a checkpoint's weights as a finished stage would export them."""
     # Before the reading, which takes minutes.
     if target.exists() and not target.is_dir():
         raise UsageError(f"--to {target} is a file\n  expected a folder, which is made where there is none")
@@ -249,13 +279,10 @@ def export_weights(path: str, step: int | None, target: Path) -> None:
         echo(f"step {step_of(folder)}: weights.safetensors and model.json in {target}")
 
 
-def prune(path: str, keep: int, keep_every: int) -> None:
-    """Delete all but the newest `keep` of every stage, the multiples of `keep_every`, and those that must stay.
+def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Debug = False) -> None:
+    """Delete all but the newest checkpoints of every stage, and those that still have to be evaluated or kept.
 
-    These are the commits that are to be judged, and the one that `keep_best` keeps.
-
-    Raises UsageError for fewer than 2, CheckpointError where a checkpoint that is to stay is bad; then nothing is
-    deleted.
+    Nothing is deleted if one of the newest is bad.
     """
     if keep < LEAST_KEPT:
         raise UsageError(f"--keep is {keep}, expected {LEAST_KEPT} or more: one checkpoint alone can be bad")

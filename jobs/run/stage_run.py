@@ -19,14 +19,13 @@ from typing import Any
 
 from data.errors import ConfigError, Diverged
 from jobs.cluster.failure import StageFailed
-from jobs.extras.studies import table
 from jobs.recipe import class_names
 from jobs.recipe.records import changed_warnings, environment, stage_record
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.terminal import typed_command
 from pipeline import artifacts
-from pipeline.extras.best import STOPPED
+from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.versions import code_version
 
@@ -53,8 +52,8 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
-        if table.DIVERGED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
-            reason = parent_outcome[table.DIVERGED]
+        if DIVERGED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
+            reason = parent_outcome[DIVERGED]
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {reason}")
         if STOPPED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
             stopped = f"{parent} was stopped"
@@ -93,7 +92,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
             raise
         message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
         context.log(f"{stage.name}: {message}\n  the sweep goes on without this run")
-        outcome = {table.DIVERGED: message}
+        outcome = {DIVERGED: message}
 
     # A driver that was frozen, and woke up after another has taken the run over, must not say that its stage is done.
     context.check_owned()

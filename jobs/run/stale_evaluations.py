@@ -11,12 +11,12 @@ their paths, and puts a stage of kind evaluate behind it, which is run, skipped 
 from dataclasses import replace
 from typing import Any
 
-from jobs.extras.studies import table
 from jobs.recipe import key
 from jobs.recipe.records import changed_warnings
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Stage
 from jobs.stages import evaluate
+from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.evaluation.protocols import FewShotConfig
 from pipeline.training_config import TrainConfig
 
@@ -32,7 +32,7 @@ def with_new_evaluations(campaign: Campaign) -> Campaign:
     for stage in campaign.stages:
         stages.append(stage)
         done = campaign.done(stage)
-        if not stage.kind.trains or done is None or {table.DIVERGED, table.STOPPED} & done.keys():
+        if not stage.kind.trains or done is None or {DIVERGED, STOPPED} & done.keys():
             continue
         cfg: TrainConfig = stage.config
         changed = set(changed_warnings(campaign.directory(stage), stage))

@@ -17,8 +17,8 @@ from jobs.stages import training
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
-from pipeline.evaluation.document import without_single_seeds
 from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
+from pipeline.monitoring.telemetry import without_single_seeds
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from jobs.stages.sets import (
 )
 from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 UNREADABLE = "torn or altered"  # what is wrong with an index that packing again would stop at
 

@@ -46,10 +46,11 @@ from models import ModelConfig
 from pipeline.arithmetic import BYTES_FP32
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
-from pipeline.monitoring.telemetry import Telemetry, amount
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
 from pipeline.training_config import SavingConfig, TrainConfig
+from pipeline.values import amount
 
 METRICS = "metrics.jsonl"
 HEADER_BYTES = 4096  # of a worker's file and of the manifest, roughly

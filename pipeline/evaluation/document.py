@@ -24,7 +24,6 @@ its index's; that of a protocol is the sha256 of {"fields": …, "protocol": nam
 """
 
 import base64
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import stdev
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -33,6 +32,7 @@ import numpy as np
 
 from pipeline.evaluation import intervals
 from pipeline.evaluation.protocols import Protocol
+from pipeline.monitoring.telemetry import without_single_seeds
 
 if TYPE_CHECKING:  # both import torch
     from pipeline.evaluation.features import FeatureStore
@@ -42,7 +42,6 @@ SCHEMA = 2  # 1 had other intervals
 NAME = "evaluation.json"
 NOT_CHECKED = "not checked"  # for leaks
 OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records in metrics.jsonl
-OF_ONE_SEED = re.compile(r"-seed-\d+$")  # the name of a value of a single draw of the shots: "5shot-seed-0"
 
 Entry = dict[str, Any]  # JSON
 
@@ -182,11 +181,6 @@ class EvaluationRecord(TypedDict):
     kind: str  # of OUTCOMES
     values: dict[str, float | int | str]
     line: str
-
-
-def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that people see: the mean over the draws of the shots, "5shot", and not each draw."""
-    return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
 
 
 def evaluation_record(

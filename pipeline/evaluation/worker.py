@@ -38,8 +38,8 @@ from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
 from pipeline.evaluation.probes import COMPUTE, Inputs
 from pipeline.evaluation.protocols import Protocol
-from pipeline.monitoring.telemetry import duration
 from pipeline.monitoring.watchdog import Phases
+from pipeline.values import duration
 
 Result = TypeVar("Result")
 

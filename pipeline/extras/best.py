@@ -16,16 +16,13 @@ from typing import TYPE_CHECKING, ClassVar, TypedDict
 from data.checks import at_least
 from data.errors import CheckpointError
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation.document import OF_ONE_SEED
 from pipeline.hooks import Choice, Hook
-from pipeline.monitoring.telemetry import Record, counted, read_metrics
+from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 if TYPE_CHECKING:
     from pipeline.worker import Progress, Setup
-
-STOPPED = "stopped"  # in a done.json of an earlier version: why a stage ended before its last step
-NOT_SCORES = ("time", "seconds")  # of a record, the numbers that say when and how long
 
 
 class Best(TypedDict):
@@ -33,15 +30,6 @@ class Best(TypedDict):
 
     value: float
     step: int
-
-
-def scores_of(record: Record) -> dict[str, float]:
-    """Return the metrics of a record of an evaluation; a few-shot probe's are means over its seeds."""
-    scores = {}
-    for name, value in record.items():
-        if isinstance(value, float) and name not in NOT_SCORES and not OF_ONE_SEED.search(name):
-            scores[name] = value
-    return scores
 
 
 def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:

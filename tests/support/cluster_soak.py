@@ -32,11 +32,11 @@ from omegaconf import OmegaConf
 from data.errors import ExitCode
 from data.index.document import load_index
 from data.order import Ledger, Order
-from jobs.extras.demo import step_losses
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.config import read_recipe
 from pipeline.monitoring.telemetry import Record, account, last_metrics, read_metrics
 from tests.support import hosts, recipes
+from tests.support.demo import step_losses
 from tests.support.hosts import ROOT, login_environment
 from tests.support.ray_hosts import SupervisedHosts, has_reported, is_saving, newest_nodes
 

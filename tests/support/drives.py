@@ -28,12 +28,12 @@ import torch
 from data.errors import RunOwned
 from data.storage import Folder
 from jobs.cluster import fork_server
-from jobs.extras.demo import step_losses
 from jobs.ownership import Lease
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.manifest import committed
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support import run_faults
+from tests.support.demo import step_losses
 from tests.support.recipes import SMALL
 
 

@@ -28,7 +28,7 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
 from data.sources.tars import tars
-from jobs.commands.weights import load, verify
+from jobs.commands.conversion import load, verify
 from jobs.progress import ProgressMeter, activity
 from jobs.terminal import echo
 from models.configs import ViTConfig

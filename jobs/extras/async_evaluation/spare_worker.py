@@ -46,9 +46,10 @@ from pipeline.extras.async_evaluator import evaluate_commit
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.search import search
 from pipeline.extras.replays.spikes import found_samples, names_of
-from pipeline.monitoring.telemetry import Telemetry, counted, duration
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted, duration
 
 SEARCH = "pipeline.extras.replays.spikes:SpikeSearch"
 POLL_S = 1.0  # between two polls of the thread
@@ -167,7 +168,7 @@ class SpareWorker:
         if left:
             folder = self.stage / async_evaluation.FOLDER
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
-        self.context.poll(self.attempt_folder, attempt, 0)
+        self.context.poll(attempt, 0)
 
     # -------------------------------------------------------------------- the thread
 

@@ -32,8 +32,7 @@ from jobs.recipe.key import model_at
 from jobs.stages.any_weights import is_foreign
 from jobs.terminal import as_typed, echo
 from pipeline.architecture import model_config
-from pipeline.monitoring.telemetry import amount, duration
-from pipeline.values import flow_yaml
+from pipeline.values import amount, duration, flow_yaml
 
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
     from jobs.extras.new.training import Choice, Machine

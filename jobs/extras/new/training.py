@@ -27,9 +27,9 @@ from pipeline.architecture import model_config
 from pipeline.config import build
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
-from pipeline.monitoring.telemetry import counted
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 MOST_WORKERS = 8  # on CPUs; each computes with its share of the cores
 MINUTES_ON_CPU = 10.0

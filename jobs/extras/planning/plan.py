@@ -34,7 +34,7 @@ from jobs.recipe.render import choice_text
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.terminal import echo
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:

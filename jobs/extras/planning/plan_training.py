@@ -39,11 +39,11 @@ from pipeline.extras.plan.cost import (
 )
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.extras.plan.trial import read_trials
-from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
 from pipeline.phases import flops_of, has_one_shape, has_whole_images
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import cache_line, training_order
+from pipeline.values import amount, counted, duration, milliseconds
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md

@@ -43,8 +43,8 @@ from pipeline.extras.plan.memory import memory_need, snapshot_bytes
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.extras.preflight.folder import answering
 from pipeline.extras.preflight.worker import PreflightReport, examine, examine_node
-from pipeline.monitoring.telemetry import counted
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 from pipeline.versions import code_version
 
 LARGEST_ALL_REDUCE = 2**28  # bytes

@@ -21,8 +21,8 @@ from pipeline.extras.preflight.folder import FolderReport
 from pipeline.extras.preflight.network import PairTime
 from pipeline.extras.preflight.worker import PreflightReport
 from pipeline.identity import DEVICE, Identity, differences, named, other_code
-from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.process_group import SKEW_S
+from pipeline.values import counted, milliseconds
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONG_SAVE_S = 60.0

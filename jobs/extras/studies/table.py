@@ -39,14 +39,13 @@ from jobs.extras.studies.axes import axes_of
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from models.checks import did_you_mean
 from pipeline import artifacts
+from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document, intervals
-from pipeline.evaluation.document import without_single_seeds
-from pipeline.extras.best import STOPPED
-from pipeline.monitoring.telemetry import amount
+from pipeline.monitoring.telemetry import without_single_seeds
+from pipeline.values import amount
 
 DOCUMENT = "sweep.json"
-DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
 TIES = "the highest mean; of equal ones the first in the recipe"
 
 

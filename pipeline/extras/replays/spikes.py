@@ -25,8 +25,8 @@ from pipeline.config import Tags, tags
 from pipeline.extras.async_evaluation import SPARE_FILE
 from pipeline.extras.replays.masking import Mask
 from pipeline.hooks import Hook
-from pipeline.monitoring.telemetry import counted
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 if TYPE_CHECKING:
     from pipeline.worker import Job, Progress, Setup

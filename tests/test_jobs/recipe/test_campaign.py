@@ -22,7 +22,7 @@ from data.index.document import load_index
 from data.shards import packing
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
-from jobs.command_line import campaigns
+from jobs.commands import campaigns
 from jobs.extras.planning.plan_training import GPU_FLOPS
 from jobs.recipe import campaign, render
 from pipeline.checkpoints import manifest

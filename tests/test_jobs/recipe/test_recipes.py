@@ -10,7 +10,7 @@ import pytest
 
 import models
 from data.extras.known_sets.vtab_tasks import TASKS
-from jobs.command_line.campaigns import RECIPES
+from jobs.commands.campaigns import RECIPES
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 

@@ -25,7 +25,7 @@ from jobs.__main__ import main
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.command_line import weights
+from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import stages_of
@@ -476,9 +476,9 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     monkeypatch.setattr(any_weights, "digest_of", counted)
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
     started: list[Campaign] = []
-    monkeypatch.setattr("jobs.run.session.run_campaign", started.append)
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda campaign, watchers: started.append(campaign))
     with pytest.raises(FileNotFoundError):  # nothing has run
-        weights.evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
+        evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
     assert read == [str(world / "weights")]
     cluster = started[0].cluster
     assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")

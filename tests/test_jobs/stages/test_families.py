@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import models
 from jobs.__main__ import main
-from jobs.command_line.campaigns import RECIPES
+from jobs.commands.campaigns import RECIPES
 from jobs.recipe import campaign
 from pipeline import artifacts
 

@@ -28,7 +28,7 @@ from jobs.__main__ import main
 from jobs.cluster.embedded import LOOPBACK
 from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
-from jobs.command_line.campaigns import load_campaign
+from jobs.commands.campaigns import load_campaign
 from jobs.kinds import KINDS
 from jobs.ownership import Lease
 from jobs.recipe.render import VARIABLE, portable

@@ -26,7 +26,6 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWorker
-from jobs.extras.demo import step_losses
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation.worker import EvaluationStopped
@@ -38,6 +37,7 @@ from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.worker import Progress
 from tests.support import worker_functions
 from tests.support.configs import FullConfig
+from tests.support.demo import step_losses
 from tests.support.drives import assert_same, finish, said, stage, start
 
 EVERY_16 = ("pretrain.evaluate_every=16", "pretrain.keep_every=16")  # where nothing is saved otherwise

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from jobs.__main__ import main
-from jobs.command_line import campaigns
-from jobs.command_line.campaigns import RECIPES
+from jobs.commands import campaigns
+from jobs.commands.campaigns import RECIPES
 from pipeline.config import read_recipe
 from tests.support.recipes import TINY
 
@@ -95,7 +95,7 @@ def shipped_recipes_are_read_once(monkeypatch):
     def load_campaign(path: str, words: list[str]):
         return shipped(path) if path in campaigns.shipped() and not words else LOAD(path, words)
 
-    monkeypatch.setattr(campaigns, "load_campaign", load_campaign)
+    monkeypatch.setattr("jobs.extras.diff.command.load_campaign", load_campaign)
 
 
 def written(folder: Path, recipe: str, *overrides: str, name: str = "mine.yaml") -> str:

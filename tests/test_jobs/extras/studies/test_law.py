@@ -139,7 +139,7 @@ def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
 def test_the_evaluation_of_the_step_with_which_a_stage_ended_is_scored(step, was, verdict, tmp_path, shards):
     loaded = campaign.load(recipe(tmp_path, shards), [])
     stage = loaded.stage("far.a")
-    context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+    context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
     forecast = foretell(stage.config, context, step)
     # By hand: the law of `law`, after this many samples.
     assert forecast.value == pytest.approx(1 - (0.001 + 0.009 * (16 * step / 100) ** -0.5), abs=2e-3)

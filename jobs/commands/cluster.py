@@ -9,8 +9,8 @@ import typer
 
 from data.checks import check_name
 from data.errors import ClusterError, ExitCode, StorageError, UsageError
-from jobs.command_line.campaigns import recipe_path
-from jobs.command_line.words import Debug, Fresh, Overrides, Recipe, Run, make_group
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, Run
+from jobs.commands.campaigns import recipe_path
 from jobs.terminal import echo
 
 Variables = Annotated[
@@ -23,10 +23,7 @@ SUBMIT_PERIODS = 1.5  # for which a lease is watched; the job itself waits for l
 SIGNALLED = 128  # and the signal: what a shell makes of a child that was killed
 KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
-commands = make_group()
 
-
-@commands.command()
 def submit(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -75,7 +72,6 @@ def submit(
     return follow(run) if wait else ExitCode.DONE
 
 
-@commands.command()
 def logs(run: Run, _debug: Debug = False) -> int:
     """Follow what a submitted run prints, and end as it ends."""
     from data.storage import Folder
@@ -110,7 +106,6 @@ def follow(run: str) -> int:
     return job.exit_code
 
 
-@commands.command()
 def stop(run: Run, _debug: Debug = False) -> None:
     """Ask a run to commit and end, wherever its driver is."""
     from data.storage import Folder, open_storage
@@ -130,7 +125,6 @@ def stop(run: Run, _debug: Debug = False) -> None:
         echo(f"nothing to stop: {seen.holder} has ended; see how: python -m jobs status {name}")
 
 
-@commands.command("list")
 def list_jobs(_debug: Debug = False) -> None:
     """List the jobs on the cluster: who runs, who waits in the queue and for what, who has ended."""
     from jobs.cluster.ray import WAITING

@@ -1,4 +1,6 @@
-"""The work of `make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+"""`make demo`: a whole campaign with one worker killed on the way, and the proof that nothing changed.
+
+    python -m tests.support.demo --directory runs
 
 1. Pretraining runs under Ray with two workers: on CPUs, or on a GPU each. With one GPU there is one worker, unless
    PATCHLINE_WORKERS_PER_GPU=2 has two workers share it.
@@ -9,8 +11,10 @@
    pretraining is exact.
 """
 
+import argparse
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,14 +22,17 @@ import torch
 
 from data.errors import ExitCode
 from jobs.cluster.worker import records
+from jobs.commands.arguments import WATCHERS
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
+from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
-from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
+from jobs.run.watchers import Watcher
+from pipeline.checkpoints.manifest import Manifest, attempt_folder, committed, read_manifest, step_of
 from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "digits.yaml"
+RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 WORKERS = 2  # at most
 
 
@@ -37,7 +44,7 @@ def overrides_for(gpus: int) -> list[str]:
     return [f"cluster.workers={workers}", "cluster.gpus_per_worker=1", f"pretrain.exact_parts={WORKERS}"]
 
 
-class Killer:
+class Killer(Watcher):
     """Kills one worker, once, between two commits of pretraining."""
 
     def __init__(self, loaded: Campaign) -> None:
@@ -48,20 +55,19 @@ class Killer:
         self.victim = self.world - 1  # rank of the worker that is killed
         self.killed_at: int | None = None
 
-    def tick(self, folder: Path, number: int) -> None:
+    def status(self, message: StatusMessage) -> None:
         """Kill the worker once the reports are a quarter of the way from one commit to the next."""
-        if self.killed_at is not None or folder.parents[1] != self.directory:
+        if self.killed_at is not None or message.directory != self.directory or message.state != "working":
             return
-        # Not right after a commit: steps must be lost, so that computing them again is part of the proof.
-        reports = read_metrics(self.directory)
+        # Not right after a commit: steps must be lost, so that repeating them is part of the proof.
         saved = max((step_of(path) for path in committed(self.directory / "checkpoints")), default=-1)
         # Before the first commit a restart would begin anew, and show nothing about checkpoints.
-        if saved <= 0 or not reports:
+        if saved <= 0 or message.report is None:
             return
-        reported = reports[-1]["step"]
+        reported = message.report["step"]
         if reported < saved + self.save_every // 4:
             return
-        pid = records(folder, self.world)[self.victim]["pid"]
+        pid = records(attempt_folder(self.directory, message.attempt), self.world)[self.victim]["pid"]
         print(
             f"demo: SIGKILL to worker {self.victim} (pid {pid}) after step {reported}, last commit step {saved}",
             flush=True,
@@ -80,7 +86,7 @@ def demo(parent: Path) -> int:
     killer = Killer(loaded)
     place = f" on {torch.cuda.device_count()} GPUs" if gpus else ""
     print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers{place} in {run}", flush=True)
-    run_campaign(loaded, also=killer.tick)
+    run_campaign(loaded, watchers=[killer, *WATCHERS])
 
     twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
@@ -136,3 +142,14 @@ def step_losses(directory: Path) -> dict[int, list[float]]:
         for step, loss in zip(steps_in(record), record["losses"], strict=True):
             losses_of.setdefault(step, []).append(loss)
     return losses_of
+
+
+def main() -> int:
+    """Run the demo in a folder of its own below --directory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("runs"), help="where its run directory goes")
+    return demo(parser.parse_args().directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,13 +1,14 @@
-"""`patchline audit|bisect|without RUN`: steps of a run that are taken again, never in the run's own folder."""
+"""`patchline replay|audit|bisect|without RUN`: repeat steps of a run, never in the run's own folder."""
 
 from typing import Annotated
 
 import typer
 
 from data.errors import UsageError
-from jobs.command_line.words import Debug, make_group
+from jobs.commands.arguments import Debug
 from jobs.named_stages import find_trained
 
+TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
 Stage = Annotated[str, typer.Argument(metavar="RUN", help="RUN/STAGE, a stage's folder, or a run with one such stage.")]
 Output = Annotated[str | None, typer.Option(metavar="FOLDER", help="Where it writes; else RUN-COMMAND beside the run.")]
 Cluster = Annotated[
@@ -16,10 +17,19 @@ Cluster = Annotated[
 First = Annotated[int | None, typer.Option("--from", metavar="STEP", help="A commit's step, or 0.")]
 Last = Annotated[int | None, typer.Option("--to", metavar="STEP", help="A later commit's step.")]
 
-commands = make_group()
+
+def replay(
+    run: TrainedStage,
+    step: Annotated[str, typer.Argument(help="step=N, as the log counts them.")],
+    to: Annotated[str | None, typer.Option(metavar="FILE.npz", help="Write images, labels and ids there.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Rebuild the global batch of one step, as every worker saw it."""
+    from jobs.extras.replays.batch import replay
+
+    replay(run, step, to)
 
 
-@commands.command()
 def audit(
     run: Stage,
     overrides: Cluster = None,
@@ -38,7 +48,6 @@ def audit(
     audit(run, share=share, first=first, last=last, seed=seed, output=output, key=key, overrides=overrides or [])
 
 
-@commands.command()
 def bisect(
     run: Stage,
     words: Annotated[
@@ -57,7 +66,6 @@ def bisect(
     bisect(run, words, first=first, last=last, output=output)
 
 
-@commands.command()
 def without(
     run: Stage,
     overrides: Cluster = None,

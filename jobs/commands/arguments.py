@@ -1,4 +1,4 @@
-"""The parts that several commands share: words, groups, and a stop by SIGTERM."""
+"""Arguments and options that several commands share, and what lets SIGTERM end a command."""
 
 import signal
 from collections.abc import Iterator
@@ -10,6 +10,13 @@ import typer
 
 from data.errors import Preempted
 
+# What follows a run besides the terminal (jobs/run/watchers.py), each as "module:Class".
+WATCHERS = (
+    "jobs.extras.report.kept:KeptPage",
+    "jobs.extras.monitor.gauges:Gauges",
+    "jobs.extras.monitor.trackers:Trackers",
+)
+
 # `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
@@ -17,17 +24,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help
 Recipe = Annotated[str, typer.Argument(help="A YAML file, or the bare name of one that ships: digits.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start a half-done stage over where its config changed.")]
 Run = Annotated[str, typer.Argument(help="Run directory, or s3://…, as the recipe's run: says.")]
-
-
-def make_group(help: str = "", *, epilog: str | None = None, completion: bool = False) -> typer.Typer:
-    """A group of commands. Its help is plain text: to draw rich's panels takes longer than all the rest of `--help`."""
-    return typer.Typer(
-        help=help,
-        epilog=epilog,
-        add_completion=completion,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    )
 
 
 @contextmanager

@@ -1,10 +1,9 @@
-"""`patchline pack|index|subset` and `patchline data check|stats|repair`: sets made, found, looked at and mended.
+"""`patchline pack|index|subset`: make sets of shards, index existing ones, and choose parts of them.
 
 patchline pack folder photos/train shards/photos/train --workers 4    resumes after a kill
 patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
 patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
-patchline data check shards/theirs --page report.html
 """
 
 from pathlib import Path
@@ -12,16 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from data.checks import printable
 from data.errors import ConfigError, DataError, ExitCode, UsageError
-from jobs.command_line.words import Debug, make_group, stoppable
+from jobs.commands.arguments import Debug, stoppable
 from jobs.named_stages import find_set, near_path, stages_in
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 if TYPE_CHECKING:
-    from data.extras.doctor.doctor import Report
     from data.index.index import Index
     from data.index.names import Names
     from data.remote.cache import CacheConfig
@@ -73,10 +70,6 @@ Location = Annotated[
 ]
 
 IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
-Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Write a page that needs nothing else.")]
-World = Annotated[int, typer.Option(min=1, help="Workers to give advice for.")]
-RepairedFolder = Annotated[str, typer.Argument(help="Where the new set goes; not the old one's folder.")]
-Unique = Annotated[bool, typer.Option("--unique", help="Keep each image once.")]
 
 SubsetFolder = Annotated[
     list[str], typer.Option(help="Folder of the subset's index and tables: one of its own, for each part.")
@@ -107,12 +100,9 @@ Check = Annotated[
     bool, typer.Option("--check", help="Then decode every sample, as data check does; exit 65 for a bad one.")
 ]
 
-commands = make_group()
-data_commands = make_group("Check, measure or repair a set of shards.")
 
-
-@commands.command()
 def pack(
+    context: typer.Context,
     source: Source,
     path: ImagesPath,
     directory: NewFolder,
@@ -136,7 +126,6 @@ def pack(
     _debug: Debug = False,
 ) -> int:
     """Pack images of many kinds into shards with their index."""
-    from data.index.document import SUFFIX
     from data.index.names import Numbering
     from data.shards.packing import pack
     from jobs.stages.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
@@ -202,12 +191,12 @@ def pack(
     for line in summary(index):
         echo(line)
     if check_all:
-        return check(str(index.tables / f"{index.name}{SUFFIX}"), workers=workers)
+        return check(context, index, workers=workers)
     return ExitCode.DONE
 
 
-@commands.command()
 def index(
+    context: typer.Context,
     tars: Tars,
     output: Output = None,
     at: Location = None,
@@ -222,7 +211,7 @@ def index(
     _debug: Debug = False,
 ) -> int:
     """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
-    from data.index.document import SUFFIX, load_index
+    from data.index.document import load_index
     from data.index.names import check_unmistakable, read_class_list
     from data.shards.indexing import build_index, decoded_samples
 
@@ -280,11 +269,10 @@ def index(
     for line in lines:
         echo(line)
     if check_all:
-        return check(str(index.tables / f"{index.name}{SUFFIX}"), cache=cache, workers=workers)
+        return check(context, index, workers=workers, cache=cache)
     return ExitCode.DONE
 
 
-@commands.command()
 def subset(
     path: IndexPath,
     output: SubsetFolder,
@@ -324,98 +312,7 @@ def subset(
             echo(line)
 
 
-@data_commands.command()
-def check(
-    path: IndexPath,
-    page: Page = None,
-    world: World = 1,
-    cache: CacheFolder = None,
-    workers: Workers = 1,
-    _debug: Debug = False,
-) -> int:
-    """Read and decode every sample; exit 65 where a run would miss one."""
-    from data.extras.doctor.page import write_page
-
-    report = examine(path, decode=True, page=page, workers=workers, cache=cache)
-    for line in report.lines(world):
-        echo(line)
-    if page:
-        echo(f"page: {write_page(report, page, world)}")
-    if report.ok:
-        return ExitCode.DONE
-    line = "not all of it can be read"
-    # Repairing keeps the good samples: without any there is no set to make.
-    if report.good:
-        line += f"; a set that can: python -m jobs data repair {path} NEW-FOLDER"
-    echo(line)
-    return ExitCode.DATA
-
-
-@data_commands.command()
-def stats(
-    path: IndexPath,
-    page: Page = None,
-    world: World = 1,
-    cache: CacheFolder = None,
-    workers: Workers = 1,
-    _debug: Debug = False,
-) -> None:
-    """Read headers and labels alone, and show how sizes are spread."""
-    from data.extras.doctor.page import write_page
-
-    report = examine(path, decode=False, page=page, workers=workers, cache=cache)
-    for line in report.lines(world):
-        echo(line)
-    for name, spread in report.spreads.items():
-        # One in a hundred at each end, not the very ends: a single odd image would say nothing of the set.
-        low = spread.quantile(0.01)
-        high = spread.quantile(0.99)
-        echo(f"{name}: 1 % {low:g}, median {spread.quantile(0.5):g}, 99 % {high:g}")
-    ranked = report.classes.most_common()
-    for end, rows in (("most", ranked[:5]), ("least", ranked[::-1][:5])):
-        classes = [f"{printable(report.index.class_name(label))} {count:,}" for label, count in rows]
-        echo(f"{end}: {', '.join(classes)}")
-    if page:
-        echo(f"page: {write_page(report, page, world)}")
-
-
-@data_commands.command()
-def repair(
-    path: IndexPath,
-    directory: RepairedFolder,
-    unique: Unique = False,
-    name: Name = None,
-    cache: CacheFolder = None,
-    workers: Workers = 1,
-    _debug: Debug = False,
-) -> None:
-    """Pack every good sample into a new set."""
-    from data.extras.doctor.doctor import repair
-    from data.index.document import load_index
-
-    folder = Path(directory)
-    refuse_file(folder)
-    index = load_index(find_set(path))
-    # The shards and their index may lie in two folders; neither may be written into.
-    if folder.resolve() in (Path(index.directory), index.tables):
-        raise DataError(f"{folder} holds the set that is to be repaired\n  give another folder")
-    progress = ProgressMeter("samples", index.samples)
-    with stoppable():
-        repaired = repair(
-            index,
-            folder,
-            unique=unique,
-            cache=cache_config(cache),
-            name=name or folder.name,
-            workers=workers,
-            report=progress.packed,
-        )
-    first, *refused = summary(repaired)
-    for line in (f"{first}; {index.samples - repaired.samples:,} samples left out", *refused):
-        echo(line)
-
-
-# ------------------------------------------------------------------------------------------------ of several commands
+# ------------------------------------------------------------------------------------------------ shared by commands
 
 
 def refuse_file(target: Path) -> None:
@@ -425,6 +322,16 @@ def refuse_file(target: Path) -> None:
             raise UsageError(f"{path} is a file\n  expected a folder for the set, which is made where there is none")
 
 
+def check(context: typer.Context, index: "Index", *, workers: int, cache: str | None = None) -> int:
+    """Decode every sample of a new set with `data check`, and return that command's exit code."""
+    from data.index.document import SUFFIX
+
+    exit_code: int = context.obj.load("data check")(
+        str(index.tables / f"{index.name}{SUFFIX}"), cache=cache, workers=workers
+    )
+    return exit_code
+
+
 def cache_config(folder: str | None) -> "CacheConfig":
     """Return how remote shards are fetched, into a folder if one is given, as `data.cache` of a recipe says it."""
     from data.remote.cache import CacheConfig
@@ -432,19 +339,6 @@ def cache_config(folder: str | None) -> "CacheConfig":
     if folder is None:
         return CacheConfig()
     return CacheConfig(directory=str(Path(folder).expanduser().absolute()))
-
-
-def examine(path: str, *, decode: bool, page: str | None, workers: int, cache: str | None) -> "Report":
-    """Look at every sample of a set."""
-    from data.extras.doctor.doctor import check
-    from data.index.document import load_index
-
-    index = load_index(find_set(path))
-    # A page that cannot be written is found out now, not after hours of looking.
-    if page:
-        Path(page).parent.mkdir(parents=True, exist_ok=True)
-    progress = ProgressMeter("shards", len(index.shards))
-    return check(index, decode=decode, workers=workers, report=progress.of, cache=cache_config(cache))
 
 
 def summary(index: "Index") -> list[str]:

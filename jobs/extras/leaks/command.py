@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from jobs.command_line.shards import cache_config, refuse_file
-from jobs.command_line.weights import find_weights
-from jobs.command_line.words import Debug, make_group, stoppable
+from jobs.commands.arguments import Debug, stoppable
+from jobs.commands.sets import cache_config, refuse_file
+from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
@@ -29,10 +29,7 @@ Workers = Annotated[int, typer.Option(min=0, help="Shards worked on side by side
 REPORT = "report.txt"
 PAGE = "leaks.html"
 
-commands = make_group()
 
-
-@commands.command()
 def leaks(
     train: Train,
     test: Test,
@@ -68,7 +65,7 @@ def leaks(
     if weights is not None:
         import torch
 
-        from jobs.commands.weights import load, verify
+        from jobs.commands.conversion import load, verify
 
         verify(weights, log=lambda text: None)  # it raises where they are not what their maker wrote
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,120 @@
+"""`patchline run|status`, and what a recipe's name means to every command that takes one."""
+
+import difflib
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from data.errors import ConfigError
+from jobs.commands.arguments import WATCHERS, Debug, Fresh, Overrides, Recipe, Run
+from jobs.named_stages import RECORD, find_stage
+
+if TYPE_CHECKING:
+    from jobs.resolved_recipe import Campaign
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+Only = Annotated[
+    str | None, typer.Option(metavar="STAGE", help="This stage alone, by its name or kind; its inputs must exist.")
+]
+
+
+def run(
+    recipe: Recipe, overrides: Overrides = None, only: Only = None, fresh: Fresh = False, _debug: Debug = False
+) -> None:
+    """Run a campaign, or resume it with the same command."""
+    campaign = load_campaign(recipe, overrides)
+    # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
+    from jobs.run.session import run_campaign
+
+    if only is not None:
+        only = stage_named(campaign, only)
+    run_campaign(campaign, watchers=WATCHERS, fresh=fresh, only=only)
+
+
+def status(run: Run, _debug: Debug = False) -> None:
+    """Show stage, step, loss, speed, ETA and last checkpoint."""
+    from jobs.commands import status
+
+    if "://" in run:
+        # What reads a store imports torch, for which a run in a folder does not have to wait.
+        from jobs.commands import stored_runs
+
+        stored_runs.status(run)
+    else:
+        status.status(run_or_stage(run))
+
+
+# ------------------------------------------------------------------------------------------------ which recipe, stage
+
+
+def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
+    """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
+    path = recipe_path(recipe)
+    from jobs.recipe.campaign import load
+
+    return load(path, overrides or [])
+
+
+def stage_named(campaign: "Campaign", name: str) -> str:
+    """Return the name of the stage that --only means: a section of the recipe, or the only stage of a kind.
+
+    Raises ConfigError if there is no such stage, or several stages of that kind.
+    """
+    # All runs of a sweep belong to one section of the recipe, which is run whole.
+    sections = {stage.source for stage in campaign.stages}
+    of_kind = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == name))
+    if name not in sections and len(of_kind) > 1:
+        stages = f"{len(of_kind)} stages of kind {name}: {', '.join(of_kind)}"
+        raise ConfigError(f"the recipe has {stages}; --only names one")
+    if name not in sections and of_kind:
+        name = of_kind[0]
+    return campaign.stage(name).name
+
+
+def run_or_stage(path: str) -> Path:
+    """Return the folder of a run, or of the stage that RUN/STAGE means. Raises DataError."""
+    return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
+
+
+def recipe_path(recipe: str) -> Path:
+    """The file that is named; or a recipe that ships, by its bare name, from any folder.
+
+    Raises ConfigError, with the names of those that ship, where there is neither.
+    """
+    # A file of the user's comes before a shipped recipe of the same name.
+    path = Path(recipe)
+    # A submitted job has it in its environment (jobs/recipe/render.py).
+    if path.is_file() or recipe.startswith("env:"):
+        return path
+    recipes = shipped()
+    if recipe not in recipes:
+        what_is_there = "a folder, no recipe," if path.is_dir() else "no recipe"
+        # Compared without case and ending, which would make two short names alike.
+        names = {}
+        for name in [*recipes, *(file.name for file in Path.cwd().glob("*.yaml"))]:
+            names[name.removesuffix(".yaml").lower()] = name
+        own = [name for name in recipes if "/" not in name]
+        here = sorted(file.name for file in Path.cwd().glob("*.yaml"))
+        way_out = f"recipes that ship: {', '.join(own)}, and those in {RECIPES}"
+        if here:
+            way_out = f"here: {', '.join(here)}\n  {way_out}"
+        close = difflib.get_close_matches(recipe.removesuffix(".yaml").lower(), names, n=1)
+        if (path / "status.json").is_file() or list(path.glob("*/stage.json")):
+            way_out = f"that is a run: type its recipe; python -m jobs status {recipe} tells how far it is"
+        elif path.is_dir():
+            way_out = f"a recipe for the images in it is written by python -m jobs new {shlex.quote(recipe)}"
+        elif close:
+            way_out = f"did you mean {names[close[0]]}?"
+        raise ConfigError(f"{what_is_there} at {recipe}\n  {way_out}")
+    return recipes[recipe]
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that ship, by their names below jobs/recipes: digits, transfer/cifar10."""
+    recipes = {}
+    for file in sorted(RECIPES.rglob("*.yaml")):
+        recipes[file.relative_to(RECIPES).with_suffix("").as_posix()] = file
+    return recipes

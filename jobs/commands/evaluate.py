@@ -1,0 +1,127 @@
+"""`patchline evaluate`: evaluate weights on sets without a recipe.
+
+patchline evaluate runs/digits/finetune-1a2b3c4d shards/test --protocol top-1 --protocol per-class
+patchline evaluate vit_b16.npz shards/test train=shards/train --protocol knn --protocol fewshot knn.k=[20]
+
+1. The words become a campaign of one stage, `evaluate` (jobs/stages/evaluate.py), in a run directory of its own.
+2. It runs as any campaign does: if the command is repeated, only new sets and protocols are evaluated.
+3. The document is copied to the output folder, and its table is printed.
+"""
+
+import json
+import os
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from data.errors import DataError, UsageError
+from jobs.commands.arguments import WATCHERS, Debug
+from jobs.commands.weights import AnyWeights, find_weights
+from jobs.named_stages import find_set
+from jobs.terminal import echo
+from models.checks import did_you_mean
+from pipeline.values import counted
+
+STAGE = "evaluate"
+MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
+
+SetsAndOverrides = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="SET… [KEY=VALUE…]", help="Indexes to judge on; train=INDEX; knn.k=[20], cluster.workers=4."
+    ),
+]
+ProtocolNames = Annotated[
+    list[str] | None,
+    typer.Option("--protocol", help="top-1, top-5, real, per-class, fewshot, linear, knn, logistic; several times."),
+]
+DocumentFolder = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Where evaluation.json goes; else runs/evaluate-<weights>.")
+]
+
+
+def evaluate(
+    weights: AnyWeights,
+    words: SetsAndOverrides,
+    protocol: ProtocolNames = None,
+    output: DocumentFolder = None,
+    _debug: Debug = False,
+) -> None:
+    """Judge weights on sets: accuracies with intervals, and a document of what they trace back to."""
+    if all("=" in word for word in words):
+        raise UsageError(
+            "no set to evaluate on\n  give indexes, or their folders, for example: python -m jobs evaluate "
+            f"{weights} runs/photos/parts/held-out"
+        )
+    weights = find_weights(weights)
+    from data.files import write_whole
+    from jobs.cluster_config import ClusterConfig, cores
+    from jobs.recipe.campaign import resolve
+    from jobs.recipe.validate import refuse
+    from jobs.resolved_recipe import INPUTS, CheckResult
+    from jobs.run.session import run_campaign
+    from pipeline import config
+    from pipeline.evaluation.document import NAME
+    from pipeline.evaluation.protocols import PROTOCOLS
+
+    # Each set is called as its folder or index, numbered where two are alike.
+    sets: dict[str, dict[str, str]] = {}
+    overrides: list[str] = []
+    for word in words:
+        if "=" in word:
+            overrides.append(word)
+            continue
+        name = name_of(word)
+        number = 2
+        while name in sets:
+            name = f"{name_of(word)}-{number}"
+            number += 1
+        sets[name] = {"test": find_set(word)}
+    folder = output or f"runs/evaluate-{name_of(weights)}"
+    section: dict[str, Any] = {"init": weights, "sets": sets}
+    for word in protocol or ():
+        if word not in PROTOCOLS:
+            raise UsageError(f"--protocol {word}: no such protocol{did_you_mean(word, PROTOCOLS)}")
+    if protocol:
+        section["protocols"] = protocol
+    values: dict[str, Any] = {"run": folder, STAGE: section}
+    # Overrides are of `cluster` and `trackers`, of `train` (of all sets), else of the stage.
+    full: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "train":
+            full += [f"{STAGE}.sets.{name}.train={value}" for name in sets]
+        elif key.split(".")[0] in ("cluster", "trackers"):
+            full.append(override)
+        else:
+            full.append(f"{STAGE}.{override}")
+    values = config.with_home(config.with_overrides(values, full))
+    # What is missing or misspelt does not wait for torch, which alone can count GPUs.
+    campaign = resolve(config.Recipe(values, "the command", folder))
+    stage = campaign.stage(STAGE)
+    refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
+    import torch
+
+    # Workers are processes of this machine, as many as it has GPUs, or cores; Ray's where a cluster is to be joined.
+    gpus = torch.cuda.device_count()
+    cluster: dict[str, Any] = {"workers": gpus or min(cores(), MOST_PROCESSES)}
+    if gpus:
+        cluster["gpus_per_worker"] = 1
+    if "RAY_ADDRESS" not in os.environ:
+        cluster["backend"] = "processes"
+    cluster |= values.get("cluster", {})
+    campaign = replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster"))
+    run_campaign(campaign, watchers=WATCHERS)
+    document = (campaign.directory(stage) / NAME).read_text()
+    write_whole(campaign.run / NAME, document)
+    echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")
+
+
+def name_of(path: str) -> str:
+    """Return a name for what is at a path, of letters, digits, dashes and underscores."""
+    from data.index.document import SUFFIX
+
+    last = path.rstrip("/").rpartition("/")[2] or "weights"
+    stem = last.removesuffix(SUFFIX).removesuffix(".npz").removesuffix(".safetensors")
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in stem)

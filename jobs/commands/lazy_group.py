@@ -1,0 +1,98 @@
+"""A group of commands that imports the module of a command only if that command is typed.
+
+`--help`, shell completion and the answer to a misspelt name need nothing but the table of commands:
+
+    "run": ("jobs.commands.campaigns:run", "Run a campaign, or resume it.")
+
+1. `LazyGroup` turns the table into placeholders, each with a name and a summary.
+2. If a command is typed, `resolve_command` imports its function and builds its parser from the function's signature.
+
+typer takes 0.1 s to import; torch, numpy or Ray take seconds. A command's function therefore imports what it needs when
+it is called.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@dataclass(frozen=True)
+class CommandTable:
+    """All commands. Every command finds the table in its context as `context.obj`.
+
+    A command is named by the words to type. Its function is "module:name"; the function's annotations are the arguments
+    and options, and its docstring is the help of the command. --help shows the summary instead.
+    """
+
+    sections: Mapping[str, Mapping[str, tuple[str, str]]]  # heading in --help → words → (function, summary)
+    groups: Mapping[str, str]  # first word of several commands → its summary: "data" for "data check"
+
+    def load(self, words: str) -> Callable[..., Any]:
+        """Import the function of a command. Raises ModuleNotFoundError if its extra is not installed."""
+        for commands in self.sections.values():
+            if words in commands:
+                function: Callable[..., Any] = resolve_name(commands[words][0])
+                return function
+        raise KeyError(words)
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands come from the table."""
+
+    def __init__(self, table: CommandTable, name: str, prefix: str = "", **settings: Any) -> None:
+        # rich_markup_mode None: drawing rich's panels takes longer than all the rest of --help.
+        super().__init__(name=name, rich_markup_mode=None, context_settings=SETTINGS, **settings)
+        self.table = table
+        self.prefix = prefix  # "data " in the group of "data check"
+        self.names: dict[str, list[str]] = {}  # heading in --help → names of its commands
+        for heading, commands in table.sections.items():
+            for words, (function, summary) in commands.items():
+                if words.startswith(prefix):
+                    if not is_installed(function):
+                        summary = "Not installed."
+                    self.add_placeholder(words.removeprefix(prefix), summary, heading)
+
+    def add_placeholder(self, words: str, summary: str, heading: str) -> None:
+        """Add a command with its name and summary, or the group that the first word names."""
+        name, _, rest = words.partition(" ")
+        if name in self.commands:
+            return
+        if rest:
+            self.add_command(LazyGroup(self.table, name, f"{name} ", help=self.table.groups[name]))
+        else:
+            self.add_command(TyperCommand(name, help=summary, rich_markup_mode=None))
+        self.names.setdefault(heading, []).append(name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is typed, with its own arguments in place of the placeholder's."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command, LazyGroup):
+            app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=SETTINGS)
+            app.command(name)(self.table.load(f"{self.prefix}{name}"))
+            command = get_command(app)
+        return name, command, rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands under their headings; a group within the group has one heading."""
+        headings = self.names
+        if self.prefix:
+            headings = {"Commands": list(self.commands)}
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        for heading, names in headings.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
+
+
+def is_installed(function: str) -> bool:
+    """Return whether the module of "module:name" is there: the folder of an extra may have been deleted."""
+    module = function.partition(":")[0]
+    return ROOT.joinpath(*module.split(".")).with_suffix(".py").exists()

@@ -1,0 +1,1 @@
+"""Check, measure and repair a set of shards."""

@@ -1,0 +1,1 @@
+"""Find training images that are also in a test set."""

@@ -1,0 +1,51 @@
+"""`patchline report`."""
+
+import webbrowser
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data.errors import UsageError
+from jobs.commands.arguments import Debug
+from jobs.commands.campaigns import run_or_stage
+from jobs.named_stages import RECORD, no_run
+from jobs.terminal import echo
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run directories, or folders of single stages.")],
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Of one run report.html in it, of several comparison.html here.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Write the page of a run; of several runs, what they do not have in common and where they part."""
+    from jobs.commands import stored_runs
+    from jobs.extras.report.kept import NAME
+    from jobs.extras.report.page import write_report
+
+    with ExitStack() as copies:
+        paths = []
+        stores = {}
+        for run in runs:
+            if "://" in run:
+                store, stage = copies.enter_context(stored_runs.local_copy(run, with_logs=True))
+                paths.append(store.local / stage)
+                stores[paths[-1]] = store
+            else:
+                paths.append(run_or_stage(run))
+                if not (paths[-1] / RECORD).exists() and not any(paths[-1].glob(f"*/{RECORD}")):
+                    raise no_run(paths[-1])
+        page = Path(output or "comparison.html")
+        if output is None and len(runs) == 1:
+            page = Path(NAME) if "://" in runs[0] else paths[0] / NAME
+        if output is not None and (page.is_dir() or not page.parent.is_dir()):
+            problem = "it is a folder" if page.is_dir() else f"there is no folder {page.parent}"
+            raise UsageError(f"--output {page}: {problem}\n  expected a file's name, as report.html")
+        write_report(paths, page, stores)
+    echo(f"page: {page}")
+    if open_ and not webbrowser.open(page.absolute().as_uri()):
+        echo("no browser answers here; open the page where there is one: it needs nothing but itself")

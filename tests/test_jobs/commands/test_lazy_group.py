@@ -1,0 +1,108 @@
+"""The table of commands: what is listed, what is imported, and what happens without an extra."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jobs.__main__
+from jobs.__main__ import COMMANDS, main
+from jobs.commands.lazy_group import CommandTable
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[3]
+WORDS = [words for section in COMMANDS.sections.values() for words in section]
+
+IMPORTED = """
+import sys
+from jobs.__main__ import main
+main(sys.argv[1:])
+print(*sorted(name for name in sys.modules if name.startswith(("jobs.commands.", "jobs.extras."))))
+"""
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_every_line_of_the_table_names_a_function_that_explains_itself(words: str) -> None:
+    assert inspect.getdoc(COMMANDS.load(words))
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_every_command_has_help(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"Usage: python -m jobs {words} " in out
+    first_line = str(inspect.getdoc(COMMANDS.load(words))).splitlines()[0]
+    assert " ".join(first_line.split()[:4]) in out
+
+
+def test_the_list_of_commands_cuts_no_summary_and_no_word_is_listed_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "..." not in out.partition("COMMAND [ARGS]...")[2]
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ") and line.split()]
+    for name in {words.split()[0] for words in WORDS}:
+        assert listed.count(name) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [
+        (["--help"], "jobs.commands.lazy_group"),
+        (["data", "--help"], "jobs.commands.lazy_group"),
+        (["rnu"], "jobs.commands.lazy_group"),
+        (
+            ["diff", "--help"],
+            "jobs.commands.arguments jobs.commands.campaigns jobs.commands.lazy_group jobs.extras.diff "
+            "jobs.extras.diff.command",
+        ),
+    ],
+)
+def test_only_the_module_of_the_typed_command_is_imported(words: list[str], imported: str) -> None:
+    command = [sys.executable, "-c", IMPORTED, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == imported
+
+
+def test_a_deleted_extra_is_named_and_the_other_commands_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {
+        "status": ("jobs.commands.campaigns:status", "Show it."),
+        "mend": ("jobs.extras.gone.command:mend", "Mend."),
+    }
+    monkeypatch.setattr(jobs.__main__, "COMMANDS", CommandTable({"Runs": runs}, {}))
+    assert main(["--help"]) == 0
+    assert "mend    Not installed.\n" in capsys.readouterr().out
+    assert main(["mend", "x"]) == 64
+    assert "error: this installation has no jobs/extras/gone\n  the command needs it" in capsys.readouterr().err
+    assert main(["status", "--help"]) == 0
+
+
+def test_a_missing_module_that_is_no_extra_stays_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"mend": ("jobs.commands.gone:mend", "Mend.")}
+    monkeypatch.setattr(jobs.__main__, "COMMANDS", CommandTable({"Runs": runs}, {}))
+    assert main(["mend"]) == 70
+    assert "ModuleNotFoundError" in capsys.readouterr().err
+
+
+def test_a_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"_PATCHLINE_COMPLETE": "complete_bash", "COMP_CWORD": "1", "COMP_WORDS": "patchline pre"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["preflight"]
+    monkeypatch.setenv("COMP_WORDS", "patchline run --fr")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["--fresh"]
