@@ -107,13 +107,13 @@ def train(task: Mapping[str, Any]) -> StageResult:
         if has_line or is_saved:
             report_training(worker, progress, has_line=has_line)
         if taken.all_written or is_saved:  # on slow storage a new save waits for the previous one
-            worker.saver.settle(step)
+            worker.saver.finish(step)
         if is_saved:
             begin_save(worker, progress)
         is_asynchronous = is_evaluated and is_saved and worker.evaluator.request(worker, step)
         stopping = taken.stopping
         if is_evaluated and not is_asynchronous and not stopping:
-            worker.saver.settle(step)  # an evaluation may fail
+            worker.saver.finish(step)  # an evaluation may fail
             stopping = not worker.evaluator.evaluate_between(worker, progress)
             is_over = not stopping and ends_early(worker, progress)
         if stopping and not is_last:
@@ -121,6 +121,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     del batches  # the loader may have read ahead
 
     # 5. The stage exports what is committed; a last save that fails is retried until too many have failed.
+    worker.saver.finish(progress.step)
     worker.saver.ensure_committed(progress.step, partial(save, worker, progress), retries=True)
     worker.saver.end(progress.step)
     # If a hook has just ended the stage, the step has its value.
@@ -248,7 +249,7 @@ def count_step(worker: Worker, progress: Progress, taken: TakenStep) -> None:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be excluded with them.
         # After bad samples: the run ends, and a save without a worker that waits for it would stay half written.
-        saver.settle(progress.step)
+        saver.finish(progress.step)
         saver.end(progress.step)
     if has_given_up:
         health.go_back_or_end(progress.step)

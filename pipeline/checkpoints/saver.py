@@ -111,11 +111,6 @@ class Saver:
         # A commit amid non-finite steps would pass for progress since the last time that the run went back.
         return is_planned and is_finite
 
-    def settle(self, step: int) -> None:
-        """Collective: commit the save in flight, if there is one; the loop is at this step."""
-        if self.in_flight:
-            self.finish(step)
-
     def ensure_committed(self, step: int, begin: Callable[[], None], *, retries: bool = False) -> bool:
         """Collective: commit this step unless it is; return whether that has succeeded.
 
@@ -123,7 +118,7 @@ class Saver:
         `finish`.
         """
         was_tried = self.in_flight and self.manifest.step == step
-        self.settle(step)
+        self.finish(step)
         while self.last_committed != step and (retries or not was_tried):
             begin()
             self.finish(step)
@@ -187,14 +182,16 @@ class Saver:
             self.result = WrittenFile(file, error=str(error))  # which names the object
 
     def finish(self, step: int) -> Manifest | None:
-        """Collective: wait for every worker's file, commit, report and prune; the loop has come to this step.
+        """Collective: commit the save in flight, if there is one: wait for all files, commit, report and prune.
 
-        Returns the manifest, or None on every worker where the save failed. Raises, on all workers alike, RunOwned
-        where a newer attempt owns the run, CheckpointError after `max_failed_saves` failures in a row.
+        The loop is at this step. Returns the manifest, or None on every worker if the save failed. Raises, on all
+        workers alike, RunOwned if a newer attempt owns the run, CheckpointError after `max_failed_saves` failures in a
+        row.
         """
-        # 1. Every worker's file is written. What is said of them is gathered in the loop's thread: a thread of its own
-        #    inside a collective would wait for ever for a dead worker.
-        assert self.thread is not None
+        if self.thread is None:
+            return None
+        # 1. Every worker's file is written. The results are gathered in the loop's thread: a thread of its own inside a
+        #    collective would wait for ever for a dead worker.
         self.phases.enter("save", step)
         finish_began = time.monotonic()
         self.thread.join()

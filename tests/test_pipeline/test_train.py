@@ -160,7 +160,7 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
         cfg=cfg,
         health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
         job=SimpleNamespace(train=["digits"]),
-        saver=SimpleNamespace(in_flight=True, settle=fail),
+        saver=SimpleNamespace(in_flight=True, finish=fail),
         group=SimpleNamespace(rank=0, telemetry=telemetry),
         log=TrainingLog(),
     )

@@ -135,7 +135,7 @@ def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
     assert compute.apart == pytest.approx((24 + 16 + 16 + 24) * image)
 
 
-@pytest.mark.parametrize(("step", "was", "verdict"), [(8, 0.985, "inside"), (24, 0.5, "OUTSIDE")])
+@pytest.mark.parametrize(("step", "was", "verdict"), [(8, 0.991, "inside"), (24, 0.5, "OUTSIDE")])
 def test_the_evaluation_of_the_step_with_which_a_stage_ended_is_scored(step, was, verdict, tmp_path, shards):
     loaded = campaign.load(recipe(tmp_path, shards), [])
     stage = loaded.stage("far.a")
