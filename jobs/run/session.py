@@ -25,23 +25,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from data.errors import Preempted
+from data.errors import ConfigError, Preempted
 from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
 from jobs.extras.monitor.status_poller import StatusPoller
 from jobs.extras.monitor.trackers import facts_of, start_trackers
 from jobs.extras.report.kept import kept_page
-from jobs.extras.studies.expand import resolve_sweep
 from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
+from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.run.changed_evaluations import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.log import RunLog, log_next, log_table, status_file
 from jobs.run.stage_run import run_stage
-from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
 from jobs.terminal import typed_command
+from models.checks import did_you_mean
 from pipeline.artifacts import DIVERGED
 from pipeline.values import counted
 
@@ -58,10 +59,12 @@ def run_campaign(
 ) -> list[dict[str, Any]]:
     """Run a campaign under this process's name, or go on with it, and print the closing table; returns its rows.
 
-    `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
+    `fresh` starts a half-done stage over where its config changed. `only` runs one stage or section,
+    whose inputs must exist (`stages_of`).
     `also` is called with every poll of a worker group. `quiet` prints nothing, log.txt has the lines; and it keeps no
     page, which costs a replay of ten steps a fifth of its time.
     """
+    stages_of(campaign, only)  # an unknown name is refused before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
     # What the lease has to say is shown, and not kept: the log.txt of a run that another command owns is not ours.
     lease = Lease(campaign.storage, log.show)
@@ -103,8 +106,6 @@ class Session:
         """
         log = self.log
         stopper = Stopper(log, self.lease)
-        # Once more: of a run in a store, the files of the last owner are here only now.
-        self.campaign = with_new_evaluations(resolve_sweep(self.campaign))
         stages = stages_of(self.campaign, only)
         # What would be refused later is refused now, before anything starts.
         results = validate_all(self.campaign, stages, fresh=self.fresh)
@@ -124,8 +125,8 @@ class Session:
 
         rows = []
         for name in [stage.name for stage in stages]:
-            # What the table of a sweep has just chosen is in the configs that waited for it.
-            self.campaign = resolve_sweep(self.campaign)
+            # Values that an earlier stage has just determined.
+            self.campaign = with_values(self.campaign)
             stage = self.campaign.stage(name)
             # Before the stopper is asked, or a signal between the two would be heard after the stage.
             stopper.works_here = not stage.kind.needs_workers
@@ -203,20 +204,21 @@ class Session:
                 watcher(attempt_folder, number)
 
     def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
-        """Report why a finished stage is not run again, what it did otherwise than asked, and what evaluates it."""
+        """Report why a finished stage is not run again, which settings have changed, and what evaluates it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
         warnings = changed_warnings(directory, stage)
-        evaluations = [other for other in self.campaign.stages if other.judges == stage.name]
-        if evaluations:
-            for field in (*ACCURACY_FIELDS, *PROBE_FIELDS):
-                warnings.pop(field, None)
+        commands = evaluation_commands(self.campaign, stage, warnings)
+        changes = [warnings.pop(field) for field in EVALUATION_FIELDS if commands and field in warnings]
         if warnings:
             line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
         self.log(line)
-        for evaluation in evaluations:
-            self.log(f"{stage.name}: asked to be judged otherwise than it was: {evaluation.name} does it")
+        if commands:
+            self.log(f"{stage.name}: evaluation settings changed since it finished: {'; '.join(changes)}")
+            self.log("  to evaluate its weights with them, type")
+            for command in commands:
+                self.log(f"  {command}")
 
 
 class Stopper:
@@ -265,15 +267,27 @@ class Stopper:
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
-    """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
-    stages = []
-    for stage in campaign.stages:
-        names = [None, stage.name, stage.source]
-        if stage.judges:
-            names += [stage.judges, campaign.stage(stage.judges).source]
-        if only in names:
-            stages.append(stage)
-    return stages
+    """Return the stages of a command: all, or those that `only` names.
+
+    `only` is a section of the recipe, a stage, or a kind that only one section has. Raises ConfigError otherwise.
+    """
+    if only is None:
+        return list(campaign.stages)
+    stages = [stage for stage in campaign.stages if only in (stage.name, stage.source)]
+    if stages:
+        return stages
+    of_kind = [stage for stage in campaign.stages if stage.kind.name == only]
+    sections = list(dict.fromkeys(stage.source for stage in of_kind))
+    if len(sections) > 1:
+        found = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
+        raise ConfigError(f"the recipe has {found}; --only names one")
+    if not sections:
+        known = list(dict.fromkeys(stage.source for stage in campaign.stages))
+        names = [*known, *(stage.name for stage in campaign.stages), *(stage.kind.name for stage in campaign.stages)]
+        raise ConfigError(
+            f"the recipe has no stage {only!r}{did_you_mean(only, names)}\n  its stages: {', '.join(known)}"
+        )
+    return [stage for stage in campaign.stages if stage.source in sections]
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from data.errors import ExitCode
 from jobs.cluster.worker import records
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics, steps_in
+from tests.support import campaigns
 
 RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 VICTIM = 1  # rank of the worker that is killed
@@ -64,12 +64,12 @@ def demo(parent: Path) -> int:
     """Run the campaign, then the uninterrupted twin; the exit code says whether both agree bit for bit."""
     run = parent / time.strftime("demo-%Y%m%d-%H%M%S")
     began = time.monotonic()
-    loaded = campaign.load(RECIPE, [f"run={run}"])
+    loaded = campaigns.load(RECIPE, [f"run={run}"])
     killer = Killer(loaded)
     print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers in {run}", flush=True)
     run_campaign(loaded, also=killer.tick)
 
-    twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])
+    twin = campaigns.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
     # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
     for only in ("shards", "pretrain"):

@@ -21,9 +21,9 @@ from typing import Any
 import models
 from data.files import write_whole
 from jobs.extras.monitor.status_poller import StatusPoller, View, records_since
-from jobs.extras.studies import expand
 from jobs.recipe.records import environment
 from jobs.recipe.render import config_as_known
+from jobs.recipe.sections import flat
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline import config
@@ -112,7 +112,7 @@ class Mlflow:
         # which may change, tell of this start.
         known = self.client.get_run(run_id).data.params
         parameters = []
-        for name, value in expand.flat(facts, view.stage).items():
+        for name, value in flat(facts, view.stage).items():
             if name not in known and str(value):
                 parameters.append(self.mlflow.entities.Param(name, str(value)[:LONGEST_TEXT]))
         self.client.log_batch(run_id, params=parameters)
