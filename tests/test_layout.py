@@ -51,8 +51,6 @@ WALLS = (
 
 # Imports of extras by the core that are still there: each goes when its extra attaches from outside.
 REMAINING = {
-    "data.loader → data.extras.gpu_decoding",
-    "data.shards.listed → data.extras.leaks.document",
     "jobs.cluster.placement → jobs.extras.async_evaluation.spare_nodes",
     "jobs.commands.checkpoints → pipeline.extras.async_evaluation",
     "jobs.commands.checkpoints → pipeline.extras.best",
@@ -77,10 +75,7 @@ REMAINING = {
     "jobs.run.stage_run → jobs.extras.studies.table",
     "jobs.run.stage_run → pipeline.extras.best",
     "jobs.run.stale_evaluations → jobs.extras.studies.table",
-    "jobs.stages.evaluate → data.extras.leaks.document",
     "jobs.stages.fewshot → pipeline.extras.async_evaluation",
-    "jobs.stages.sets → data.extras.known_sets.known",
-    "jobs.stages.sets → data.extras.known_sets.vtab_prepared",
     "jobs.stages.training → jobs.extras.async_evaluation.spare_worker",
     "jobs.stages.training → jobs.extras.studies.law",
     "jobs.stages.training → pipeline.extras.best",
