@@ -55,8 +55,6 @@ KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
 # Imports of extras by the core that are still there: each goes when its extra attaches from outside.
 REMAINING = {
-    "data.loader → data.extras.gpu_decoding",
-    "data.shards.listed → data.extras.leaks.document",
     "jobs.cluster.placement → jobs.extras.async_evaluation.spare_nodes",
     "jobs.commands.checkpoints → pipeline.extras.async_evaluation",
     "jobs.commands.checkpoints → pipeline.extras.best",
@@ -66,9 +64,6 @@ REMAINING = {
     "jobs.run.session → jobs.extras.monitor.status_poller",
     "jobs.run.session → jobs.extras.monitor.trackers",
     "jobs.run.session → jobs.extras.report.kept",
-    "jobs.stages.evaluate → data.extras.leaks.document",
-    "jobs.stages.sets → data.extras.known_sets.known",
-    "jobs.stages.sets → data.extras.known_sets.vtab_prepared",
     "jobs.stages.training → jobs.extras.async_evaluation.spare_worker",
     "jobs.stages.training → jobs.extras.studies.law",
     "jobs.stages.training → pipeline.extras.best",

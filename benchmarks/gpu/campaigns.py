@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.parts import Context
-from jobs.extras import demo
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
+from tests.support import demo
 
 
 def kill_and_compare(

@@ -25,11 +25,11 @@ import numpy as np
 import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
-from data.extras.leaks.document import Leaks, in_pairs, read_leaks
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
+from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from models import ModelConfig

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.extras import demo
 from jobs.recipe import campaign
+from tests.support import demo
 
 pytestmark = pytest.mark.quick
 
