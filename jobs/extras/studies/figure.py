@@ -92,7 +92,7 @@ class Point(TypedDict):
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A row of a sweep's table."""
 
     name: str
@@ -231,7 +231,7 @@ class Figure(StageKind):
 # ------------------------------------------------------------------------------------------------ points
 
 
-def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
+def read_rows(cfg: Config, campaign: Campaign) -> list[FigureRow]:
     """Return the rows that have points, each with the values of the rows of other tables that it goes on from."""
     rows = []
     for table, path in cfg.tables.items():
@@ -250,7 +250,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
             for number, part in enumerate(name.split(", "), start=1):
                 values[f"row.{number}"] = part
             values["table"] = table
-            rows.append(Row(name, table, values, means, runs, folder))
+            rows.append(FigureRow(name, table, values, means, runs, folder))
     drawn = []
     for row in rows:
         # The table that x names gives its axes to the rows of the others.
@@ -267,7 +267,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
     return drawn
 
 
-def point_of(cfg: Config, row: Row) -> Point:
+def point_of(cfg: Config, row: FigureRow) -> Point:
     """Return the point of a row, with an error bar where y is a metric of several runs or of named samples."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
@@ -289,7 +289,7 @@ def point_of(cfg: Config, row: Row) -> Point:
     return point
 
 
-def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
+def curve_of(cfg: Config, row: FigureRow) -> Iterator[Point]:
     """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have.
 
     There are none where all its runs have diverged, or were not run because what they start from was stopped.
