@@ -313,8 +313,8 @@ class Context:
     campaign: Campaign
     stage: Stage
     log: Callable[[str], None]
-    # called with an attempt's folder, its number, and the last step of which its workers have told, while they work
-    poll: Callable[[Path, int, int], None]
+    # called while an attempt's workers run, with its number and the last step that every worker has reported
+    poll: Callable[[int, int], None]
     stop_requested: Callable[[], bool]  # this process is to end
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
     # (done, total, text) → whether a terminal shows it, below the lines

@@ -210,7 +210,9 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document, kinds: document)
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: calls.append((loaded, fresh)))
+    monkeypatch.setattr(
+        "jobs.run.session.run_campaign", lambda loaded, watchers, fresh, only: calls.append((loaded, fresh))
+    )
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     ((document, fresh),) = calls
     assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
@@ -287,7 +289,7 @@ def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, 
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
 
-    def run_campaign(loaded, fresh, only):
+    def run_campaign(loaded, watchers, fresh, only):
         stages.extend(stage.name for stage in stages_of(loaded, only))
 
     monkeypatch.setattr("jobs.run.session.run_campaign", run_campaign)

@@ -123,7 +123,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
         killer.start()
         scraper = Scraper({*SHOWN, f"ray_{WORKER_GAUGE}"}, held_attempt=1 + len(plan))
-        run_campaign(loaded, only="pretrain", also=scraper.tick)
+        run_campaign(loaded, only="pretrain", watchers=[scraper, "jobs.extras.monitor.gauges:Gauges"])
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"

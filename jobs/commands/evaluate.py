@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from data.errors import DataError, UsageError
-from jobs.commands.arguments import Debug
+from jobs.commands.arguments import WATCHERS, Debug
 from jobs.commands.weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
 from jobs.terminal import echo
@@ -112,7 +112,8 @@ def evaluate(
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
     cluster |= values.get("cluster", {})
-    run_campaign(replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster")))
+    campaign = replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster"))
+    run_campaign(campaign, watchers=WATCHERS)
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")

@@ -14,7 +14,7 @@ def pretrain_context(
     *,
     remote: str | None = None,
     log: Callable[[str], None] = print,
-    poll: Callable[[Path, int, int], None] = lambda folder, number, step: None,
+    poll: Callable[[int, int], None] = lambda attempt, step: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Context:
     """Return the context of a stage `pretrain` with its defaults, whose folder in the run is pretrain-1."""

@@ -165,7 +165,7 @@ class SpareWorker:
         if left:
             folder = self.stage / async_evaluation.FOLDER
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
-        self.context.poll(self.attempt_folder, attempt, 0)
+        self.context.poll(attempt, 0)
 
     # -------------------------------------------------------------------- the thread
 

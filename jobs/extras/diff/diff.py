@@ -24,8 +24,9 @@ import yaml
 
 from data.errors import UsageError
 from jobs.commands.campaigns import load_campaign
-from jobs.extras.diff.meaning import ComparedStage, Fact, facts_of, of_campaign, of_run
-from jobs.extras.report.reading import flat
+from jobs.extras.diff.facts import Fact, differences
+from jobs.extras.diff.meaning import ComparedStage, facts_of, of_campaign, of_run
+from jobs.extras.history import flat
 from jobs.named_stages import find_stage
 from jobs.resolved_recipe import Kinds
 from jobs.terminal import echo
@@ -95,26 +96,23 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
     others = facts_of(other, other)
     differing: dict[tuple[bool, int], list[str]] = {}  # (slight, number of the subject) → facts
     unknown = []
-    for name, fact in facts.items():
-        there = others.get(name)
-        if there is None:
+    for name, fact, other_fact in differences(facts, others):
+        if fact is None or other_fact is None:
             continue
-        if fact.value is None or there.value is None:
+        if fact.value is None or other_fact.value is None:
             unknown.append(name)
-            continue
-        if fact.equals(there):
             continue
         number = 0
         while not any(fnmatchcase(name, pattern) for pattern in subjects[number]["facts"].split()):
             number += 1
         is_slight = False
-        if isinstance(fact.value, int | float) and isinstance(there.value, int | float) and name != "seed":
-            is_slight = math.isclose(fact.value, there.value, rel_tol=SLIGHT)
+        if isinstance(fact.value, int | float) and isinstance(other_fact.value, int | float) and name != "seed":
+            is_slight = math.isclose(fact.value, other_fact.value, rel_tol=SLIGHT)
         differing.setdefault((is_slight, number), []).append(name)
 
     # 2. A paragraph for each.
-    differences = counted(len(differing), "difference") if differing else "no differences"
-    echo(f"{differences} in meaning: {title}")
+    count = counted(len(differing), "difference") if differing else "no differences"
+    echo(f"{count} in meaning: {title}")
     for place, (is_slight, number) in enumerate(sorted(differing), start=1):
         subject = subjects[number]
         texts = []

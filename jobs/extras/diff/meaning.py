@@ -19,7 +19,8 @@ from typing import Any
 from data.images.preprocess import parse_ops
 from data.index.index import Index
 from data.order import DEFAULT_BLOCK, DEFAULT_LANES
-from jobs.extras.report.reading import flat, read_run
+from jobs.extras.diff.facts import Fact
+from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
 from jobs.recipe.references import source_of
 from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
@@ -33,27 +34,6 @@ JUDGING = (evaluate.Evaluate.name, fewshot.FewShot.name)
 NONE = "none"  # the value of what is not there, and known not to be
 # Protocols with settings of their own, which mean something where the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
-
-
-@dataclass(frozen=True)
-class Fact:
-    """Something that a stage does; `words` say it to people."""
-
-    value: Any  # None: not known; a tuple: the best of these
-    words: str
-    slack: float = 0.0  # by which equal values may differ
-    keys: Mapping[str, Any] | None = None  # that say it, with their values; None: the field that it is called by
-
-    def equals(self, other: "Fact") -> bool:
-        """Return whether two facts mean the same: a value is no other than the best of several with it among them."""
-        slack = max(self.slack, other.slack)
-        if slack:
-            return bool(abs(self.value - other.value) <= slack)
-        if isinstance(self.value, tuple) and not isinstance(other.value, tuple):
-            return other.value in self.value
-        if isinstance(other.value, tuple) and not isinstance(self.value, tuple):
-            return self.value in other.value
-        return bool(self.value == other.value)
 
 
 @dataclass(frozen=True)

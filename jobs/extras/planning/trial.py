@@ -164,7 +164,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
             campaign=temporary,
             stage=stage,
             log=echo,
-            poll=StepsShown(stage.name).poll,
+            poll=StepsShown(stage.name, temporary.directory(stage)).poll,
             stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
@@ -205,13 +205,14 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
 class StepsShown:
     """Prints each report's step once, while the workers work."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, directory: Path) -> None:
         self.stage = stage
+        self.directory = directory
         self.last_step = 0
 
-    def poll(self, attempt_folder: Path, _number: int, _step: int) -> None:
+    def poll(self, _attempt: int, _step: int) -> None:
         """Print the step of the newest report, where it is a new one."""
-        reports = read_metrics(attempt_folder.parents[1])
+        reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]
             echo(f"{self.stage}   step {self.last_step} of {STEPS}, {amount(reports[-1]['images_per_s'])} images/s")

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
+from jobs.commands.arguments import WATCHERS
 from jobs.named_stages import find_trained
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
 from jobs.run.session import run_campaign
@@ -162,7 +163,7 @@ class Replays:
         name = self.record["name"]
         model = models.from_dict(self.record["model"])
         again = Stage(name=name, kind=kind, config=cfg, source=name, model=model, key=self.record["key"])
-        run_campaign(Campaign(folder, cluster, (again,)), quiet=not goes_on)
+        run_campaign(Campaign(folder, cluster, (again,)), watchers=WATCHERS if goes_on else (), quiet=not goes_on)
         return TrainedStage(target)
 
     def say(self, line: str) -> None:

@@ -240,7 +240,7 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         ]
         raylet.close()
         assert nodes.losses_of([(node, None)]) == ["its node does not answer"]
-        assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
+        assert {"before", "n"} <= nodes.exclusion.avoided.keys() and nodes.reservation is None
         # Sixteen silent ones cost one question to Ray, and the wait for one.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
         questions: list[float] = []
@@ -252,14 +252,14 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
 
 
 def test_a_few_spare_nodes_have_a_warm_agent(two, monkeypatch) -> None:
-    nodes: Any = nodes_of(two["ray"])
+    nodes: Any = nodes_of(two["ray"]).node_agents
     started: list[str] = []
 
     def start(node_id: str) -> None:
         started.append(node_id)
         nodes.actors[node_id] = None
 
-    monkeypatch.setattr(nodes, "start_agent", start)
+    monkeypatch.setattr(nodes, "start", start)
     monkeypatch.setattr(nodes, "actors", {"a": None})
     monkeypatch.setattr(nodes, "used", {"a"})
     # A node with a worker and room for another one is no spare one that lacks an agent.

@@ -472,7 +472,7 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     monkeypatch.setattr(any_weights, "digest_of", counted)
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
     started: list[Campaign] = []
-    monkeypatch.setattr("jobs.run.session.run_campaign", started.append)
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda campaign, watchers: started.append(campaign))
     with pytest.raises(FileNotFoundError):  # nothing has run
         evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
     assert read == [str(world / "weights")]

@@ -382,7 +382,7 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    context = Context(loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+    context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
     outcome = stage.kind.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said
@@ -483,7 +483,7 @@ def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_ch
     for name in ("finetune.seed-0", "finetune.seed-1"):
         stage = loaded.stage(name)
         stage = replace(stage, kind=with_methods(stage.kind, checks=no_checks), parents=stage.references)
-        context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+        context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
         assert run_stage(context, fresh=False)["stopped"] == "finetune.grid was stopped"
     document, _ = make_table(loaded, "finetune")
     assert document["rows"] == {"finetune": {}}
@@ -733,9 +733,7 @@ def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_e
         stage = loaded.stage(name)
         kind = with_methods(stage.kind, run=fail, checks=no_checks)
         stage = replace(stage, kind=kind, parents={})
-        context = Context(
-            loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False
-        )
+        context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
         return run_stage(context, fresh=False)
 
     diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")

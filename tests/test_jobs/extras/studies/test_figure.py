@@ -58,7 +58,7 @@ def draw(tmp_path: Path, section: dict[str, Any]) -> tuple[dict[str, Any], Path]
     loaded = campaigns.load(recipe, [])
     stage = loaded.stage("figure")
     loaded.directory(stage).mkdir(parents=True, exist_ok=True)
-    context = Context(loaded, stage, print, poll=lambda folder, number: None, stop_requested=lambda: False)
+    context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
     stage.kind.run(stage.config, context)
     return artifacts.read_record(loaded.directory(stage) / "figure.json"), loaded.directory(stage)
 

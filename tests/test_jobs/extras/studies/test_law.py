@@ -142,7 +142,7 @@ def test_where_patience_may_end_a_stage_a_law_of_ends_foretells_each_evaluation(
     artifacts.write_record(tmp_path / "figure.json", {**figure, "is_curve": False})
     loaded = campaigns.load(path, [])
     stage = loaded.stage("hopeless.a")
-    context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+    context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
     foretold = foretell(stage.config, context)
     assert foretold.steps == steps and not foretold.stops
     assert foretold.lows == sorted(foretold.lows), "more samples, fewer errors"
