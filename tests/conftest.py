@@ -25,7 +25,7 @@ os.environ["PATCHLINE_REPORT"] = "off"
 
 from data.shards.packing import pack
 from data.sources.samples import digits
-from pipeline.extras.plan.memory_traces import Moment, Trace
+from pipeline.extras.plan.memory_traces import MemoryTrace, Moment
 from tests.support.recipes import TINY
 
 
@@ -54,7 +54,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing.
     """
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
-    trace = Trace(2**30, (moment,), (moment,))
+    trace = MemoryTrace(2**30, (moment,), (moment,))
     monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step: trace)
 
 

@@ -57,6 +57,7 @@ def evaluate(
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
+    from jobs.kinds import CORE, load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
@@ -98,7 +99,7 @@ def evaluate(
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    campaign = resolve(config.Recipe(values, "the command", folder))
+    campaign = resolve(config.Recipe(values, "the command", folder), load_kinds(CORE))
     stage = campaign.stage(STAGE)
     refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch

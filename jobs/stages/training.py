@@ -14,7 +14,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -89,21 +88,6 @@ class TrainingExtra:
 
     def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
         """Add to the outcome of a stage that has trained to its end."""
-
-
-def load_extras(*names: str) -> tuple[TrainingExtra, ...]:
-    """Return the extras of these names, "module:Class", without those whose module has been removed."""
-    extras: list[TrainingExtra] = []
-    for name in names:
-        module, _, class_name = name.partition(":")
-        try:
-            loaded = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise
-            continue
-        extras.append(getattr(loaded, class_name)())
-    return tuple(extras)
 
 
 class Training(StageKind):

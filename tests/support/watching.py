@@ -15,3 +15,7 @@ class EachPoll(Watcher):
     def status(self, message: StatusMessage) -> None:
         if message.state == "working":
             self.act(message)
+
+
+class Silent(Watcher):
+    """Does nothing."""

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import data.evaluation
 import data.loader
-from data.decoder import BadSample, Layout, images_per_cpu_s
+from data.decoder import BadSample, BatchLayout, images_per_cpu_s
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
@@ -75,7 +75,7 @@ def test_a_batch_is_uint8_images_labels_and_ids(index, order):
     [(1, 1, 1, 1), (1, 36, 23, 1), (1, 36, 24, 2), (2, 32, 1, 2), (3, 36, 22, 3), (64, 224, 1, 2353)],
 )
 def test_a_micro_batch_takes_whole_pages_and_its_arrays_share_nothing(b, image_size, max_labels, pages):
-    layout = Layout(b, image_size, max_labels)
+    layout = BatchLayout(b, image_size, max_labels)
     assert layout.bytes == pages * 4096
     memory = bytearray(2 * layout.bytes)
     arrays = layout.arrays(memory, layout.bytes)

@@ -86,7 +86,7 @@ class Machine:
     precision: str
 
 
-class Candidate(NamedTuple):
+class ModelCandidate(NamedTuple):
     """A model that may be trained: as a recipe writes it, and what AugReg's rows call it."""
 
     section: dict[str, Any]
@@ -139,7 +139,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         if isinstance(source, MaskedConfig):
             source = source.vit
         model = replace(source.with_new_head(), classes=train.classes)
-        candidates = [Candidate({"classes": train.classes}, model, "")]
+        candidates = [ModelCandidate({"classes": train.classes}, model, "")]
     image_size = min(candidates[0].model.image_size)
 
     # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
@@ -202,7 +202,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     )
 
 
-def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Candidate]:
+def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
     """Return the models that images of this size may be trained with from random weights, or that of a name alone."""
     train = sets.train
     side = train.shorter_side
@@ -236,7 +236,7 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Candi
             section["classes"] = train.classes
         else:
             section["name"] = f"Masked-{section['name'].removeprefix('Masked-')}"
-        candidates.append(Candidate(section, model_config(section), row))
+        candidates.append(ModelCandidate(section, model_config(section), row))
     return candidates
 
 

@@ -73,7 +73,7 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
 
 
 @dataclass
-class TrainedStage:
+class PlannedTraining:
     """Works out a trained stage: its lines in the plan, and the numbers that the first three lines need of it."""
 
     campaign: Campaign

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jobs.cluster_config import ClusterConfig
-from jobs.stages.training import Finetune, Pretrain, TrainingExtra, accompany, load_extras
+from jobs.kinds import load_extras
+from jobs.stages.training import Finetune, Pretrain, TrainingExtra, accompany
 from pipeline.extras.best import BestConfig
 from pipeline.extras.token_dropping import ThinnedConfig
 from pipeline.training_config import TrainConfig

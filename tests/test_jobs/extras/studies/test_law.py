@@ -12,10 +12,10 @@ from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.extras.studies.axes import AT_A_STEP, axes_at
 from jobs.extras.studies.law import compute_of, foretell
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.extras.power_law import fit
+from tests.support import campaigns
 
 # A step of each kind of state: moments, averaged weights, draws of dropout, crops and mixup.
 COMMON: dict[str, Any] = {
@@ -119,13 +119,13 @@ def test_what_would_be_no_branch_or_costs_too_much_is_refused_before_anything_st
     changes, message, tmp_path, shards
 ):
     with pytest.raises(ConfigError) as error:
-        campaign.load(recipe(tmp_path, shards, changes), [])
+        campaigns.load(recipe(tmp_path, shards, changes), [])
     assert message in str(error.value)
 
 
 def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
     # A branch of a grid is a branch like any other.
-    loaded = campaign.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
+    loaded = campaigns.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
     trunk = loaded.stage("trunk")
     assert tuple(axes_at(trunk.config, trunk.model, 1, 24)) == AT_A_STEP
     image = 6 * models.macs_of(loaded.stage("trunk").model) * 16 / 1e18  # forward and twice backward, 2 a MAC
@@ -137,7 +137,7 @@ def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
 
 @pytest.mark.parametrize(("step", "was", "verdict"), [(8, 0.991, "inside"), (24, 0.5, "OUTSIDE")])
 def test_the_evaluation_of_the_step_with_which_a_stage_ended_is_scored(step, was, verdict, tmp_path, shards):
-    loaded = campaign.load(recipe(tmp_path, shards), [])
+    loaded = campaigns.load(recipe(tmp_path, shards), [])
     stage = loaded.stage("far.a")
     context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
     forecast = foretell(stage.config, context, step)

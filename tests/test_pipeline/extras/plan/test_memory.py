@@ -20,16 +20,16 @@ from benchmarks.memory import CASES, counting_allocator, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.extras.planning.preflight import stage_requirements
-from jobs.recipe.campaign import load
 from pipeline.batches import patches_to_keep
 from pipeline.extras.plan import memory, memory_traces
 from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need
-from pipeline.extras.plan.memory_traces import Kind, Moment, Trace, step_to_trace
+from pipeline.extras.plan.memory_traces import Kind, MemoryTrace, Moment, step_to_trace
 from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, copied_by_gloo
 from pipeline.optimization import OptimConfig
 from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Group, StageData
+from tests.support.campaigns import load
 from tests.support.configs import FullConfig
 
 MIB = 2**20
@@ -178,7 +178,7 @@ def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
 def test_the_fullest_moment_depends_on_the_micro_batch():
     update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
     backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
-    trace = Trace(0, (update, backward), (backward,))
+    trace = MemoryTrace(0, (update, backward), (backward,))
     assert trace.fullest(2).phase == "update" and trace.fullest(6).phase == "backward"
     assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
 
@@ -344,7 +344,7 @@ def test_a_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path
 def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step can be traced."""
 
-    def refuse(step: memory_traces.StepToTrace) -> Trace:
+    def refuse(step: memory_traces.StepToTrace) -> MemoryTrace:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
     monkeypatch.setattr(memory, "trace_of", refuse)
@@ -365,11 +365,11 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, ca
 def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
 
-    def trace(step: memory_traces.StepToTrace) -> Trace:
+    def trace(step: memory_traces.StepToTrace) -> MemoryTrace:
         share = 1 - step.recomputed / 24
         states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
         moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
-        return Trace(0, (moment,), (moment,))
+        return MemoryTrace(0, (moment,), (moment,))
 
     monkeypatch.setattr(memory, "trace_of", trace)
 

@@ -19,7 +19,15 @@ from torch.nn.functional import mse_loss
 import models
 from pipeline.extras.plan import memory, memory_traces
 from pipeline.extras.plan.memory import GIB, memory_need, need_if_traced, recomputed_blocks
-from pipeline.extras.plan.memory_traces import Kind, Moment, StepToTrace, Trace, TraceFailed, step_to_trace, trace_in
+from pipeline.extras.plan.memory_traces import (
+    Kind,
+    MemoryTrace,
+    Moment,
+    StepToTrace,
+    TraceFailed,
+    step_to_trace,
+    trace_in,
+)
 from pipeline.extras.plan.tracer import LiveBytes, copied_by_gloo, fullest_moments, upper_hull
 from pipeline.optimization import OptimConfig
 from pipeline.training_config import DataConfig, TrainConfig
@@ -342,10 +350,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[StepToTrace]:
     monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path))
     steps_asked: list[StepToTrace] = []
 
-    def trace(step: StepToTrace) -> Trace:
+    def trace(step: StepToTrace) -> MemoryTrace:
         steps_asked.append(step)
         moment = Moment("backward", (GIB, 0, 0, 0, 0), (0, GIB * (1 - step.recomputed / 24), 0, 0, 0))
-        return Trace(8 * GIB, (moment,), (moment,))
+        return MemoryTrace(8 * GIB, (moment,), (moment,))
 
     monkeypatch.setattr(memory, "trace_of", trace)
     return steps_asked
