@@ -78,7 +78,9 @@ def run_campaign(
             if any(stage.kind.needs_workers for stage in unfinished):
                 start_workers(campaign.cluster, log)  # 6, once for all stages
             session = Session(campaign, log, lease, watching, stopper, put_files, fresh=fresh)
-            rows = [session.run_or_skip(stage.name) for stage in stages]  # 7
+            rows = []
+            for stage in stages:
+                rows.append(session.run_or_skip(stage.name))  # 7
             log_table(rows, log)  # 8
             log_next(session.campaign, rows, log)
             return rows
