@@ -29,8 +29,8 @@ from data.index.tar import IMAGES
 from jobs.named_stages import find_stage, near_path
 from jobs.progress import ProgressMeter, activity
 from jobs.recipe.key import model_at
-from jobs.stages.any_weights import is_foreign
 from jobs.terminal import as_typed, echo
+from pipeline.any_weights import is_foreign
 from pipeline.training_config import model_config
 from pipeline.values import amount, duration, flow_yaml
 

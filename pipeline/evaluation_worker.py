@@ -1,9 +1,8 @@
-"""The worker group of a stage that evaluates weights and trains nothing (evaluate, fewshot).
+"""A worker of a stage that evaluates weights and trains nothing (evaluate, fewshot).
 
-1. The driver checks the weights and starts the workers with requests (`evaluate_on_workers`).
-2. A worker joins the group, is checked as in training, and loads the whole model: workers share nothing but the sets.
-3. It evaluates as everywhere (pipeline/evaluation/worker.py); a stop is heard between two batches, and about once a
-   second while rank 0 computes. Nothing of an attempt that was stopped is kept.
+1. It joins the group, is checked as in training, and loads the whole model: workers share nothing but the sets.
+2. It evaluates as everywhere (pipeline/evaluation/worker.py). A stop takes effect between two batches, or within about
+   a second while rank 0 computes. Nothing of an attempt that was stopped is kept.
 
 In:  {"init": "/runs/x/finetune-1a2b3c4d", "requests": [{"test": "/shards/test", "protocol": {…}, …}], …}
 Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, one a request (document.result_of)
@@ -11,9 +10,8 @@ Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, 
 
 import os
 import threading
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,17 +23,12 @@ from data.checks import printable_lines
 from data.errors import Preempted
 from data.remote.cache import CacheConfig
 from data.storage import open_storage
-from jobs.cluster.supervisor import supervise
-from jobs.cluster.worker import Task
-from jobs.resolved_recipe import Context
-from jobs.stages import any_weights
-from pipeline import config
+from pipeline import any_weights, config
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
-from pipeline.versions import code_version
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
 
@@ -53,51 +46,12 @@ class WorkerConfig:
     model: dict[str, Any] = field(default_factory=dict)  # what a weights file of others cannot tell
 
 
-# ------------------------------------------------------------------------------------------------ in the driver
-
-
-def evaluate_on_workers(cfg: WorkerConfig, init: str, requests: Sequence[Request], context: Context) -> list[Entry]:
-    """Run attempts until the requests are answered; return a result for each.
-
-    Raises DataError where the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
-    """
-    outcome = supervise(
-        worker,
-        partial(make_task, cfg, init, requests, context),
-        context,
-        worlds=context.campaign.cluster.worlds,
-        stall_s=cfg.stall_s,
-        can_commit=False,
-    )
-    results: list[Entry] = outcome["results"]
-    return results
-
-
-def make_task(cfg: WorkerConfig, init: str, requests: Sequence[Request], context: Context, attempt: int) -> Task:
-    """Return the task of an attempt's workers. Raises DataError where the weights have changed."""
-    any_weights.digest_of(init, context.log)
-    return {
-        "run": str(context.campaign.run),
-        "attempt": attempt,
-        "claimed": time.time(),
-        "code": code_version(),
-        "folder": str(context.attempt_folder(attempt)),
-        "remote": context.campaign.remote,
-        "config": config.plain(cfg),
-        "init": init,
-        "requests": list(map(asdict, requests)),
-    }
-
-
-# ------------------------------------------------------------------------------------------------ in a worker
-
-
-def worker(task: Task) -> dict[str, list[Entry]]:
+def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """Do one worker's share; rank 0's value holds the results.
 
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
-    # The driver imports this module, and has no use for what brings deepspeed.
+    # The driver imports this module, and does not need deepspeed.
     from pipeline.process_group import check_start, join_group
     from pipeline.start import fetch_init
     from pipeline.train import notice_sigterm
