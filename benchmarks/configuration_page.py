@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from jobs.__main__ import KINDS
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies.expand import SweepConfig
-from jobs.kinds import ALL
+from jobs.kinds import load_kinds
 from jobs.resolved_recipe import StageKind
 from jobs.stages.training import Pretrain
 from jobs.trackers_config import TrackersConfig
@@ -331,10 +332,11 @@ def configuration_page() -> str:
     headed: list[tuple[str, Kind, ConfigDataclass | None]] = []
     for name, shared_kind in shared.items():
         headed.append((f"## {name}", shared_kind, None))
-    for stage_kind in ALL:
+    kinds = list(load_kinds(KINDS).values())
+    for stage_kind in kinds:
         headed.append((f"## Stage `{stage_kind.name}`", stage_kind.config, stage_kind.defaults))
     shown: dict[Kind, StageKind] = {}
-    for stage_kind in reversed(ALL):
+    for stage_kind in reversed(kinds):
         shown[stage_kind.config] = stage_kind  # the first of those with this config
     for heading, kind, defaults in headed:
         lines += [heading, ""]

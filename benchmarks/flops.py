@@ -16,6 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jobs.__main__ import KINDS
+from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
@@ -60,7 +62,7 @@ def load(options: argparse.Namespace, row: str, seed: int) -> tuple[Campaign, St
     path = Path(options.run) / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RECIPE.format(run=Path(options.run).resolve(), images=Path(options.images).resolve()))
-    loaded = campaign.load(path, [f"pretrain.seed={seed}", *overrides_of(ROWS[row])])
+    loaded = campaign.load(path, [f"pretrain.seed={seed}", *overrides_of(ROWS[row])], load_kinds(KINDS))
     return loaded, loaded.stage("pretrain")
 
 

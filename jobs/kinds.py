@@ -1,18 +1,72 @@
-"""The kinds of stages that a recipe may have."""
+"""The kinds of stages that a recipe may have, loaded from a table of texts.
 
-from jobs.extras.studies import figure, speed, table
-from jobs.resolved_recipe import StageKind
-from jobs.stages import evaluate, fewshot, pack, resize, training
+    load_kinds({"pack": "jobs.stages.pack:Pack", …})  →  {"pack": Pack(), …}
 
-ALL = (
-    pack.Pack(),
-    training.Pretrain(),
-    resize.Resize(),
-    training.Finetune(),
-    fewshot.FewShot(),
-    evaluate.Evaluate(),
-    table.Table(),
-    figure.Figure(),
-    speed.Speed(),
-)
-KINDS: dict[str, StageKind] = {kind.name: kind for kind in ALL}
+The table of all kinds, those of extras too, is in jobs/__main__.py. A kind whose module was removed from the checkout
+stays in the table: a recipe that uses it is refused with a message.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+from data.errors import ConfigError
+from jobs.resolved_recipe import Kinds, Sections, StageKind, StageSection
+
+# The kinds of the core.
+CORE = {
+    "pack": "jobs.stages.pack:Pack",
+    "pretrain": "jobs.stages.training:Pretrain",
+    "resize": "jobs.stages.resize:Resize",
+    "finetune": "jobs.stages.training:Finetune",
+    "fewshot": "jobs.stages.fewshot:FewShot",
+    "evaluate": "jobs.stages.evaluate:Evaluate",
+}
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """The config of a kind that is missing."""
+
+
+class MissingKind(StageKind):
+    """Stands for a kind of stage whose module is not in this checkout."""
+
+    config = NoConfig
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name = name
+        self.missing_module = module
+
+    def expand(self, sections: Sections, kinds: Kinds) -> Sections:
+        """Raise ConfigError if a section has a key of this name, as `sweep`, which the kind would have expanded.
+
+        A key that is null changes nothing, and is removed.
+        """
+        expanded = dict(sections)
+        for name, section in sections.items():
+            if not isinstance(section.values, Mapping) or self.name not in section.values:
+                continue
+            if section.values[self.name] is not None:
+                raise ConfigError(
+                    f"{name}.{self.name}: this checkout has no {self.missing_module}, which reads it\n"
+                    f"  leave it out, or type {name}.{self.name}=null"
+                )
+            values = {key: value for key, value in section.values.items() if key != self.name}
+            expanded[name] = StageSection(values, section.source)
+        return expanded
+
+
+def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
+    """Return an instance of every kind of a table: name → "module:Class"."""
+    kinds: dict[str, StageKind] = {}
+    for name, place in names.items():
+        module, _, class_name = place.partition(":")
+        try:
+            kinds[name] = getattr(import_module(module), class_name)()
+        except ModuleNotFoundError as error:
+            # A library that is missing is another matter.
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            kinds[name] = MissingKind(name, module)
+    return kinds

@@ -9,7 +9,7 @@
   (jobs/recipe/validate.py).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -75,6 +75,8 @@ class StageKind:
     makes_weights = False  # which other stages may start from
     needs_workers = True  # otherwise the driver does the work
     trains = False  # `config` is a TrainConfig
+    checks_budget = False  # `check_campaign` compares the stages with the recipe's `budget`
+    missing_module = ""  # of a kind whose module is not in this checkout
 
     def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
         """Do the work; return the stage's entries for done.json."""
@@ -126,6 +128,46 @@ class StageKind:
         """Return the names of the metrics that the stage will have."""
         return ()
 
+    # What a kind may do with a recipe as a whole.
+
+    def expand(self, sections: "Sections", kinds: "Kinds") -> "Sections":
+        """Return the sections of a recipe before they are parsed; a kind may replace one section by several."""
+        return sections
+
+    def placeholders(self, cfg: Any) -> Mapping[str, object]:
+        """Return the values that other stages may refer to as "@stage/name", each with what stands for it until then.
+
+        `values` has the same names.
+        """
+        return {}
+
+    def values(self, folder: Path) -> Mapping[str, object]:
+        """Return the values that a finished stage has determined for others, as far as it could."""
+        return {}
+
+    def value_in_words(self, cfg: Any, name: str) -> str:
+        """Return in words how the stage finds one of its `placeholders`."""
+        raise NotImplementedError
+
+    def check_parent(self, stage: "Stage", parent: "Stage", there: "Available") -> None:
+        """Check a stage that this one reads, before that one runs. Raises ConfigError or DataError."""
+
+    def check_campaign(self, campaign: "Campaign") -> None:
+        """Check a campaign whose stages have passed their checks. Raises ConfigError."""
+
+    def make_absolute(
+        self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
+    ) -> None:
+        """Make relative paths absolute in parts of a section that only this kind understands.
+
+        `patterns` name the fields of paths in the section `name`.
+        """
+
+    @property
+    def reads_outcomes(self) -> bool:
+        """Return whether a stage needs only the outcomes of its parents, which may have diverged."""
+        return Reads.OUTCOME in self.inputs.values()
+
     @cached_property
     def all_defaults(self) -> Any:
         """Return the defaults in the form that `config.build` reads fastest: a sweep may have a hundred stages."""
@@ -173,29 +215,41 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One section of a recipe; `key.resolve` fills in what stands below `chosen`."""
+    """One stage of a recipe; `key.resolve` fills in the fields below `pending`."""
 
     name: str
     kind: StageKind
     config: Any  # an instance of the kind's config
-    source: str  # the section of the recipe: for a run of a sweep, the sweep's
-    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
+    source: str  # the section of the recipe that it comes from, which may have become several stages
+    references: Mapping[str, str] = field(default_factory=dict)  # field → "@stage/name" of what determines its value
+    pending: tuple[str, ...] = ()  # fields of `references` whose values are not known yet: `config` has placeholders
 
-    parents: Mapping[str, str] = field(default_factory=dict)  # input field → "@stage/part", or a path
+    # input field → "@stage/part" or a path, and `references`
+    parents: Mapping[str, str] = field(default_factory=dict)
     model: ModelConfig | None = None  # that the stage ends with; None for one without, and where it is not known
     key: str = ""
     # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
-    known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
-    # The finished stage that it evaluates again, of a stage that no recipe names (jobs/run/stale_evaluations.py).
-    judges: str = ""
 
     @property
     def is_run(self) -> bool:
-        """Return whether the stage is one of the runs of a sweep, or a table inside it."""
+        """Return whether the stage is one of several that a section has become."""
         return self.name != self.source
+
+
+@dataclass(frozen=True)
+class StageSection:
+    """A stage's section as it would stand in a recipe that spells everything out."""
+
+    values: Any  # the section, or a value if the recipe has one in its place
+    source: str  # the section of the recipe that it comes from
+
+
+Sections = Mapping[str, StageSection]  # by the names of their stages
+Kinds = Mapping[str, StageKind]  # by the names of kinds in a recipe
+MakeAbsolute = Callable[[str, str], str]  # (key of a recipe, its relative path) → the absolute path
 
 
 @dataclass(frozen=True)
@@ -221,6 +275,15 @@ class Campaign:
                 return stage
         names = [stage.name for stage in self.stages]
         raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, names)}")
+
+    def waiting_for(self, stage: Stage) -> list[Stage]:
+        """Return the stages that take a value from a stage."""
+        waiting = []
+        for other in self.stages:
+            links = [reference(value) for value in other.references.values()]
+            if any(link is not None and link[0] == stage.name for link in links):
+                waiting.append(other)
+        return waiting
 
     def directory(self, stage: Stage) -> Path:
         """Return the folder of a stage in the run directory."""
@@ -328,6 +391,7 @@ class Available:
         self.campaign = campaign
         self.looks_at_files = looks_at_files  # otherwise recipe and indexes alone are compared
         self.indexes: dict[str, Index | None] = {}
+        self.readers_of: dict[str, list[Stage]] = {}  # by the name of the stage that is read
 
     def index(self, value: str) -> Index | None:
         """Return the index of a set that a recipe names; None where it has not been made yet."""
@@ -347,6 +411,16 @@ class Available:
         known = maker.kind.set_classes(maker.config, link[1])
         # A part of another set is numbered as that one.
         return self.classes(known) if isinstance(known, str) else known
+
+    def readers(self, stage: Stage) -> list[Stage]:
+        """Return the stages that read a stage's output."""
+        if not self.readers_of:
+            for reader in self.campaign.stages:
+                self.readers_of.setdefault(reader.name, [])
+                links = [reference(value) for value in reader.parents.values()]
+                for parent in dict.fromkeys(link[0] for link in links if link is not None):
+                    self.readers_of.setdefault(parent, []).append(reader)
+        return self.readers_of[stage.name]
 
     def made(self, values: Collection[str]) -> list[Index]:
         """Return the indexes of those sets that are there."""

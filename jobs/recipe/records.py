@@ -14,6 +14,7 @@ from typing import Any
 
 import models
 from jobs.recipe.key import MISSING
+from jobs.recipe.references import known_values
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -34,8 +35,9 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "warn": config.tagged(stage.config, "warn"),
         "eval_inputs": dict(stage.eval_inputs),
     }
-    if stage.known:
-        record["chosen"] = dict(stage.known)
+    known = known_values(stage)
+    if known:
+        record["chosen"] = known
     return record
 
 

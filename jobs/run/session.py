@@ -26,21 +26,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from data.errors import Preempted
+from data.errors import ConfigError, Preempted
 from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
-from jobs.extras.studies.expand import resolve_sweep
 from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
+from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.run.changed_evaluations import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.log import RunLog, log_next, log_table, status_file
 from jobs.run.stage_run import run_stage
-from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
 from jobs.terminal import typed_command
+from models.checks import did_you_mean
 from pipeline.artifacts import DIVERGED
 from pipeline.values import counted
 
@@ -56,9 +57,10 @@ def run_campaign(
     """Run a campaign, or resume it, and log the closing table; return its rows.
 
     `watchers` follow the run; a text "module:Class" names one that is created here. `fresh` restarts a half-done stage
-    whose config has changed. `only` runs a single stage, whose inputs must exist. `quiet` prints nothing to the
-    terminal; log.txt has the lines.
+    whose config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` prints
+    nothing to the terminal; log.txt has the lines.
     """
+    stages_of(campaign, only)  # an unknown name is refused before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
     # Its lines are shown and not kept: the log.txt of a run that another command owns is not ours.
     lease = Lease(campaign.storage, log.show)
@@ -71,8 +73,6 @@ def run_campaign(
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
             stopper = Stopper(log, lease)  # 4
-            # For a run in a store, the previous owner's files arrive only now.
-            campaign = with_new_evaluations(resolve_sweep(campaign))
             stages = checked_stages(campaign, only, log, fresh=fresh)  # 5
             unfinished = [stage for stage in stages if campaign.done(stage) is None]
             if any(stage.kind.needs_workers for stage in unfinished):
@@ -141,8 +141,8 @@ class Session:
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
         """Run a stage unless it has finished; return its row of the closing table."""
-        # What the table of a sweep has just chosen is in the configs that waited for it.
-        self.campaign = resolve_sweep(self.campaign)
+        # Values that an earlier stage has just determined.
+        self.campaign = with_values(self.campaign)
         stage = self.campaign.stage(name)
         outcome = self.campaign.done(stage)
         if outcome is not None:
@@ -176,20 +176,21 @@ class Session:
         self.watching.status("working", attempt, step)
 
     def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
-        """Log why a finished stage is skipped, which changed settings it ignores, and what evaluates it again."""
+        """Log why a finished stage is skipped, which settings have changed, and what evaluates it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
         warnings = changed_warnings(directory, stage)
-        evaluations = [other for other in self.campaign.stages if other.judges == stage.name]
-        if evaluations:
-            for field in (*ACCURACY_FIELDS, *PROBE_FIELDS):
-                warnings.pop(field, None)
+        commands = evaluation_commands(self.campaign, stage, warnings)
+        changes = [warnings.pop(field) for field in EVALUATION_FIELDS if commands and field in warnings]
         if warnings:
             line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
         self.log(line)
-        for evaluation in evaluations:
-            self.log(f"{stage.name}: asked to be judged otherwise than it was: {evaluation.name} does it")
+        if commands:
+            self.log(f"{stage.name}: evaluation settings changed since it finished: {'; '.join(changes)}")
+            self.log("  to evaluate its weights with them, type")
+            for command in commands:
+                self.log(f"  {command}")
 
 
 class Stopper:
@@ -238,15 +239,27 @@ class Stopper:
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
-    """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
-    stages = []
-    for stage in campaign.stages:
-        names = [None, stage.name, stage.source]
-        if stage.judges:
-            names += [stage.judges, campaign.stage(stage.judges).source]
-        if only in names:
-            stages.append(stage)
-    return stages
+    """Return the stages of a command: all, or those that `only` names.
+
+    `only` is a section of the recipe, a stage, or a kind that only one section has. Raises ConfigError otherwise.
+    """
+    if only is None:
+        return list(campaign.stages)
+    stages = [stage for stage in campaign.stages if only in (stage.name, stage.source)]
+    if stages:
+        return stages
+    of_kind = [stage for stage in campaign.stages if stage.kind.name == only]
+    sections = list(dict.fromkeys(stage.source for stage in of_kind))
+    if len(sections) > 1:
+        found = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
+        raise ConfigError(f"the recipe has {found}; --only names one")
+    if not sections:
+        known = list(dict.fromkeys(stage.source for stage in campaign.stages))
+        names = [*known, *(stage.name for stage in campaign.stages), *(stage.kind.name for stage in campaign.stages)]
+        raise ConfigError(
+            f"the recipe has no stage {only!r}{did_you_mean(only, names)}\n  its stages: {', '.join(known)}"
+        )
+    return [stage for stage in campaign.stages if stage.source in sections]
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:

@@ -2,8 +2,19 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
-from jobs.resolved_recipe import StageKind
+import jobs.__main__
+from jobs.kinds import load_kinds
+from jobs.recipe import campaign
+from jobs.resolved_recipe import Campaign, StageKind
+
+KINDS = load_kinds(jobs.__main__.KINDS)
+
+
+def load(recipe: Path, overrides: list[str]) -> Campaign:
+    """Return the validated campaign of a recipe, which may have stages of all kinds."""
+    return campaign.load(recipe, overrides, KINDS)
 
 
 def with_methods(kind: StageKind, **methods: Callable[..., object]) -> StageKind:

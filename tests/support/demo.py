@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 
 from data.errors import ExitCode
+from jobs.__main__ import WATCHERS
 from jobs.cluster.worker import records
-from jobs.commands.arguments import WATCHERS
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
@@ -31,6 +30,7 @@ from jobs.run.watchers import Watcher
 from pipeline.checkpoints.manifest import Manifest, attempt_folder, committed, read_manifest, step_of
 from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
+from tests.support import campaigns
 
 RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 WORKERS = 2  # at most
@@ -82,13 +82,13 @@ def demo(parent: Path) -> int:
     began = time.monotonic()
     gpus = torch.cuda.device_count() * workers_per_gpu()
     overrides = overrides_for(gpus)
-    loaded = campaign.load(RECIPE, [f"run={run}", *overrides])
+    loaded = campaigns.load(RECIPE, [f"run={run}", *overrides])
     killer = Killer(loaded)
     place = f" on {torch.cuda.device_count()} GPUs" if gpus else ""
     print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers{place} in {run}", flush=True)
     run_campaign(loaded, watchers=[killer, *WATCHERS])
 
-    twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
+    twin = campaigns.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
     # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
     for only in ("shards", "pretrain"):

@@ -13,7 +13,6 @@ import models
 from data.errors import CheckpointError, ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline import health
 from pipeline.checkpoints import manifest
@@ -22,11 +21,12 @@ from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.evaluation.features import normalise
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.train import count_step
+from tests.support import campaigns
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
     """Run some stages of a recipe; the folders of their outputs."""
-    loaded = campaign.load(recipe, list(overrides))
+    loaded = campaigns.load(recipe, list(overrides))
     for name in names:
         run_campaign(loaded, only=name, quiet=True)
     return [loaded.directory(loaded.stage(name)) for name in names]
@@ -129,7 +129,7 @@ def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
 )
 def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        campaign.load(recipe, list(overrides))
+        campaigns.load(recipe, list(overrides))
 
 
 def test_what_is_corrupted_does_not_depend_on_the_world(recipe):

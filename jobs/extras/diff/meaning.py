@@ -22,8 +22,8 @@ from data.order import DEFAULT_BLOCK, DEFAULT_LANES
 from jobs.extras.diff.facts import Fact
 from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
-from jobs.kinds import KINDS
-from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
+from jobs.recipe.references import source_of
+from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
 from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
@@ -77,13 +77,14 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
     table_of: dict[str, Stage] = {}  # by the names of its runs
     waited_for: set[str] = set()  # tables that other runs take their values from
     for stage in campaign.stages:
-        waited_for.update(stage.chosen.values())
+        for value in stage.references.values():
+            waited_for.add(source_of(campaign, value)[0].name)
         if stage.kind.name == sweep.Table.name:
             table_of.update(dict.fromkeys(stage.config.runs, stage))
     seen: set[tuple[str, str]] = set()
     for stage in campaign.stages:
         table = table_of.get(stage.name)
-        is_candidate = table is not None and f"@{table.name}" in waited_for
+        is_candidate = table is not None and table.name in waited_for
         if is_candidate or not (stage.kind.trains or stage.kind.name in JUDGING):
             continue
         # 1. Its row, how many runs that has, and of which values it has the best.
@@ -98,8 +99,8 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
             if table.config.chooses:
                 chooser = table
                 row = stage.source
-        for value in stage.chosen.values():
-            chooser = campaign.stage(value.removeprefix("@"))
+        for value in stage.references.values():
+            chooser, _ = source_of(campaign, value)
         if (stage.source, row) in seen:
             continue
         seen.add((stage.source, row))
@@ -145,11 +146,11 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
         )
 
 
-def of_run(path: Path) -> Iterator[ComparedStage]:
+def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
     """Iterate the stages of a run that train or evaluate. Raises ConfigError where another version wrote them."""
     for stage in read_run(path).stages:
         record = stage.record
-        kind = KINDS.get(record.get("kind", ""))
+        kind = kinds.get(record.get("kind", ""))
         if kind is None or not (kind.trains or kind.name in JUDGING):
             continue
         model = None

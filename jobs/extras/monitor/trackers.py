@@ -21,9 +21,9 @@ from typing import Any
 import models
 from data.files import write_whole
 from jobs.extras.monitor.threaded import ThreadedWatcher
-from jobs.extras.studies import expand
 from jobs.recipe.records import environment
 from jobs.recipe.render import config_as_known
+from jobs.recipe.sections import flat
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, records_since
 from jobs.run.watchers import Watcher
@@ -114,7 +114,7 @@ class Mlflow:
         # which may change, tell of this start.
         known = self.client.get_run(run_id).data.params
         parameters = []
-        for name, value in expand.flat(facts, message.stage).items():
+        for name, value in flat(facts, message.stage).items():
             if name not in known and str(value):
                 parameters.append(self.mlflow.entities.Param(name, str(value)[:LONGEST_TEXT]))
         self.client.log_batch(run_id, params=parameters)

@@ -26,11 +26,10 @@ from data.files import memory_text
 from data.index.names import some
 from jobs.extras.planning.plan_training import PlannedTraining, bill, span
 from jobs.extras.studies import table
-from jobs.extras.studies.expand import resolve_sweep
 from jobs.extras.studies.law import compute_of
 from jobs.recipe import class_names
 from jobs.recipe.records import half_done_folder
-from jobs.recipe.render import choice_text
+from jobs.recipe.references import in_words
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.terminal import echo
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
@@ -39,7 +38,6 @@ from pipeline.values import counted
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
     """Print the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
-    campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
@@ -108,8 +106,8 @@ class Plan:
 
         # 2. What it reads and lacks, and its model.
         for part, value in stage.parents.items():
-            # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-            if stage.kind.name != table.Table.name and part not in stage.chosen:
+            # The runs of a sweep's table are listed above it, and values of other stages have a line of their own.
+            if stage.kind.name != table.Table.name and part not in stage.references:
                 self.add("reads", f"{part} = {value}")
         if stage.model is not None:
             model = stage.model
@@ -125,9 +123,9 @@ class Plan:
                 self.add("MISSING", message)
 
         # 3. What sweeps have chosen for it, or, of the table of a sweep, what it will be made of.
-        for part in stage.chosen:
-            self.add("chosen", f"{part}: {choice_text(campaign, stage, part)}")
-        if len(stage.known) < len(stage.chosen):
+        for part in stage.references:
+            self.add("chosen", f"{part}: {in_words(campaign, stage, part)}")
+        if stage.pending:
             self.add("chosen", "until then the lines below have the first of these values")
         if stage.kind.name == table.Table.name:
             cfg: table.Config = stage.config

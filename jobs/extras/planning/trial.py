@@ -19,8 +19,8 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
-from jobs.extras.studies.expand import resolve_sweep, with_field
 from jobs.recipe import class_names
+from jobs.recipe.sections import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
 from jobs.run.session import temporary_run
 from jobs.terminal import echo
@@ -39,7 +39,6 @@ def trial(campaign: Campaign, only: str | None) -> None:
 
     Raises ConfigError where no stage takes steps, DataError where none can be tried; else as a run's stage does.
     """
-    campaign = resolve_sweep(campaign)
     # 1. Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
     stages: dict[str, Stage] = {}
     for stage in campaign.stages:
@@ -65,7 +64,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
             if path is None or index_if_made(path) is None:
                 unmade = path
         if unmade is not None:
-            problem = f"{unmade} is not there yet; type python -m jobs.pack RECIPE, or run the campaign first"
+            problem = f"{unmade} is not there yet; type python -m jobs run RECIPE --only pack"
         elif stage.model is None:
             problem = "the weights that it starts from are not there, and they say which model it is"
         else:

@@ -35,8 +35,24 @@ import numpy as np
 
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
+from data.index.index import shared_samples
+from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
-from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
+from jobs.extras.studies.law import check_budget
+from jobs.named_stages import TABLE as DOCUMENT
+from jobs.recipe.campaign import read_section
+from jobs.resolved_recipe import (
+    Available,
+    Campaign,
+    CheckResult,
+    Context,
+    Kinds,
+    MakeAbsolute,
+    Reads,
+    Sections,
+    Stage,
+    StageKind,
+)
 from models.checks import did_you_mean
 from pipeline import artifacts
 from pipeline.artifacts import DIVERGED, STOPPED
@@ -45,7 +61,7 @@ from pipeline.evaluation import document, intervals
 from pipeline.monitoring.telemetry import without_single_seeds
 from pipeline.values import amount
 
-DOCUMENT = "sweep.json"
+MOST_COPIES = 0.01  # share of a held-out set whose bytes may be in another set: sets hold a few images twice
 TIES = "the highest mean; of equal ones the first in the recipe"
 
 
@@ -133,12 +149,47 @@ class Row:
 
 
 class Table(StageKind):
-    """The kind of stage that makes the table of a sweep."""
+    """The kind of stage that makes the table of a sweep. It expands the sections of sweeps into their runs."""
 
-    name = "sweep"
+    name = expand.TABLE
     config = Config
     inputs: ClassVar = {"runs.*.stage": Reads.OUTCOME}
     needs_workers = False
+    checks_budget = True
+
+    def expand(self, sections: Sections, kinds: Kinds) -> Sections:
+        """Return the sections of a recipe with those of all runs and tables in place of sections with a `sweep`."""
+        return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
+
+    def make_absolute(
+        self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute
+    ) -> None:
+        """Make relative paths absolute that vary in a sweep."""
+        expand.make_absolute(name, section, patterns, absolute)
+
+    def placeholders(self, cfg: Config) -> Mapping[str, object]:
+        """Return the first values of the grid that the table chooses from."""
+        if not cfg.chooses:
+            return {}
+        return next(iter(cfg.runs.values())).values
+
+    def values(self, folder: Path) -> Mapping[str, object]:
+        """Return the values of the best row; none if all runs were stopped early."""
+        chosen: dict[str, object] = artifacts.read_record(folder / DOCUMENT)["chosen"]
+        return chosen
+
+    def value_in_words(self, cfg: Config, name: str) -> str:
+        """Return "the best of 0.01, 0.1 by accuracy"."""
+        values = dict.fromkeys(str(run.values[name]) for run in cfg.runs.values())
+        return f"the best of {', '.join(values)} by {cfg.best}"
+
+    def check_campaign(self, campaign: Campaign) -> None:
+        """Raise ConfigError if the trained stages take more than the recipe's budget."""
+        check_budget(campaign)
+
+    def check_parent(self, stage: Stage, parent: Stage, there: Available) -> None:
+        """Raise DataError if the table would choose by samples that a run learns from, or that its result is of."""
+        check_held_out(stage, parent, there)
 
     def run(self, cfg: Config, context: Context) -> dict[str, object]:
         """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
@@ -227,9 +278,8 @@ class Table(StageKind):
         if cfg.evaluation == "best":
             summary += ", best evaluations"
         outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
-        for other in context.campaign.stages:
-            if best is None and f"@{context.stage.name}" in other.chosen.values():
-                outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
+        if best is None and context.campaign.waiting_for(context.stage):
+            outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
         return outcome
 
     def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
@@ -242,7 +292,7 @@ class Table(StageKind):
             metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
             some_train = some_train or run_stage.kind.trains
         # A fan-out: nothing is measured, and nobody waits for a choice.
-        is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
+        is_waited_for = bool(there.campaign.waiting_for(stage))
         if not any(metrics_of.values()) and not is_waited_for:
             if some_train:
                 text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
@@ -358,7 +408,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 right = np.stack(list(map(document.right_of, entries)))
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
         # The rows of a grid are called by their values.
-        remark = in_words(runs[0].values)
+        remark = expand.in_words(runs[0].values)
         if remark == name:
             remark = ""
         if lost:
@@ -407,11 +457,6 @@ def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list
             repeats.append(of_seed)
         means.append(Row(f"{name} of {len(members)}", means_by_metric(repeats)))
     return means
-
-
-def in_words(values: Mapping[str, object]) -> str:
-    """Return values for people: "optim.lr=0.01, steps=100"."""
-    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
@@ -475,3 +520,50 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
         for number, cell in enumerate(cells):
             lines[number] += cell.rjust(width)
     return lines
+
+
+# ------------------------------------------------------------------------ held-out samples
+
+
+def check_held_out(table: Stage, run: Stage, there: Available) -> None:
+    """Raise DataError if a run of a grid is evaluated on samples that it learns from, or that the final runs are
+    evaluated on: these values would have been chosen by the samples of the result.
+
+    Sets that have not been made yet are compared when the run is about to start.
+    """
+    campaign = there.campaign
+    if not table.config.chooses:
+        return
+    final_runs = campaign.waiting_for(table)
+    if not final_runs or campaign.stage(run.source).config.chosen_on_test:
+        return
+    # The set that the metric is of: accuracy is of data.evaluate, few-shot accuracy of the probe's.
+    evaluated: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for field_name, (path, reads) in run.kind.inputs_of(run.config).items():
+        if reads is not Reads.SET:
+            continue
+        if field_name.endswith("train"):
+            others[f"{run.name}.{field_name}"] = path
+        elif not run.kind.trains or (field_name == "data.evaluate") == (table.config.best == "accuracy"):
+            evaluated[f"{run.name}.{field_name}"] = path
+    for field_name, (path, reads) in final_runs[0].kind.inputs_of(final_runs[0].config).items():
+        if reads is Reads.SET and not field_name.endswith("train"):
+            others[f"{final_runs[0].name}.{field_name}"] = path
+    for key, path in evaluated.items():
+        for other_key, other_path in others.items():
+            index = there.index(path)
+            other = there.index(other_path)
+            if index is None or other is None:
+                continue
+            same_places, same_bytes = shared_samples(index, other)
+            # Many sets hold a few images twice, which a split by samples separates: `jobs leaks` reports these.
+            if same_places or same_bytes > MOST_COPIES * index.samples:
+                raise DataError(
+                    f"{key} ({path}) chooses for {run.source}, and {max(same_places, same_bytes):,} of its "
+                    f"{index.samples:,} samples are in {other_key} ({other_path}) too\n"
+                    "  expected held-out samples, which no run learns from and no result is of: parts of the "
+                    "training set (docs/sweeps.md)\n"
+                    f"  type {run.source}.sweep.held_out.data.evaluate=…, or "
+                    f"{run.source}.sweep.chosen_on_test=true, which the table then says"
+                )

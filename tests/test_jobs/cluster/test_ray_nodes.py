@@ -30,12 +30,11 @@ from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.recipe import campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
-from tests.support import worker_functions
+from tests.support import campaigns, worker_functions
 from tests.support.contexts import pretrain_context
 from tests.support.families import wait_until
 from tests.support.watching import EachPoll
@@ -437,7 +436,7 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
     steps = 300 + 50 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     changes.append("pretrain.micro_batch=1")
-    loaded = campaign.load(recipe, changes)
+    loaded = campaigns.load(recipe, changes)
     rows = run_campaign(loaded, only="pretrain", watchers=[EachPoll(give_notice)])
     stage = loaded.directory(loaded.stage("pretrain"))
     said = capsys.readouterr().out

@@ -12,11 +12,11 @@ import pytest
 from data.errors import ConfigError, DataError, Preempted, RunOwned
 from data.sources.samples import digits
 from jobs.ownership import Lease
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.session import Stopper, run_campaign, stages_of, temporary_run
 from jobs.run.watchers import Watcher
+from tests.support import campaigns
 
 pytestmark = pytest.mark.quick
 
@@ -28,7 +28,7 @@ def packing(tmp_path: Path) -> Campaign:
     """A campaign of one stage that the driver runs itself."""
     recipe = tmp_path / "packing.yaml"
     recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{DIGITS}")
-    return campaign.load(recipe, [])
+    return campaigns.load(recipe, [])
 
 
 class States(Watcher):
@@ -69,7 +69,7 @@ def test_what_is_missing_is_refused_before_anything_starts(tmp_path) -> None:
     recipe = tmp_path / "missing.yaml"
     text = "shards: {kind: pack, sets: {train: {source: folder, path: " + str(tmp_path / "nothing") + "}}}\n"
     recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{text}")
-    loaded = campaign.load(recipe, [])
+    loaded = campaigns.load(recipe, [])
     states = States(loaded.run)
     with pytest.raises(DataError, match="nothing"):
         run_campaign(loaded, watchers=[states], quiet=True)

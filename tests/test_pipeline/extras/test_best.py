@@ -8,10 +8,10 @@ import pytest
 
 from data.errors import ConfigError
 from jobs.extras.planning.trial import trial_key
-from jobs.recipe import campaign
 from pipeline import config
 from pipeline.extras.best import Foretold, best_of, evaluations_of, evaluations_since_best
 from pipeline.training_config import TrainConfig
+from tests.support import campaigns
 
 
 def start(step: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_what_keep_best_cannot_go_with_is_refused(values, message):
 
 def test_the_metric_must_be_one_and_what_it_is_of_is_in_the_key(recipe: Path):
     def key(*overrides: str) -> str:
-        return campaign.load(recipe, list(overrides)).stage("pretrain").key
+        return campaigns.load(recipe, list(overrides)).stage("pretrain").key
 
     plain = key("pretrain.evaluate_every=8")
     assert key("pretrain.evaluate_every=4") == plain, "evaluations change nothing else"
@@ -93,7 +93,7 @@ def test_a_stage_with_keep_best_has_the_trials_of_one_without(recipe: Path):
     """`plan` and `trial` take its steps without its evaluations."""
     keys = set()
     for more in ([], ["pretrain.keep_best=accuracy", "pretrain.evaluate_every=8", "pretrain.patience=1"]):
-        loaded = campaign.load(recipe, more)
+        loaded = campaigns.load(recipe, more)
         keys.add(trial_key(loaded, loaded.stage("pretrain")))
     assert len(keys) == 1
 

@@ -21,7 +21,6 @@ from data.index.document import load_index
 from data.loader import TrainLoader
 from jobs.extras.planning.plan import plan
 from jobs.extras.replays.batch import replay
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models import positions
 from pipeline import batches, config
@@ -31,6 +30,7 @@ from pipeline.extras.plan.cost import Assumptions
 from pipeline.extras.token_dropping import TokenDroppingConfig, kept_patches, phase_at, phases
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig, training_order
+from tests.support import campaigns
 
 # ------------------------------------------------------------------------------------------------ small images
 
@@ -222,7 +222,7 @@ THINNED = (
 
 def run_thinned(recipe: Path, *overrides: str) -> Path:
     """Pretrain; the stage's folder."""
-    loaded = campaign.load(recipe, [*THINNED, *overrides])
+    loaded = campaigns.load(recipe, [*THINNED, *overrides])
     run_campaign(loaded, only="pretrain", quiet=True)
     return loaded.directory(loaded.stage("pretrain"))
 
@@ -275,7 +275,7 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
 
 def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(recipe, shards, capsys):
     folder = run_thinned(recipe, "cluster.workers=1")
-    cfg = campaign.load(recipe, list(THINNED)).stage("pretrain").config
+    cfg = campaigns.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
     replay(str(folder), "step=10", None)
@@ -314,7 +314,7 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
 
 
 def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
-    loaded = campaign.load(recipe, list(THINNED))
+    loaded = campaigns.load(recipe, list(THINNED))
     plan(loaded, Assumptions(), print)
     text = capsys.readouterr().out
     model = loaded.stage("pretrain").model
@@ -353,7 +353,7 @@ MASKED = ("pretrain.model.name=Masked-mu/8", "pretrain.objective=masked", "pretr
 )
 def test_what_cannot_train_with_less_is_refused_before_it_starts(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        loaded = campaign.load(recipe, list(overrides))
+        loaded = campaigns.load(recipe, list(overrides))
         run_campaign(loaded, only="pretrain", quiet=True)
 
 

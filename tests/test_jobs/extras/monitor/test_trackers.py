@@ -20,11 +20,11 @@ import pytest
 from data.errors import ConfigError, Preempted
 from jobs.extras.monitor import threaded, trackers
 from jobs.extras.monitor.trackers import Tracker, facts_of, numbers_of, start_trackers
-from jobs.recipe import campaign
 from jobs.run.reading import StageReader, StatusMessage
 from jobs.run.session import run_campaign
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline.monitoring.telemetry import Record, read_metrics
+from tests.support import campaigns
 from tests.support.watching import EachPoll
 
 ROOT = Path(__file__).parents[4]
@@ -55,9 +55,9 @@ def stage(tmp_path: Path) -> Path:
 
 
 def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -> None:
-    plain = campaign.load(recipe, [])
+    plain = campaigns.load(recipe, [])
     assert plain.trackers.used() == []
-    tracked = campaign.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
+    tracked = campaigns.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
     assert tracked.trackers.used() == ["wandb", "mlflow"]
     assert [stage.key for stage in tracked.stages] == [stage.key for stage in plain.stages]
     told = [facts_of(loaded, loaded.stages[0])["recipe"] for loaded in (plain, tracked)]
@@ -74,7 +74,7 @@ def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -
 )
 def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(override, message, recipe) -> None:
     with pytest.raises(ConfigError, match=message):
-        campaign.load(recipe, [override])
+        campaigns.load(recipe, [override])
 
 
 # ------------------------------------------------------------------------ what is sent
@@ -222,7 +222,7 @@ def test_a_server_of_wandb_that_cannot_be_reached_does_not_hold_up_the_end(stage
 
 def train_twice(recipe: Path, *overrides: str) -> Path:
     """Train, stopped half way by SIGTERM and begun again; return the stage's folder."""
-    loaded = campaign.load(recipe, [*overrides, "pretrain.steps=200", "pretrain.log_every=2"])
+    loaded = campaigns.load(recipe, [*overrides, "pretrain.steps=200", "pretrain.log_every=2"])
     directory = loaded.directory(loaded.stage("pretrain"))
 
     def stop_half_way(message: StatusMessage) -> None:

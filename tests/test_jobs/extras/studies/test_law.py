@@ -12,10 +12,10 @@ from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.extras.studies.axes import AT_A_STEP, axes_at
 from jobs.extras.studies.law import compute_of, foretell
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.extras.power_law import fit
+from tests.support import campaigns
 
 # A step of each kind of state: moments, averaged weights, draws of dropout, crops and mixup.
 COMMON: dict[str, Any] = {
@@ -118,13 +118,13 @@ def test_what_would_be_no_branch_or_costs_too_much_is_refused_before_anything_st
     changes, message, tmp_path, shards
 ):
     with pytest.raises(ConfigError) as error:
-        campaign.load(recipe(tmp_path, shards, changes), [])
+        campaigns.load(recipe(tmp_path, shards, changes), [])
     assert message in str(error.value)
 
 
 def test_a_branch_costs_its_own_steps_alone(tmp_path, shards):
     # A branch of a grid is a branch like any other.
-    loaded = campaign.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
+    loaded = campaigns.load(recipe(tmp_path, shards, {"cool.begin": None, "cool.sweep": {"grid": {"begin": [8]}}}), [])
     trunk = loaded.stage("trunk")
     assert tuple(axes_at(trunk.config, trunk.model, 1, 24)) == AT_A_STEP
     image = 6 * models.macs_of(loaded.stage("trunk").model) * 16 / 1e18  # forward and twice backward, 2 a MAC
@@ -140,7 +140,7 @@ def test_where_patience_may_end_a_stage_a_law_of_ends_foretells_each_evaluation(
     path = recipe(tmp_path, shards, changes)
     figure = artifacts.read_record(tmp_path / "figure.json")
     artifacts.write_record(tmp_path / "figure.json", {**figure, "is_curve": False})
-    loaded = campaign.load(path, [])
+    loaded = campaigns.load(path, [])
     stage = loaded.stage("hopeless.a")
     context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
     foretold = foretell(stage.config, context)

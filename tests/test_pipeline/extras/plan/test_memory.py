@@ -20,7 +20,6 @@ from benchmarks.memory import CASES, counting_allocator, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.extras.planning.preflight import stage_requirements
-from jobs.recipe.campaign import load
 from pipeline.batches import patches_to_keep
 from pipeline.extras.plan import memory, memory_traces
 from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
@@ -29,6 +28,7 @@ from pipeline.extras.plan.tracer import LiveBytes, TracedWorker, copied_by_gloo
 from pipeline.optimization import OptimConfig
 from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
+from tests.support.campaigns import load
 
 MIB = 2**20
 
