@@ -1,8 +1,7 @@
-"""Planted cases for `jobs audit` and `jobs bisect`: flips, clean stretches, poisoned samples, a poisoned shard.
+"""Planted cases for `jobs audit` and `jobs bisect`: flips, clean stretches, poisoned samples.
 
     python -m benchmarks.replay flips --cases 100        gradients, moments, weights, pixels; and clean stretches
     python -m benchmarks.replay samples --cases 100 --kind relabelled|saturated|nan|duplicated
-    python -m benchmarks.replay shards --cases 20 --first 0 --kind relabelled|clean
     python -m benchmarks.replay examples --images FOLDER      the sets of docs/replay.md, in examples/ of this folder
 
 `flips`: a run of two workers in exact mode takes 500 steps with a commit every 5. For each case two workers take five
@@ -11,9 +10,6 @@ asked what that run is, with the undisturbed steps beside it. Clean stretches ar
 
 `samples`: a network is trained until its loss on 2,048 patterns is small. For each case a step of 1,024 is poisoned,
 and the search of `bisect` is run on it as a worker runs it. Which sample, and how, is drawn from the seed and the case.
-
-`shards`: for each case 16 shards of 64 noisy patterns are packed, of which one has labels that are one too high, or
-none has; a network is trained on them, and `bisect RUN shards` is typed. The case is the seed of everything.
 """
 
 import argparse
@@ -381,72 +377,6 @@ def samples(folder: Path, cases: int, seed: int, kind: str, metric: str, steps: 
             print("   ", json.dumps(one)[:300], file=sys.stderr)
 
 
-# ------------------------------------------------------------------------ a poisoned shard
-
-SHARDS = 16
-SHARD_SAMPLES = 64
-NOISE = 110
-RECIPE = """
-cluster: {{workers: 1, backend: processes}}
-pretrain:
-  data: {{train: {train}, evaluate: {test}, augment: {{crop: none, flip: false}}}}
-  model: {model}
-  optim: {{lr: 3.0e-3, schedule: {{warmup_steps: 10}}}}
-  loss: softmax
-  steps: {steps}
-  batch_size: 32
-  micro_batch: 32
-  precision: fp32
-  seed: {seed}
-  zero: 0
-  log_every: 50
-  save_every: {steps}
-"""
-
-
-def shards(folder: Path, first: int, cases: int, kind: str, steps: int) -> None:
-    """Plant a poisoned shard in each of several runs, and print what `bisect RUN shards` names."""
-    from jobs.__main__ import main
-
-    print("| case | accuracy | planted | named | stands out | replays | gap | seconds |", flush=True)
-    right = 0
-    for case in range(first, first + cases):
-        began = time.monotonic()
-        place = folder / str(case)
-        rng = np.random.default_rng([case, 2])
-        planted = int(rng.integers(SHARDS)) if kind == "relabelled" else None
-        for name, count in {"train": SHARDS * SHARD_SAMPLES, "test": 2000}.items():
-            packed = []
-            for number in range(count):
-                encoded, label = pattern(case, rng, NOISE)
-                if name == "train" and number // SHARD_SAMPLES == planted:
-                    label = (label + 1) % 10
-                packed.append(Sample(f"{number:05d}", encoded, (label,), "png"))
-            pack(packed, place / name, name=name, classes=10, shard_samples=SHARD_SAMPLES)
-        recipe = place / "recipe.yaml"
-        words = {"train": place / "train", "test": place / "test", "model": json.dumps(MODEL), "steps": steps}
-        recipe.write_text(RECIPE.format(**words, seed=case))
-        codes = [main(["run", str(recipe), f"run={place / 'run'}"])]
-        codes.append(main(["bisect", str(place / "run"), "shards", "--from", "0", "--to", str(steps)]))
-        assert codes == [0, 0], codes
-        (done,) = (place / "run").glob("pretrain-*/done.json")
-        accuracy = json.loads(done.read_text())["metrics"]["accuracy"]
-        report = json.loads((place / "run-bisect" / "bisect.json").read_text())
-        named = int(report["shard"].removesuffix(".tar")[-6:])
-        right += named == planted
-        values_out, values_in = [], []
-        for taken in report["replays"]:
-            values = values_out if report["shard"] in taken["without"] else values_in
-            values.append(taken["accuracy"])
-        gap = statistics.mean(values_out) - statistics.mean(values_in)
-        print(
-            f"| {case} | {accuracy:.4f} | {planted} | {named} | {report['is_found']} | {len(report['replays'])} | "
-            f"{gap:.4f} | {time.monotonic() - began:.0f} |",
-            flush=True,
-        )
-    print(f"right: {right} of {cases}")
-
-
 # ------------------------------------------------------------------------ the worked examples
 
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -473,10 +403,9 @@ def examples(images: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["flips", "samples", "shards", "examples"])
+    parser.add_argument("what", choices=["flips", "samples", "examples"])
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="of the cases of shards")
     parser.add_argument("--kind", default="relabelled")
     parser.add_argument("--metric", default="grad_norm")
     parser.add_argument("--steps", type=int, default=60)
@@ -488,8 +417,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         if options.what == "flips":
             flips(Path(folder), options.cases, options.seed)
-        elif options.what == "shards":
-            shards(Path(folder), options.first, options.cases, options.kind, options.steps)
         else:
             samples(Path(folder), options.cases, options.seed, options.kind, options.metric, options.steps)
 

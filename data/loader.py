@@ -40,12 +40,15 @@ from data.decoder import Arrays, BadSample, BatchLayout, Decoder, DecoderProcess
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
+from data.optional import load_optional
 from data.order import Mixture, Order
 from data.remote.cache import Ahead, Cache, CacheConfig, shards_of
 from data.remote.urls import redacted
 from data.shards.reader import ShardReader
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
+
+DEVICE_DECODER = "data.extras.gpu_decoding:DeviceDecoder"  # decodes JPEGs on the GPU, with data.decode=gpu
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,7 @@ class TrainLoader:
         prefetch: int = 2,  # micro-batches a process may be ahead
         timeout_s: float = 120.0,
         cache: CacheConfig | None = None,
-        decode: Literal[
-            "cpu", "gpu"
-        ] = "cpu",  # gpu: the images of a batch are on the GPU, see data.extras.gpu_decoding
+        decode: Literal["cpu", "gpu"] = "cpu",  # gpu: the images of a batch are on the GPU, see DEVICE_DECODER
     ):
         if not (0 <= slots.start < slots.stop <= order.batch_size and slots.step == 1):
             raise ValueError(f"slots {slots} must be a contiguous part of range(0, {order.batch_size})")
@@ -123,9 +124,8 @@ class TrainLoader:
 
         if decode == "gpu":
             # Imported here, because TorchCodec is optional, and no other run needs this module.
-            from data.extras.gpu_decoding import DeviceDecoder
-
-            self.device_decoder = DeviceDecoder(self.decoder.cfg.reduced)
+            device_decoder = load_optional(DEVICE_DECODER, "data.decode=gpu")
+            self.device_decoder = device_decoder(self.decoder.cfg.reduced)
             # Decodes here what the GPU refused. A shallow copy, so that it shares the reader and its open shards.
             self.decoder_of_refused = copy(self.decoder)
             self.decoder_of_refused.leave_encoded = False

@@ -35,7 +35,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.kinds import CORE
+from jobs.core_kinds import CORE
 from jobs.progress import activity
 from jobs.terminal import is_closed_pipe, program, write_last
 

@@ -56,15 +56,10 @@ KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
 # Imports of extras by the core that are still there: each goes when its extra attaches from outside.
 REMAINING = {
-    "data.loader → data.extras.gpu_decoding",
-    "data.shards.listed → data.extras.leaks.document",
     "jobs.cluster.placement → jobs.extras.async_evaluation.spare_nodes",
     "jobs.commands.checkpoints → pipeline.extras.async_evaluation",
     "jobs.commands.checkpoints → pipeline.extras.best",
     "jobs.commands.status → pipeline.extras.async_evaluation",
-    "jobs.stages.evaluate → data.extras.leaks.document",
-    "jobs.stages.sets → data.extras.known_sets.known",
-    "jobs.stages.sets → data.extras.known_sets.vtab_prepared",
     "jobs.stages.training → jobs.extras.async_evaluation.spare_worker",
     "jobs.stages.training → jobs.extras.studies.law",
     "jobs.stages.training → pipeline.extras.best",
@@ -87,7 +82,6 @@ REMAINING = {
 
 # Names that several classes share, and how many do. A name goes from here when its classes are renamed.
 SHARED_NAMES = {
-    "Config": 6,  # of a kind of stage, in the file of its kind
     "TakenStep": 2,
 }
 

@@ -58,7 +58,8 @@ def evaluate(
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
-    from jobs.kinds import CORE, load_kinds
+    from jobs.core_kinds import CORE
+    from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection
 
 from jobs.resolved_recipe import Campaign, Stage
-from jobs.stages.evaluate import Config
+from jobs.stages.evaluate import EvaluateConfig
 from jobs.terminal import COMMAND
 from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.config import shown
@@ -41,7 +41,7 @@ def evaluation_commands(campaign: Campaign, stage: Stage, changed: Collection[st
         if preprocess is None and stage.model is not None:
             preprocess = f"resize({stage.model.image_size})"
         settings.append(f"preprocess={preprocess}")
-    defaults = Config()
+    defaults = EvaluateConfig()
     if cfg.data.max_labels > defaults.max_labels:
         settings.append(f"max_labels={cfg.data.max_labels}")
     for field, value in (("micro_batch", cfg.micro_batch), ("precision", cfg.precision)):

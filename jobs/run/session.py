@@ -255,10 +255,11 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
         raise ConfigError(f"the recipe has {found}; --only names one")
     if not sections:
         known = list(dict.fromkeys(stage.source for stage in campaign.stages))
-        names = [*known, *(stage.name for stage in campaign.stages), *(stage.kind.name for stage in campaign.stages)]
-        raise ConfigError(
-            f"the recipe has no stage {only!r}{did_you_mean(only, names)}\n  its stages: {', '.join(known)}"
-        )
+        names = list(known)
+        for stage in campaign.stages:
+            names += [stage.name, stage.kind.name]
+        hint = did_you_mean(only, dict.fromkeys(names))
+        raise ConfigError(f"the recipe has no stage {only!r}{hint}\n  its stages: {', '.join(known)}")
     return [stage for stage in campaign.stages if stage.source in sections]
 
 

@@ -25,11 +25,11 @@ import numpy as np
 import models
 from data.checks import at_least, check_name, more_than_0
 from data.errors import DataError
-from data.extras.leaks.document import Leaks, in_pairs, read_leaks
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
+from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import any_weights, training
 from models import ModelConfig
@@ -68,7 +68,7 @@ class EvaluatedSet:
 
 
 @dataclass(frozen=True)
-class Config:
+class EvaluateConfig:
     """Which weights are evaluated on which sets, and how."""
 
     init: str = "???"  # weights: a folder of ours, timm or Hugging Face, an official .npz, or "@stage"
@@ -154,7 +154,7 @@ class Evaluate(StageKind):
     """The kind of stage that evaluates weights on sets by protocols."""
 
     name = "evaluate"
-    config = Config
+    config = EvaluateConfig
     inputs: ClassVar = {
         "init": Reads.ANY_WEIGHTS,
         "sets.*.test": Reads.SET,
@@ -162,7 +162,7 @@ class Evaluate(StageKind):
         "leaks": Reads.FILE,
     }
 
-    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+    def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
         """Compute the results that no earlier evaluation of this run has, and write the document."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
         from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
@@ -238,13 +238,13 @@ class Evaluate(StageKind):
             metrics[name] = entry["value"]
         return {"metrics": metrics}
 
-    def model(self, cfg: Config, source_model: SourceModel) -> ModelConfig | None:
+    def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
         """Return the architecture of the weights, which may be of another project; None where they are missing."""
         if any_weights.is_foreign(cfg.init):
             return any_weights.load(cfg.init, cfg.model).config
         return source_model(cfg.init)
 
-    def shared_classes(self, cfg: Config) -> list[SharedClasses]:
+    def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
         """Return each set with the head that it is of, and with the set that protocols of features learn from."""
         shared = []
         for name, evaluated in cfg.sets.items():
@@ -260,7 +260,7 @@ class Evaluate(StageKind):
 
         Names of classes are compared in jobs/recipe/class_names.py.
         """
-        cfg: Config = stage.config
+        cfg: EvaluateConfig = stage.config
         model = stage.model
         name = stage.name
         if model is not None:
@@ -297,12 +297,12 @@ class Evaluate(StageKind):
             training.check_evaluated(sets, there)
         return ()
 
-    def metrics(self, cfg: Config) -> Iterable[str]:
+    def metrics(self, cfg: EvaluateConfig) -> Iterable[str]:
         """Return the names of the values of all sets and protocols."""
         return cfg.metrics()
 
 
-def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
+def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
     """Return the requests set by set and protocol by protocol, in the order of the recipe.
 
     Raises DataError where a leaks.json is not about a set, or a test set is the training set.
@@ -337,7 +337,7 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
             train = None
             train_digest = None
             if not protocol.kind.best:  # the head has learned already
-                assert evaluated.train is not None, "Config refuses it for protocols that learn"
+                assert evaluated.train is not None, "EvaluateConfig refuses it for protocols that learn"
                 train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
@@ -412,7 +412,7 @@ def with_names(
     return signed
 
 
-def log_warnings(cfg: Config, context: Context, results: Iterable[Entry]) -> None:
+def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]) -> None:
     """Log which sets have samples that could not be read, and where labels are taken on trust."""
     # A set has a result for every protocol, and is named once.
     sets: dict[str, Entry] = {}

@@ -22,7 +22,7 @@ from pipeline.monitoring.telemetry import without_single_seeds
 
 
 @dataclass(frozen=True)
-class Config:
+class FewShotStageConfig:
     """Which weights are probed on which sets."""
 
     init: str = "???"  # weights: a folder, or "@stage"
@@ -45,10 +45,10 @@ class FewShot(StageKind):
     """The kind of stage that evaluates frozen features by few-shot linear regression."""
 
     name = "fewshot"
-    config = Config
+    config = FewShotStageConfig
     inputs: ClassVar = {"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET}
 
-    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+    def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
         """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
         from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
@@ -86,7 +86,7 @@ class FewShot(StageKind):
 
     def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
         """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
-        cfg: Config = stage.config
+        cfg: FewShotStageConfig = stage.config
         # A single check is enough: ProbeConfig takes both sets or neither.
         require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
         if stage.model is not None:
@@ -95,14 +95,14 @@ class FewShot(StageKind):
             training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, there)
         return ()
 
-    def model(self, cfg: Config, source_model: SourceModel) -> ModelConfig | None:
+    def model(self, cfg: FewShotStageConfig, source_model: SourceModel) -> ModelConfig | None:
         """Return the architecture of the weights; None if they are missing."""
         return source_model(cfg.init)
 
-    def shared_classes(self, cfg: Config) -> list[SharedClasses]:
+    def shared_classes(self, cfg: FewShotStageConfig) -> list[SharedClasses]:
         """Return the two sets of the probe."""
         return [training.classes_of_probe(cfg.probe)]
 
-    def metrics(self, cfg: Config) -> Iterable[str]:
+    def metrics(self, cfg: FewShotStageConfig) -> Iterable[str]:
         """Return the names of the few-shot accuracies."""
         return training.metrics_of_probe(cfg.probe)

@@ -41,7 +41,7 @@ UNREADABLE = "torn or altered"  # what is wrong with an index that packing again
 
 
 @dataclass(frozen=True)
-class Config:
+class PackConfig:
     """A pack stage: its sets by name, and how large their shards are."""
 
     sets: dict[str, SetConfig] = field(default_factory=dict)  # one or more, by name
@@ -96,7 +96,7 @@ class Pack(StageKind):
     """The kind of stage that packs sets of images."""
 
     name = "pack"
-    config = Config
+    config = PackConfig
     inputs: ClassVar = {
         "sets.*.classes_of": Reads.SET,
         "sets.*.path": Reads.SET,
@@ -106,7 +106,7 @@ class Pack(StageKind):
     files = ("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names")
     needs_workers = False
 
-    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+    def run(self, cfg: PackConfig, context: Context) -> dict[str, object]:
         """Pack every set into a folder of its own; safe to kill and to run again."""
         sets = {}
         for name, set_config in cfg.sets.items():
@@ -190,16 +190,16 @@ class Pack(StageKind):
             packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
         return {"sets": packed, "samples_seen": samples_seen}
 
-    def is_input(self, cfg: Config, field_name: str) -> bool:
+    def is_input(self, cfg: PackConfig, field_name: str) -> bool:
         """Return whether a field names an input by its content: a subset's set does, a path to images does not."""
         _, name, key = field_name.split(".")
         return key != "path" or cfg.sets[name].source == "subset"
 
-    def sets(self, cfg: Config) -> Collection[str]:
+    def sets(self, cfg: PackConfig) -> Collection[str]:
         """Return the names of the sets."""
         return cfg.sets
 
-    def set_classes(self, cfg: Config, name: str) -> int | str | None:
+    def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
         """Return the minimum number of classes of a set: of its folders, or as published; None if it is unknown.
 
         For a subset, return the set of which it is a part. The number is unknown before packing for sets that take
@@ -221,7 +221,7 @@ class Pack(StageKind):
         except (DataError, OSError):  # that it is missing is said elsewhere
             return None
 
-    def missing(self, cfg: Config) -> Iterator[str]:
+    def missing(self, cfg: PackConfig) -> Iterator[str]:
         """Iterate a message for every path of the stage's sources at which there is nothing."""
         for name, set_config in cfg.sets.items():
             for key, path in paths_of(set_config).items():

@@ -13,7 +13,7 @@ from pipeline.training_config import model_config
 
 
 @dataclass(frozen=True)
-class Config:
+class ResizeConfig:
     """Which weights, and the image size they are made ready for."""
 
     init: str = "???"  # weights: a folder, or "@stage"
@@ -26,12 +26,12 @@ class Resize(StageKind):
     """The kind of stage that carries weights to another image size."""
 
     name = "resize"
-    config = Config
+    config = ResizeConfig
     inputs: ClassVar = {"init": Reads.WEIGHTS}
     makes_weights = True
     needs_workers = False
 
-    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+    def run(self, cfg: ResizeConfig, context: Context) -> dict[str, object]:
         """Write the weights at the new size, and a report of what was kept, resized, new and dropped."""
         folder = context.campaign.path_of(cfg.init)
         artifacts.check_weights(Path(folder), context.log)
@@ -49,7 +49,7 @@ class Resize(StageKind):
             "dropped": len(report.dropped),
         }
 
-    def model(self, cfg: Config, source_model: SourceModel) -> models.ModelConfig | None:
+    def model(self, cfg: ResizeConfig, source_model: SourceModel) -> models.ModelConfig | None:
         """Return the architecture at the new size; None where the weights are missing."""
         source = source_model(cfg.init)
         if source is None:

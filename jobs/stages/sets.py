@@ -14,10 +14,9 @@ from typing import ClassVar, Literal
 
 from data.checks import at_least
 from data.errors import DataError
-from data.extras.known_sets.known import known_archive
-from data.extras.known_sets.vtab_prepared import VTAB
 from data.index.document import load_index
 from data.index.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
+from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
 from data.sources.folders import (
     class_folders,
@@ -33,6 +32,9 @@ from data.sources.tars import tars, tars_classes
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
+OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all other sources are published data sets
+KNOWN_SETS = "data.extras.known_sets.known:known_archive"
+VTAB_TASKS = "data.extras.known_sets.vtab_prepared:VTAB"
 UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources of images of a user's own
 
 
@@ -138,10 +140,12 @@ class SetConfig:
                 "  leave out names, classes_of, rename, classes and keep",
             )
         # Tasks, splits and parts are of the sources that know which samples were published.
-        has_task = self.task is None
-        if self.source == "vtab":
-            has_task = self.task in VTAB
-        require(has_task, f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(VTAB)}")
+        if self.source == "vtab" or self.task is not None:
+            tasks = load_optional(VTAB_TASKS, "source: vtab")
+            require(
+                self.source == "vtab" and self.task in tasks,
+                f"task is {self.task}, expected with source vtab, and there alone, one of: {', '.join(tasks)}",
+            )
         require(not (self.wnids and self.real), "wnids and real are two kinds of labels: give one of them")
         known = known_set(self)
         splits: tuple[str, ...] = ("train", "test")
@@ -162,16 +166,18 @@ def subset_rule(cfg: SetConfig) -> Rule:
 
 
 def known_set(cfg: SetConfig) -> Archive | None:
-    """Return the published data set that a source is, by its task for VTAB; None for images of a user's own."""
-    if cfg.source == "vtab" and cfg.task is not None:
-        return VTAB[cfg.task]
+    """Return the published data set that a source names; None for a user's own images. Raises DataError."""
+    if cfg.source in OWN:
+        return None
     wnids = None
     if cfg.wnids is not None:
         wnids = Path(cfg.wnids)
     real = None
     if cfg.real is not None:
         real = Path(cfg.real)
-    return known_archive(cfg.source, wnids, real)
+    known_archive = load_optional(KNOWN_SETS, f"source: {cfg.source}")
+    archive: Archive | None = known_archive(cfg.source, wnids, real, cfg.task)
+    return archive
 
 
 # ------------------------------------------------------------------------------------------------ numbering

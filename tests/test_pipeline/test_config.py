@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
-    *(resize.Config, fewshot.Config, pack.Config, pack.SetConfig, SweepConfig, table.Config),
+    *(resize.ResizeConfig, fewshot.FewShotStageConfig, pack.PackConfig, pack.SetConfig, SweepConfig, table.TableConfig),
 ]
 
 
@@ -109,9 +109,9 @@ def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(change
 NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
     MixedConfig: {"train": "x", "weight": 1.0},
-    fewshot.Config: {"init": "x"},
-    resize.Config: {"init": "x"},
-    pack.Config: {"sets": {"train": {"source": "digits"}}},
+    fewshot.FewShotStageConfig: {"init": "x"},
+    resize.ResizeConfig: {"init": "x"},
+    pack.PackConfig: {"sets": {"train": {"source": "digits"}}},
     pack.SetConfig: {"source": "digits"},
 }
 
@@ -157,7 +157,7 @@ def test_the_numbers_of_a_recipe_are_all_found():
 def test_a_name_that_is_no_file_name_is_refused_wherever_it_is_given(name):
     digits = {"source": "digits"}
     with pytest.raises(ConfigError, match=r"a set is called .*\n  expected 1 to 64 of the characters"):
-        config.build(pack.Config, {"sets": {"train": digits, name: digits}}, "s")
+        config.build(pack.PackConfig, {"sets": {"train": digits, name: digits}}, "s")
     part = {"train": "x", "weight": 1}
     with pytest.raises(ConfigError, match=r"a set of data\.mixture is called"):
         config.build(TrainConfig, {"steps": 1, "data": {"mixture": {name: part}}}, "s")

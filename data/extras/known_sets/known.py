@@ -23,6 +23,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.extras.known_sets import imagenet, imagenet21k, objectnet
+from data.extras.known_sets.vtab_prepared import VTAB
 from data.index.names import Names, some
 from data.index.tar import Refusals
 from data.sources.members import first_present, members, read_members, text_of
@@ -261,8 +262,15 @@ IMAGENET_21K: dict[str, Published] = {
 ANY_SPLIT = ("train", "validation", "test")  # words that a set with no choice of them takes
 
 
-def known_archive(source: str, wnids: Path | None = None, real: Path | None = None) -> Archive | None:
-    """Return the known data set of this name, with its labels or its classes from other files; None of any other."""
+def known_archive(
+    source: str, wnids: Path | None = None, real: Path | None = None, task: str | None = None
+) -> Archive | None:
+    """Return the known data set of this name, with its labels or classes from other files; None if it is not known.
+
+    `task` is a task of VTAB-1k, for source vtab.
+    """
+    if source == "vtab":
+        return VTAB.get(task or "")
     if source == "imagenet-validation" and real is not None:
         # real.json holds ids; names are taken from the numbering of another set.
         samples = partial(imagenet.real, real)

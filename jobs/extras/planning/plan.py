@@ -128,7 +128,7 @@ class Plan:
         if stage.pending:
             self.add("chosen", "until then the lines below have the first of these values")
         if stage.kind.name == table.Table.name:
-            cfg: table.Config = stage.config
+            cfg: table.TableConfig = stage.config
             rows = {run.row for run in cfg.runs.values()}
             text = f"{len(cfg.runs)} runs in {len(rows)} rows"
             runs = map(campaign.stage, cfg.runs)

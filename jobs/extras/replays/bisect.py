@@ -1,24 +1,19 @@
-"""From a spike to its samples, and from a lost point of accuracy to its shard, by masking halves in place.
+"""Find the samples behind a spike by masking parts of its batch.
 
-`bisect RUN step=N` takes one step again and again in one attempt (pipeline/extras/replays/search.py), and shows the
-samples without which its metric is usual: key, labels, shard, and the pictures as the set and as the model have them.
-`bisect RUN shards --from A --to B` takes a whole stretch again and again, each time without another half of the shards
-that it uses: one shard is left that was out where the metric at B was high, and in where it was low.
+`bisect RUN step=N` repeats one step in one attempt (pipeline/extras/replays/search.py), and shows the samples without
+which its metric is usual: key, labels, shard, and the pictures as the set and as the model have them.
 """
 
 import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data.errors import UsageError
 from data.files import write_whole
-from data.index.document import load_index
 from data.page import jpeg_bytes
 from data.shards.reader import ShardReader
 from jobs.cluster.supervisor import supervise
@@ -30,33 +25,28 @@ from jobs.worlds import allowed_worlds
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.training_config import TrainConfig
 
 METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.TakenStep` has them
-CLEAR = 0.6  # of the mean difference between replays with and without a shard: how far apart the nearest two are
 MOST_SHOWN = 16  # samples of a set that are printed, and written as pictures
 
 
-def bisect(run: str, words: Sequence[str], *, first: int | None, last: int | None, output: str | None) -> None:
-    """Find what is behind a step or a stretch, and write bisect.json. Raises UsageError, and what a run raises."""
+def bisect(run: str, words: Sequence[str], *, output: str | None) -> None:
+    """Find the samples behind a step, and write bisect.json. Raises UsageError, and what a run raises."""
     values: dict[str, str] = {}
     overrides = []
     for word in words:
         key, separator, value = word.partition("=")
         if word.startswith("cluster."):
             overrides.append(word)
-        elif word == "shards" or (separator and key in ("step", "metric")):
+        elif separator and key in ("step", "metric"):
             values[key] = value
         else:
-            raise UsageError(f"{word!r} is not understood\n  expected step=N or shards, metric=…, cluster.…=…")
-    if ("step" in values) == ("shards" in values):
-        raise UsageError("step=N asks for samples, shards for a shard\n  expected one of them")
+            raise UsageError(f"{word!r} is not understood\n  expected step=N, metric=…, cluster.…=…")
+    if "step" not in values:
+        raise UsageError("no step is named\n  expected step=N, as the log counts them")
 
     replays = Replays("bisect", run, output, overrides)
-    if "shards" in values:
-        start, stop = replays.between(first, last)
-        bisect_shards(replays, start, stop, values.get("metric", "accuracy"))
-        return
     steps = replays.stage.steps
     text = values["step"]
     if not text.isdigit() or not 0 < int(text) <= steps:
@@ -65,9 +55,6 @@ def bisect(run: str, words: Sequence[str], *, first: int | None, last: int | Non
     if metric not in METRICS:
         raise UsageError(f"metric={metric}: expected one of {', '.join(METRICS)} for a step")
     bisect_step(replays, int(text), metric)
-
-
-# ------------------------------------------------------------------------ a step
 
 
 def bisect_step(replays: Replays, step: int, metric: str) -> None:
@@ -159,93 +146,3 @@ def found_samples(stage: TrainedStage, step: int, outcome: Mapping[str, Any], fo
         labels = [batch.source.class_name(label) for label in batch.labels[row] if label >= 0]
         samples.append({**sample, "labels": labels, "picture": picture})
     return samples
-
-
-# ------------------------------------------------------------------------ a stretch
-
-
-def bisect_shards(replays: Replays, first: int, last: int, metric: str) -> None:
-    """Find the shard behind what a metric has lost between two commits, by taking the steps between them again."""
-    # 1. The shards that these steps use, in their order; and how many images the metric is over.
-    stage = replays.stage
-    index, order = training_order(stage.config_at(first + 1, last), stage.sets)
-    used: set[int] = set()
-    for step in range(first, last):
-        used.update(np.unique(order.batch(step).shard).tolist())
-    if len(used) == 1:
-        raise UsageError(f"the steps {first + 1} to {last} use one shard, {index.shards[used.pop()].name}")
-    judged_on = stage.job["evaluate" if metric == "accuracy" else "probe_test"]
-    if judged_on is None:
-        raise UsageError(
-            f"metric={metric}: {replays.name} was not evaluated on it\n  expected one that a run ends with"
-        )
-    images = load_index(judged_on).samples
-    replays.say(
-        f"{replays.name}: {len(used)} shards in the steps {first + 1} to {last}; at most "
-        f"{math.ceil(math.log2(len(used))) + 1} times {last - first} steps, each without half of the shards"
-    )
-
-    # 2. The search.
-    taken: list[dict[str, Any]] = []
-
-    def value_without(shards: Sequence[int]) -> float:
-        folder = replays.folder / f"replay-{len(taken) + 1}"
-        masked = [[0, shard, 0, index.shards[shard].samples] for shard in shards]
-        metrics = replays.take_again(first, last, folder, masked=masked, evaluates=True).outcome["metrics"]
-        if metric not in metrics:
-            raise UsageError(f"metric={metric}: expected one of {', '.join(metrics)}")
-        shutil.rmtree(folder)
-        names = [index.shards[shard].name for shard in shards]
-        taken.append({"without": names, metric: metrics[metric]})
-        echo(f"  without {len(names)} shards, {names[0]} …: {metric} {metrics[metric]:.4f}")
-        return float(metrics[metric])
-
-    shard, values_without, values_with = shard_behind(value_without, sorted(used))
-
-    # 3. A shard is named where the two kinds of replays lie apart, by more than the noise of the evaluation.
-    gap = statistics.mean(values_without) - statistics.mean(values_with)
-    share = statistics.mean(values_with)
-    noise = 2 * math.sqrt(max(2 * share * (1 - share), 0.0) / images)
-    is_found = gap > noise and min(values_without) - max(values_with) > CLEAR * gap
-    name = index.shards[shard].name
-    verdict = f"shard {name}"
-    if not is_found:
-        verdict = f"no single shard stands out, the likeliest is {name}"
-    replays.say(
-        f"{verdict}: {metric} is {min(values_without):.4f} or more in {len(values_without)} replays without it, "
-        f"{max(values_with):.4f} or less in {len(values_with)} with it; {noise:.4f} is noise of {images:,} images"
-    )
-    report = {"from": first, "to": last, "metric": metric, "noise": noise, "replays": taken}
-    replays.report(replays.folder / "bisect.json", {**report, "shard": name, "is_found": is_found})
-    echo(f"to do without it alone type python -m jobs without {stage.folder} --shards {name} --to {last}")
-
-
-def shard_behind(
-    value_without: Callable[[Sequence[int]], float], shards: Sequence[int]
-) -> tuple[int, list[float], list[float]]:
-    """Return the shard without which values are the highest, the values without it, and those with it.
-
-    ⌈log₂ n⌉ + 1 values are taken, each without half of all shards: with other amounts of data left they could not be
-    compared, because a stretch that lacks half of its data is worse for that alone.
-    """
-    middle = len(shards) // 2
-    suspects = list(shards[:middle])
-    cleared = list(shards[middle:])
-    high = [value_without(suspects)]
-    low = [value_without(cleared)]
-    if low > high:
-        suspects, cleared = cleared, suspects
-        high, low = low, high
-    while len(suspects) > 1:
-        half = suspects[: len(suspects) // 2]
-        others = suspects[len(half) :]
-        value = value_without([*half, *cleared[: middle - len(half)]])
-        if value > (statistics.mean(low) + statistics.mean(high)) / 2:
-            high.append(value)
-            suspects = half
-            cleared = cleared + others
-        else:
-            low.append(value)
-            suspects = others
-            cleared = cleared + half
-    return suspects[0], high, low

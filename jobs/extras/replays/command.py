@@ -52,18 +52,16 @@ def bisect(
     run: Stage,
     words: Annotated[
         list[str],
-        typer.Argument(metavar="step=N|shards", help="And metric=grad_norm|loss|accuracy."),
+        typer.Argument(metavar="step=N", help="Optionally metric=grad_norm|loss and cluster.KEY=VALUE."),
     ],
-    first: First = None,
-    last: Last = None,
     output: Output = None,
     _debug: Debug = False,
 ) -> None:
-    """Find the samples behind a spike, or the shard behind a lost point of accuracy between two commits."""
+    """Find the samples that caused a spike in loss or gradient norm."""
     run = str(find_trained(run))
     from jobs.extras.replays.bisect import bisect
 
-    bisect(run, words, first=first, last=last, output=output)
+    bisect(run, words, output=output)
 
 
 def without(

@@ -51,7 +51,7 @@ CITATION = "paper: Dosovitskiy et al. 2021, arXiv:2010.11929"
 
 
 @dataclass(frozen=True)
-class Config:
+class FigureConfig:
     """What is drawn over what."""
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
@@ -141,11 +141,11 @@ class Figure(StageKind):
     """The kind of stage that draws a figure from the tables of sweeps."""
 
     name = "figure"
-    config = Config
+    config = FigureConfig
     inputs: ClassVar = {"tables.*": Reads.TABLE}
     needs_workers = False
 
-    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+    def run(self, cfg: FigureConfig, context: Context) -> dict[str, object]:
         """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
         # 1. The points.
         points: list[Point] = []
@@ -214,7 +214,7 @@ class Figure(StageKind):
 
     def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
         """Refuse a figure without a table, and of stages that are none."""
-        cfg: Config = stage.config
+        cfg: FigureConfig = stage.config
         require(
             bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}"
         )
@@ -231,7 +231,7 @@ class Figure(StageKind):
 # ------------------------------------------------------------------------------------------------ points
 
 
-def read_rows(cfg: Config, campaign: Campaign) -> list[FigureRow]:
+def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
     """Return the rows that have points, each with the values of the rows of other tables that it goes on from."""
     rows = []
     for table, path in cfg.tables.items():
@@ -267,7 +267,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[FigureRow]:
     return drawn
 
 
-def point_of(cfg: Config, row: FigureRow) -> Point:
+def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
     """Return the point of a row, with an error bar where y is a metric of several runs or of named samples."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
@@ -289,7 +289,7 @@ def point_of(cfg: Config, row: FigureRow) -> Point:
     return point
 
 
-def curve_of(cfg: Config, row: FigureRow) -> Iterator[Point]:
+def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
     """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have.
 
     There are none where all its runs have diverged, or were not run because what they start from was stopped.
@@ -347,7 +347,7 @@ def curve_of(cfg: Config, row: FigureRow) -> Iterator[Point]:
         yield point
 
 
-def fitted(cfg: Config, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
+def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
     """Return the law over the axes of `fit`, what it foretells of the largest point, and its line over x.
 
     The law of a share is one of its error, 1 − y. Raises ValueError where none can be fitted.

@@ -78,7 +78,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class TableConfig:
     """The table of a sweep. The key `sweep` of another stage's section writes it; nobody else needs to."""
 
     runs: dict[str, RunConfig] = field(default_factory=dict)  # by the names of their stages
@@ -152,7 +152,7 @@ class Table(StageKind):
     """The kind of stage that makes the table of a sweep. It expands the sections of sweeps into their runs."""
 
     name = expand.TABLE
-    config = Config
+    config = TableConfig
     inputs: ClassVar = {"runs.*.stage": Reads.OUTCOME}
     needs_workers = False
     checks_budget = True
@@ -167,7 +167,7 @@ class Table(StageKind):
         """Make relative paths absolute that vary in a sweep."""
         expand.make_absolute(name, section, patterns, absolute)
 
-    def placeholders(self, cfg: Config) -> Mapping[str, object]:
+    def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
         """Return the first values of the grid that the table chooses from."""
         if not cfg.chooses:
             return {}
@@ -178,7 +178,7 @@ class Table(StageKind):
         chosen: dict[str, object] = artifacts.read_record(folder / DOCUMENT)["chosen"]
         return chosen
 
-    def value_in_words(self, cfg: Config, name: str) -> str:
+    def value_in_words(self, cfg: TableConfig, name: str) -> str:
         """Return "the best of 0.01, 0.1 by accuracy"."""
         values = dict.fromkeys(str(run.values[name]) for run in cfg.runs.values())
         return f"the best of {', '.join(values)} by {cfg.best}"
@@ -191,7 +191,7 @@ class Table(StageKind):
         """Raise DataError if the table would choose by samples that a run learns from, or that its result is of."""
         check_held_out(stage, parent, there)
 
-    def run(self, cfg: Config, context: Context) -> dict[str, object]:
+    def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
         """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
         results = []
         for name, run_config in cfg.runs.items():
@@ -284,7 +284,7 @@ class Table(StageKind):
 
     def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
         """Refuse a table of a metric that one of its runs will not have."""
-        cfg: Config = stage.config
+        cfg: TableConfig = stage.config
         metrics_of: dict[str, list[str]] = {}
         some_train = False
         for run_name in cfg.runs:
@@ -333,7 +333,7 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
     return values
 
 
-def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Result:
+def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -> Result:
     """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
