@@ -13,16 +13,6 @@ from importlib import import_module
 from data.errors import ConfigError
 from jobs.resolved_recipe import Kinds, Sections, StageKind, StageSection
 
-# The kinds of the core.
-CORE = {
-    "pack": "jobs.stages.pack:Pack",
-    "pretrain": "jobs.stages.training:Pretrain",
-    "resize": "jobs.stages.resize:Resize",
-    "finetune": "jobs.stages.training:Finetune",
-    "fewshot": "jobs.stages.fewshot:FewShot",
-    "evaluate": "jobs.stages.evaluate:Evaluate",
-}
-
 
 @dataclass(frozen=True)
 class NoConfig:

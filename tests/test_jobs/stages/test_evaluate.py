@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -473,8 +474,10 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
     started: list[Campaign] = []
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda campaign, watchers: started.append(campaign))
+    context: Any = SimpleNamespace(obj=SimpleNamespace(watchers=()))
+    words = [str(world / "test"), "cluster.max_restarts=7"]
     with pytest.raises(FileNotFoundError):  # nothing has run
-        evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
+        evaluate(context, str(world / "weights"), words, output=str(tmp_path))
     assert read == [str(world / "weights")]
     cluster = started[0].cluster
     assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")

@@ -1,0 +1,10 @@
+"""The table of the core's kinds of stages, as text: the command line reads it without importing any of them."""
+
+CORE = {
+    "pack": "jobs.stages.pack:Pack",
+    "pretrain": "jobs.stages.training:Pretrain",
+    "resize": "jobs.stages.resize:Resize",
+    "finetune": "jobs.stages.training:Finetune",
+    "fewshot": "jobs.stages.fewshot:FewShot",
+    "evaluate": "jobs.stages.evaluate:Evaluate",
+}
