@@ -35,7 +35,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.kinds import CORE, with_extras
+from jobs.core_kinds import CORE, with_extras
 from jobs.progress import activity
 from jobs.terminal import is_closed_pipe, program, write_last
 
@@ -91,6 +91,13 @@ KINDS = {
     "figure": "jobs.extras.studies.figure:Figure",
 }
 
+# What shows a run elsewhere than on the terminal (jobs/run/watchers.py).
+WATCHERS = (
+    "jobs.extras.report.kept:KeptPage",
+    "jobs.extras.monitor.gauges:Gauges",
+    "jobs.extras.monitor.trackers:Trackers",
+)
+
 COMMANDS = CommandTable(
     {
         "Runs": {
@@ -138,6 +145,7 @@ COMMANDS = CommandTable(
         },
     },
     kinds=KINDS,
+    watchers=WATCHERS,
     groups={
         "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
         "data": "Check, measure or repair a set of shards.",

@@ -64,7 +64,6 @@ REMAINING = {
 
 # Names that several classes share, and how many do. A name goes from here when its classes are renamed.
 SHARED_NAMES = {
-    # of a kind of stage, in the file of its kind
     "TakenStep": 2,
 }
 

@@ -22,7 +22,6 @@ from typing import Any
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
-from jobs.commands.arguments import WATCHERS
 from jobs.kinds import load_extras
 from jobs.named_stages import find_trained
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
@@ -37,6 +36,7 @@ from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
+WATCHERS = ("jobs.extras.report.kept:KeptPage", "jobs.extras.monitor.gauges:Gauges")  # of a run that is kept
 
 Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # what a stage does
 
