@@ -12,7 +12,7 @@ from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 
 
-class Best(TrainingExtra):
+class BestExtra(TrainingExtra):
     """Adds `keep_best` and `patience`."""
 
     config = BestConfig

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, TypedDict
 from data.checks import at_least
 from data.errors import CheckpointError
 from pipeline.config import Tags, require, tags
-from pipeline.hooks import Choice, Hook
+from pipeline.hooks import ExportChoice, Hook
 from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted
@@ -161,7 +161,7 @@ class KeepBest(Hook):
             f"{best['step']}, patience is {patience}"
         )
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> ExportChoice | None:
         """Return the step of the best evaluation. Raises CheckpointError if none is on record."""
         metric = self.cfg.keep_best
         if metric is None:

@@ -20,7 +20,7 @@ class SpareConfig(AsyncConfig, SpikeConfig):
     """Has the keys of all that a spare worker does."""
 
 
-class AsyncEvaluation(TrainingExtra):
+class AsyncEvaluationExtra(TrainingExtra):
     """Adds `evaluate_on` and `health`."""
 
     config = compose(AsyncConfig, SpikeConfig)

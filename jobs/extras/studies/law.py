@@ -44,7 +44,7 @@ class Compute(NamedTuple):
     uncounted: list[str]  # stages whose steps or model are not known yet
 
 
-class Branches(TrainingExtra):
+class BranchesExtra(TrainingExtra):
     """Adds `begin` and `law`."""
 
     config = BranchConfig

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 import models
-from jobs.kinds import CORE, load_kinds
+from jobs.core_kinds import CORE
+from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Context
 
