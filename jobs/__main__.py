@@ -35,7 +35,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.core_kinds import CORE
+from jobs.core_kinds import CORE, with_extras
 from jobs.progress import activity
 from jobs.terminal import is_closed_pipe, program, write_last
 
@@ -74,9 +74,19 @@ EXAMPLES = {
     "without": "runs/photos/pretrain --samples bad.txt",
 }
 
-# The kinds of stages, by their names in a recipe. Kinds of extras may be missing from a checkout.
+# Extras of the kinds that train (jobs/stages/training.py).
+TRAINING_EXTRAS = (
+    "jobs.extras.studies.law:Branches",
+    "jobs.extras.token_dropping:TokenDroppingExtra",
+    "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
+    "jobs.extras.best:Best",
+    "jobs.extras.planning.memory_check:MemoryCheck",
+)
+# The kinds of stages, by their names in a recipe. Kinds and extras may be missing from a checkout.
 KINDS = {
     **CORE,
+    "pretrain": with_extras(CORE["pretrain"], TRAINING_EXTRAS),
+    "finetune": with_extras(CORE["finetune"], TRAINING_EXTRAS),
     "sweep": "jobs.extras.studies.table:Table",
     "figure": "jobs.extras.studies.figure:Figure",
 }

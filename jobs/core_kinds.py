@@ -1,5 +1,7 @@
 """The table of the core's kinds of stages, as text: the command line reads it without importing any of them."""
 
+from collections.abc import Sequence
+
 CORE = {
     "pack": "jobs.stages.pack:Pack",
     "pretrain": "jobs.stages.training:Pretrain",
@@ -8,3 +10,8 @@ CORE = {
     "fewshot": "jobs.stages.fewshot:FewShot",
     "evaluate": "jobs.stages.evaluate:Evaluate",
 }
+
+
+def with_extras(place: str, extras: Sequence[str]) -> str:
+    """Return the text of a kind to which extras are attached, each "module:Class"."""
+    return " ".join([place, *extras])

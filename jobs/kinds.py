@@ -9,6 +9,7 @@ stays in the table: a recipe that uses it is refused with a message.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from data.errors import ConfigError
 from jobs.resolved_recipe import Kinds, Sections, StageKind, StageSection
@@ -48,15 +49,35 @@ class MissingKind(StageKind):
 
 
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of every kind of a table: name → "module:Class"."""
+    """Return an instance of every kind of a table: name → "module:Class", with its extras if it has any.
+
+    An extra whose module was removed is left out.
+    """
     kinds: dict[str, StageKind] = {}
-    for name, place in names.items():
+    for name, text in names.items():
+        place, *extras = text.split()
         module, _, class_name = place.partition(":")
         try:
-            kinds[name] = getattr(import_module(module), class_name)()
+            kind_class = getattr(import_module(module), class_name)
+            kinds[name] = kind_class(load_extras(*extras)) if extras else kind_class()
         except ModuleNotFoundError as error:
             # A library that is missing is another matter.
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             kinds[name] = MissingKind(name, module)
     return kinds
+
+
+def load_extras(*names: str) -> list[Any]:
+    """Return the extras of these names, "module:Class", without those whose module has been removed."""
+    extras: list[Any] = []
+    for name in names:
+        module, _, class_name = name.partition(":")
+        try:
+            loaded = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            continue
+        extras.append(getattr(loaded, class_name)())
+    return extras

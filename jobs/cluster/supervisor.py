@@ -63,7 +63,7 @@ GO_ON = "run the same command again to go on"
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
-LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
+LESS_MEMORY = "; lower micro_batch or data.processes, or raise checkpoint_blocks"
 STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
 
 Accompany = Callable[[Task, Path, ClusterConfig], AbstractContextManager[object]]

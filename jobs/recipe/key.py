@@ -19,11 +19,10 @@ from data.images.preprocess import corrections
 from data.index.document import load_index
 from jobs.named_stages import TABLE
 from jobs.resolved_recipe import Kinds, Reads, Stage, reference
-from jobs.stages import any_weights
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
-from pipeline import artifacts, config
+from pipeline import any_weights, artifacts, config
 from pipeline.config import require
 
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again

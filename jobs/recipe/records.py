@@ -65,7 +65,10 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     record = artifacts.read_record(record_path)
     contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
-    for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
+    now = config.tagged(stage.config, "warn")
+    # A key of an earlier version that has gone and held null changes nothing.
+    before = {name: value for name, value in record["warn"].items() if name in now or value is not None}
+    for text in config.differences(before, now):
         changes[text.partition(":")[0]] = text
     for field, content in stage.eval_inputs.items():
         # A finished stage is skipped also where the set that it was judged on is gone.

@@ -31,9 +31,9 @@ from data.index.document import load_index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
-from jobs.stages import any_weights, training
+from jobs.stages import training
 from models import ModelConfig
-from pipeline import artifacts
+from pipeline import any_weights, artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
@@ -165,7 +165,8 @@ class Evaluate(StageKind):
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
         """Compute the results that no earlier evaluation of this run has, and write the document."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+        from jobs.stages.evaluation_worker import evaluate_on_workers
+        from pipeline.evaluation_task import WorkerConfig
 
         init = context.campaign.path_of(cfg.init)
         weights_digest = any_weights.digest_of(init, context.log)

@@ -51,8 +51,9 @@ class FewShot(StageKind):
     def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
         """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+        from jobs.stages.evaluation_worker import evaluate_on_workers
         from pipeline.evaluation.worker import Request
+        from pipeline.evaluation_task import WorkerConfig
 
         worker_config = WorkerConfig(
             preprocess=cfg.preprocess or f"resize({context.model.image_size})",

@@ -8,8 +8,8 @@ import models
 from data.files import whole_file, write_whole
 from jobs.resolved_recipe import Context, Reads, SourceModel, StageKind
 from pipeline import artifacts
+from pipeline.architecture import model_config
 from pipeline.config import Tags, tags
-from pipeline.training_config import model_config
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from copy import copy
@@ -39,6 +38,7 @@ from data.order import Order
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from pipeline.batches import once_the_first_is_there
+from pipeline.worker import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -361,8 +361,8 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
 def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
     # The waiting for the first batch must not hold it: of its process's two places one would never be free again.
     loader = TrainLoader(index, order, processes=1, image_size=32, seed=5, slots=range(24), micro_batch=24)
-    job = SimpleNamespace(stop_file=tmp_path / "stop")
-    worker: Any = SimpleNamespace(device=torch.device("cpu"), sigterm=threading.Event(), job=job)
+    stop = StopRequest(tmp_path / "stop", reads_file=True)
+    worker: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cpu")), stop=stop)
     batches = once_the_first_is_there(worker, loader)
     lent = []
     for _ in range(4):

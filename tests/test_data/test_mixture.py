@@ -20,7 +20,8 @@ from pipeline import config
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.extras.replays.batch import rebuild
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import training_order
 from tests.support import campaigns
 
 RECIPE = """

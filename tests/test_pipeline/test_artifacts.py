@@ -214,13 +214,14 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
         job=SimpleNamespace(directory=str(folder)),
         saver=SimpleNamespace(of_step=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),
         model_config=loaded.stage("pretrain").model,
+        hooks=(),
         cfg=loaded.stage("pretrain").config,
     )
     progress: Any = SimpleNamespace(step=24)
     weights = (folder / "weights.safetensors").read_bytes()
     for file in sorted(newest.glob("*.safetensors")):
         with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(CheckpointError, match=file.name):
-            train.hand_on(worker, progress)
+            train.export_weights(worker, progress)
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 

@@ -13,6 +13,7 @@ import models
 from data.errors import CheckpointError, ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
+from data.order import Ids
 from jobs.run.session import run_campaign
 from pipeline import health
 from pipeline.checkpoints import manifest
@@ -20,7 +21,8 @@ from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.evaluation.features import normalise
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.train import count_step
+from pipeline.train import TakenStep, count_step
+from pipeline.worker import TrainingLog
 from tests.support import campaigns
 
 
@@ -154,17 +156,18 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     telemetry = SimpleNamespace(log=events.append)
     cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
     worker = SimpleNamespace(
-        rank=0,
-        engine=SimpleNamespace(gradient_norm=1.0),
+        engine=SimpleNamespace(gradient_norm=1.0, trace=None),
         cfg=cfg,
         health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
         job=SimpleNamespace(train=["digits"]),
         saver=SimpleNamespace(in_flight=True, finish=fail),
-        telemetry=telemetry,
-        window=SimpleNamespace(losses=[], norms=[]),
+        group=SimpleNamespace(rank=0, telemetry=telemetry),
+        log=TrainingLog(),
     )
-    progress = SimpleNamespace(step=13, bad_samples=12, ledger=SimpleNamespace(hex="9f3c"))
+    ledger = SimpleNamespace(hex="9f3c", update=lambda *args: ledger)
+    progress = SimpleNamespace(step=12, bad_samples=11, ledger=ledger)
+    taken = TakenStep(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
     with pytest.raises(CheckpointError):
-        count_step(worker, progress, 2.0, [])
+        count_step(worker, progress, taken)
     said = "step 13: 12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows"
     assert events == [said, "the save fails"]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
         ("0.5TB", int, "limit_bytes", 500_000_000_000),
         ("80GiB", float | None, "gpu_memory_gb", 80.0),
         ("80GB", float | None, "gpu_memory_gb", 74.50580596923828),
-        ("512MiB", float | None, "activation_gb", 0.5),
+        ("512MiB", float | None, "gpu_memory_gb", 0.5),
         ("10k", int | None, "steps", 10_000),
         ("1.5M", int, "steps", 1_500_000),
         (1e4, int, "steps", 10_000),

@@ -1,7 +1,7 @@
 """Works beside the training of one stage: evaluates its commits (`evaluate_on: spare`) and searches its spikes
 (`health.on_spike: bisect`), one at a time.
 
-1. While an attempt runs, a thread asks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
+1. While an attempt runs, a thread asks once a second whether a place is free (spare_places.py) and
    leaves a file that says so. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/extras/async_evaluation.py).
 2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
@@ -31,24 +31,28 @@ from typing import Any, cast
 from data.checks import one_line
 from data.errors import Preempted
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.placement import SparePlace, spare_place_of
 from jobs.cluster.worker import Task, WorkerFunction
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.async_evaluation.spare_places import SparePlace, spare_place_of
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.artifacts import SEARCHES
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
-from pipeline.evaluate import TRIES, evaluate_commit
+from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
+from pipeline.evaluate import TRIES
+from pipeline.evaluation.document import evaluation_record
 from pipeline.extras import async_evaluation
+from pipeline.extras.async_evaluator import evaluate_commit
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.search import search
-from pipeline.health import found_samples, names_of
+from pipeline.extras.replays.spikes import found_samples, names_of
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted, duration
 
+SEARCH = "pipeline.extras.replays.spikes:SpikeSearch"
 POLL_S = 1.0  # between two polls of the thread
 WAIT_POLL_S = 0.2  # of the wait for the last evaluations
 NEXT_LINE_S = 60.0  # between two lines about that wait
@@ -120,16 +124,16 @@ class SpareWorker:
 
         Raises Preempted where somebody wants this process to end.
         """
-        has_requests = bool(async_evaluation.requested(self.stage))
+        has_requests = bool(requested_steps(self.stage))
         self.training_has_ended = True
         assert self.place is not None
         self.place.has_training_ended = True
         began = time.monotonic()
         next_line = began
         try:
-            while self.thread.is_alive() or async_evaluation.requested(self.stage):
+            while self.thread.is_alive() or requested_steps(self.stage):
                 self.start_thread()
-                left = ", ".join(map(str, async_evaluation.requested(self.stage)))
+                left = ", ".join(map(str, requested_steps(self.stage)))
                 if self.context.stop_requested():
                     raise Preempted(
                         f"stopped: training has ended, the evaluations of steps {left} have not; "
@@ -146,11 +150,11 @@ class SpareWorker:
             self.place.close()
         for step in self.spikes():
             self.put_outcome(step, {"error": "training has ended"}, "not searched to its end, training has ended")
-        if self.cfg.evaluate_on == "training":
+        if getattr(self.cfg, "evaluate_on", "training") == "training":
             return
         # Checkpoints stayed beyond `keep` because they were to be evaluated.
         try:
-            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.requested(self.stage))
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, requested_steps(self.stage))
         except OSError as error:
             self.context.log(f"old checkpoints stay: {error}")
 
@@ -163,7 +167,7 @@ class SpareWorker:
             telemetry.close()
         left = [path.name for path in async_evaluation.records(self.stage)]
         if left:
-            folder = self.stage / async_evaluation.FOLDER
+            folder = self.stage / EVALUATIONS
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
         self.context.poll(attempt, 0)
 
@@ -175,7 +179,7 @@ class SpareWorker:
             trouble = ""
             try:
                 self.poll()
-                if self.training_has_ended and not async_evaluation.requested(self.stage):
+                if self.training_has_ended and not requested_steps(self.stage):
                     return
             except Exception as error:
                 # The head may be away, or the disk be full: the next poll tries again.
@@ -210,7 +214,7 @@ class SpareWorker:
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
-        for step in async_evaluation.requested(self.stage):
+        for step in requested_steps(self.stage):
             if step in steps and step != self.running:
                 waiting.append(step)
             elif step < newest and step not in steps:
@@ -227,7 +231,7 @@ class SpareWorker:
         (checkpoint, *_) = [folder for folder in committed(self.stage / "checkpoints") if step_of(folder) == step]
         self.number += 1
         name = f"{self.attempt_folder.name}-step-{step:010d}-{self.number}"
-        folder = self.stage / async_evaluation.FOLDER / name
+        folder = self.stage / EVALUATIONS / name
         folder.mkdir()
         task = {**self.task, "checkpoint": str(checkpoint), "folder": str(folder)}
         self.running = step
@@ -241,7 +245,7 @@ class SpareWorker:
                 self.context.log(remark)
             where: dict[str, Any] = {"where": "spare", "node": outcome["node"], "seconds": outcome["seconds"]}
             remark = f"  beside training, on {outcome['node']} in {outcome['seconds']:.2f}s"
-            record = async_evaluation.evaluation_record(step, outcome["values"], where, remark)
+            record = evaluation_record(step, outcome["values"], where, remark)
             async_evaluation.put_record(self.stage, step, record)
         if failure is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -290,8 +294,10 @@ class SpareWorker:
         folder.mkdir(parents=True)
         # Without what is known already: a sample that has made several spikes is searched once.
         masked = [[0, *sample["range"]] for sample in found_samples(self.stage)]
-        own = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step, "masked": masked}
-        task = {**self.task, "job": {**self.task["job"], **own, "device_bytes": None}, "search": request}
+        own = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step}
+        hooks = {**self.task["hooks"], SEARCH: {"masked": masked}}
+        job = {**self.task["job"], **own, "device_bytes": None}
+        task = {**self.task, "job": job, "hooks": hooks, "search": request}
 
         # 2. The search.
         self.context.log(f"step {step}: its spike is searched beside training")

@@ -363,10 +363,10 @@ class ReportChecks:
         if gpu_free is not None and free >= needed:
             text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
         if free < needed:
-            remedy = "lower micro_batch, activation_gb or data.processes, or add nodes"
+            remedy = "lower micro_batch or data.processes, raise checkpoint_blocks, or add nodes"
             self.add("WARN", "memory", text, remedy)
         elif gpu_free is not None and gpu_free < gpu_needed:
-            self.add("WARN", "memory", text, "lower micro_batch or activation_gb, or raise zero")
+            self.add("WARN", "memory", text, "lower micro_batch, or raise checkpoint_blocks or zero")
         elif untraced:
             text += f"; without the steps of {', '.join(untraced)}, which could not be traced"
             self.add("WARN", "memory", text, "`python -m jobs plan` says why")

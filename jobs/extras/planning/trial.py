@@ -25,11 +25,12 @@ from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_m
 from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.config import digest, plain
+from pipeline.config import digest, plain, with_defaults
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig
-from pipeline.training_config import ProbeConfig, TrainConfig
+from pipeline.training_config import TrainConfig
 from pipeline.values import amount, counted, milliseconds
 from pipeline.versions import git_commit
 
@@ -85,6 +86,10 @@ def trial(campaign: Campaign, only: str | None) -> None:
         disconnect()
 
 
+# Keys of extras without a say in a step's time.
+OF_A_RUN = "begin law keep_best patience evaluate_on"
+
+
 def trial_key(campaign: Campaign, stage: Stage) -> str:
     """Return the digest of all that the time of a stage's steps depends on; "" where its model is not known."""
     if stage.model is None:
@@ -92,21 +97,16 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     cfg: TrainConfig = stage.config
     # What is set to one value here has no say in a step's time.
     alike = replace(
-        cfg,
+        with_defaults(cfg, OF_A_RUN),
         data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
         model={},
         init=None,
-        begin=None,
-        law=None,
         new_head=False,
         optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
         steps=1,
         passes=None,
         seed=0,
         evaluate_every=0,
-        keep_best=None,
-        patience=0,
-        evaluate_on="training",
         probe=ProbeConfig(),
         log_every=1,
         save_every=1,
@@ -130,7 +130,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     # Steps take the same time from any weights.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
     cfg = replace(
-        cfg,
+        with_defaults(cfg, OF_A_RUN),
         steps=STEPS,
         passes=None,
         log_every=LOG_EVERY,
@@ -138,11 +138,6 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         keep=2,
         keep_every=0,
         evaluate_every=0,
-        keep_best=None,
-        patience=0,
-        begin=None,
-        law=None,
-        evaluate_on="training",
         data=replace(cfg.data, evaluate=None),
         probe=ProbeConfig(),
         init=cfg.init if has_weights else None,

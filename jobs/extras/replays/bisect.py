@@ -27,7 +27,7 @@ from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan
 from pipeline.training_config import TrainConfig
 
-METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.TakenStep` has them
+METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.RecordedStep` has them
 MOST_SHOWN = 16  # samples of a set that are printed, and written as pictures
 
 
@@ -86,8 +86,9 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
         began = time.time()
 
         def make_task(attempt: int) -> dict[str, Any]:
-            masked = stage.masked(step)
-            task = training.make_training_task(cfg, context, began, attempt, until=step, masked=masked)
+            kind = context.stage.kind
+            assert isinstance(kind, training.Training)
+            task = training.make_training_task(cfg, context, began, kind.extras, attempt, until=step)
             return {**task, "search": request}
 
         worlds = allowed_worlds(cfg, context.campaign.cluster)

@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
+from jobs.kinds import load_extras
 from jobs.named_stages import find_trained
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
 from jobs.run.session import run_campaign
@@ -30,7 +31,8 @@ from jobs.terminal import echo
 from pipeline import artifacts, config
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.replays.batch import TrainedStage
-from pipeline.training_config import HealthConfig, TrainConfig
+from pipeline.hooks import HookOptions
+from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
@@ -39,19 +41,33 @@ WATCHERS = ("jobs.extras.report.kept:KeptPage", "jobs.extras.monitor.gauges:Gaug
 Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # what a stage does
 
 
+# Extras that change what a step computes; the others have no part in a replay.
+OF_STEPS = ("jobs.extras.studies.law:Branches", "jobs.extras.token_dropping:TokenDroppingExtra")
+
+
+class AlwaysMasked(training.TrainingExtra):
+    """Has samples without weight."""
+
+    def __init__(self, masked: Sequence[Sequence[int]]) -> None:
+        self.masked = masked
+
+    def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
+        """Return the hook that masks them, and those of the checkpoint that the replay starts from."""
+        return {"pipeline.extras.replays.spikes:Masking": {"masked": list(map(list, self.masked))}}
+
+
 class Replay(training.Training):
     """A trained stage that runs again up to a step, from a checkpoint and without the recipe of its inputs."""
-
-    inputs: ClassVar = {}
 
     def __init__(
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
         """Set what a run of the stage does: train up to the step `last` without `masked` samples, or `work`."""
+        super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
+        self.inputs = {}
         self.name = name  # of the kind that the stage had
         self.class_names = class_names
         self.last = last
-        self.masked = masked
         self.work = work
 
     def run(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:  # type: ignore[override]
@@ -59,7 +75,7 @@ class Replay(training.Training):
         context = replace(context, class_names=self.class_names)
         if self.work is not None:
             return self.work(cfg, context)
-        return super().run(cfg, context, until=self.last, masked=self.masked)
+        return super().run(cfg, context, until=self.last)
 
     def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
         """Check nothing: the stage has run before."""
@@ -142,8 +158,7 @@ class Replays:
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
-        cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, law=None)
-        cfg = replace(cfg, health=HealthConfig())
+        cfg = config.with_defaults(cfg, "evaluate_on evaluate_every keep_best patience law health")
         # What the run did without, from where it did, and what this replay does without from its start.
         weightless = [*stage.masked(last), *masked]
         if not evaluates:

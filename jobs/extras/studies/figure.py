@@ -39,11 +39,11 @@ from jobs.extras.studies import table as sweep
 from jobs.extras.studies.axes import axes_at
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
 from models.checks import did_you_mean
-from pipeline import artifacts, config
+from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.extras.power_law import fit, leave_largest_out
+from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.training_config import TrainConfig
 
 DOCUMENT = "figure.json"
 PAPER = Path(__file__).parents[2] / "recipes/studies/paper.csv"
@@ -322,12 +322,12 @@ def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
         )
     # What the runs of a row are differs by their seed alone.
     record = artifacts.read_record(folder / "stage.json")
-    trained = config.build(TrainConfig, record["config"], record["name"])
+    trained = recorded_config(record)
     model = models.from_dict(record["model"])
     for step in sorted(steps):
         # As `foretell` counts them, which are those of trunk and branch together; seconds are known of the run alone.
         axes = axes_at(trained, model, step, planned)
-        if trained.begin is None and "seconds" in ends:
+        if trained.first_step == 0 and "seconds" in ends:
             axes["seconds"] = ends["seconds"] * step / ends["steps"]
         for axis in (x, *cfg.fit):
             if axis not in axes:

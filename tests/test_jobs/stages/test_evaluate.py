@@ -28,8 +28,8 @@ from jobs.cluster_config import ClusterConfig
 from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
-from jobs.stages import any_weights, evaluation_worker
-from pipeline import artifacts
+from jobs.stages import evaluation_worker
+from pipeline import any_weights, artifacts
 from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of

@@ -32,8 +32,8 @@ from jobs.run.log import log_table
 from jobs.run.stage_run import run_stage
 from pipeline import artifacts
 from pipeline.config import read_recipe
+from pipeline.evaluation.document import evaluation_record
 from pipeline.evaluation.intervals import over_draws
-from pipeline.extras import async_evaluation
 from pipeline.extras.plan.cost import Assumptions
 from tests.support.campaigns import KINDS, load, with_methods
 
@@ -716,7 +716,7 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
     line = status.stage_line(folder, has_ended=True)
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
-    record = async_evaluation.evaluation_record(3, metrics, {})
+    record = evaluation_record(3, metrics, {})
     assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
