@@ -76,10 +76,10 @@ EXAMPLES = {
 
 # Extras of the kinds that train (jobs/stages/training.py).
 TRAINING_EXTRAS = (
-    "jobs.extras.studies.law:BranchesExtra",
+    "jobs.extras.studies.law:Branches",
     "jobs.extras.token_dropping:TokenDroppingExtra",
     "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
-    "jobs.extras.best:BestExtra",
+    "jobs.extras.best:Best",
     "jobs.extras.planning.memory_check:MemoryCheck",
 )
 # The kinds of stages, by their names in a recipe. Kinds and extras may be missing from a checkout.

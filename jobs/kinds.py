@@ -49,7 +49,7 @@ class MissingKind(StageKind):
 
 
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of every kind of a table: name → "module:Class", with its extras (`with_extras`) if any.
+    """Return an instance of every kind of a table: name → "module:Class", with its extras if it has any.
 
     An extra whose module was removed is left out.
     """

@@ -42,10 +42,10 @@ Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # what a stage does
 
 
 # Extras that change what a step computes; the others have no part in a replay.
-OF_STEPS = ("jobs.extras.studies.law:BranchesExtra", "jobs.extras.token_dropping:TokenDroppingExtra")
+OF_STEPS = ("jobs.extras.studies.law:Branches", "jobs.extras.token_dropping:TokenDroppingExtra")
 
 
-class MaskingExtra(training.TrainingExtra):
+class AlwaysMasked(training.TrainingExtra):
     """Has samples without weight."""
 
     def __init__(self, masked: Sequence[Sequence[int]]) -> None:
@@ -63,7 +63,7 @@ class Replay(training.Training):
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
         """Set what a run of the stage does: train up to the step `last` without `masked` samples, or `work`."""
-        super().__init__([*load_extras(*OF_STEPS), MaskingExtra(masked)])
+        super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # of the kind that the stage had
         self.class_names = class_names

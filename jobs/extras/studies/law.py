@@ -44,7 +44,7 @@ class Compute(NamedTuple):
     uncounted: list[str]  # stages whose steps or model are not known yet
 
 
-class BranchesExtra(TrainingExtra):
+class Branches(TrainingExtra):
     """Adds `begin` and `law`."""
 
     config = BranchConfig
