@@ -3,8 +3,10 @@
 # make cluster-demo  the README's "Submit to a cluster" on three hosts of this machine, one of them killed; needs root
 # make check  style, types, the layout and the quick tests, within two minutes
 # make test   all tests but the long ones, two at a time; says at the end how long each area took
-# make soak   the long tests, then an hour of faults; MINUTES=5 makes it shorter, SEED=7 repeats one
-# make gpu    what only a GPU can show: its tests and benchmarks, one dated table; DEVICE=cpu rehearses it
+# make soak   the long tests, make check-oldest, then an hour of faults; MINUTES=5 makes it shorter, SEED=7 repeats one
+# make check-oldest  the quick tests with Python 3.12 and torch 2.11, in .venv-oldest
+# make gpu    what only a GPU can show: its tests and benchmarks, one page that grows; DEVICE=cpu rehearses it
+# make gpu-bundle  .gpu/: what a GPU machine without network, Ray and DeepSpeed lacks to run `make gpu`
 # make lint   style and types
 
 # The first of these that is new enough; another one: make env PYTHON=/path/to/python
@@ -14,17 +16,22 @@ BIN := .venv/bin
 MINUTES ?= 60
 STAMP := .venv/.installed
 
-REQUIREMENTS := $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+# An environment with the oldest torch that pyproject.toml allows.
+OLDEST ?= .venv-oldest
+OLDEST_PYTHON ?= python3.12
+OLDEST_TORCH ?= 2.11
+
+PRINT_REQUIREMENTS := 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print(*p["dependencies"], *p["optional-dependencies"]["test"], sep="\n")'
 
-.PHONY: env demo cluster-demo check test soak gpu lint
+.PHONY: env demo cluster-demo check check-oldest test soak gpu gpu-bundle lint
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "found no Python 3.11 or newer; install one, or name it: make env PYTHON=/path/to/python3.11"; exit 69; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(REQUIREMENTS) > $(STAMP).txt
+	$(BIN)/python -c $(PRINT_REQUIREMENTS) > $(STAMP).txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement $(STAMP).txt
 	@# the command $(BIN)/patchline, which runs this very checkout
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
@@ -40,6 +47,17 @@ cluster-demo: env
 check: lint
 	$(BIN)/python -m pytest -m "quick and not slow"
 
+check-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "quick and not slow"
+
+# torch and the libraries that it brings have versions of their own there.
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST)
+	grep -vE '^(torch|torchvision|triton|nvidia-[^=]*|cuda-[^=]*)=' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -c $(PRINT_REQUIREMENTS) > $@.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt --requirement $@.txt 'torch==$(OLDEST_TORCH).*'
+	@touch $@
+
 # Two processes, because tests wait more than they compute. Each takes half of the files, and of the rest half of what the
 # other has left, so that the tests of a file nearly always share their fixtures.
 test: env
@@ -47,11 +65,15 @@ test: env
 
 soak: env
 	$(BIN)/python -m pytest -m slow
+	$(MAKE) check-oldest
 	$(BIN)/python -m tests.support.cluster_soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-# Where torch sees no GPU it is rehearsed on the CPU, with tiny models, in minutes.
+# If torch sees no GPU it is rehearsed on the CPU, with tiny models, in minutes.
 gpu: env
 	$(BIN)/python -m benchmarks.gpu $(if $(DEVICE),--device $(DEVICE))
+
+gpu-bundle: env
+	$(BIN)/python -m benchmarks.gpu.bundle
 
 lint: env
 	$(BIN)/ruff check .

@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
-from pathlib import Path
 from socket import socketpair
 from time import perf_counter, process_time
 from typing import NamedTuple
@@ -52,6 +51,7 @@ import numpy as np
 from data.checks import printable
 from data.draws import Draws, key_of
 from data.errors import DataError
+from data.files import import_path
 from data.images.augment import AugmentConfig, Encoded, augment, draw
 from data.images.decode import BadImage, read_header
 from data.index.index import Index
@@ -63,7 +63,6 @@ from data.shards.reader import ShardReader, read_labels
 MAX_REPLACEMENTS = 100  # bad samples in a row before the set is taken for unusable
 MOST_PIXELS = 1 << 22  # of an image that is left encoded: 12 MB each once decoded
 SEED_DOMAIN = 1  # keeps augmentation's draws apart from the order's
-ROOT = Path(__file__).parents[1]
 RESTARTS = 3  # times that one micro-batch may cost a process its life
 MEASURED = 128  # images that are decoded to tell how fast it goes
 PAGE = 4096  # bytes; every micro-batch begins on a page of its own
@@ -338,9 +337,6 @@ class DecoderProcess:
         # The command may have been typed in any folder, so the module path leads to the repository; -P keeps the
         # current folder off it. OMP_NUM_THREADS: the loader chose how many processes there are, each of them is to
         # use one core.
-        python_path = str(ROOT)
-        if os.environ.get("PYTHONPATH"):
-            python_path += os.pathsep + os.environ["PYTHONPATH"]
         ours, theirs = socketpair()
         # Our copy of the child's end is closed after the start, or its death would not end the stream on our side.
         # The child inherits these two files alone: it has no copy of our end, and so its stream ends when we are
@@ -350,7 +346,7 @@ class DecoderProcess:
                 [sys.executable, "-P", "-m", "data.decoder", str(theirs.fileno()), str(self.file)],
                 pass_fds=(theirs.fileno(), self.file),
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
             )
         self.connection = Connection(ours.detach())
 

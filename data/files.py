@@ -28,6 +28,7 @@ from threading import get_native_id
 
 from data.errors import StorageError
 
+ROOT = Path(__file__).parents[1]
 # A set of files, such as a checkpoint, is whole when this file is there, the last of them (data/storage.py).
 MANIFEST = "MANIFEST.json"
 SET_NAME = re.compile(r"step-\d{10}(-\d{6})?")
@@ -49,6 +50,11 @@ POLL_S = 0.1
 # Of this process, or of the one that it is a fork of: on shared storage the pids of two hosts or pods may be equal.
 OWN = secrets.token_hex(4)
 SAME_STORAGE = "expected: a run directory on storage that every node mounts at the same path\n  type run=/shared/NAME"
+
+
+def import_path() -> str:
+    """Return PYTHONPATH for a process that this one starts: the repository first, then this process's own folders."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def state_folder() -> Path:

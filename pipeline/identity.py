@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from data.errors import ConfigError
 from pipeline.versions import ROOT, code_version, package_versions
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 DEVICE = ("device", "GPU driver")  # what workers should have alike beside packages
 DIGEST_CHARACTERS = 12  # of a digest, as people are shown it
+WORKERS_PER_GPU = "PATCHLINE_WORKERS_PER_GPU"  # variable of the environment
 NO_RANK = -1  # of a node that has no worker
 
 
@@ -36,6 +38,16 @@ class Identity(TypedDict):
     packages: dict[str, str]
     device: str  # "cpu", or the name of the GPU
     driver: str  # version of the GPU's driver, "550.54.15"; "" without one
+
+
+def workers_per_gpu() -> int:
+    """Return how many workers may share a GPU, to try several workers on a machine with one. Raises ConfigError."""
+    text = os.environ.get(WORKERS_PER_GPU, "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"{WORKERS_PER_GPU} is {text!r}, expected a whole number of at least 1\n  unset it, or type 2"
+        )
+    return int(text)
 
 
 def identity(device: str) -> Identity:

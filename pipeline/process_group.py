@@ -36,7 +36,16 @@ from data.checks import few
 from data.errors import ClusterError, UnlikeNodes
 from data.files import SAME_STORAGE, look_for
 from pipeline.engine.deepspeed import import_deepspeed
-from pipeline.identity import DEVICE, Identity, differences, identity, named, other_code
+from pipeline.identity import (
+    DEVICE,
+    WORKERS_PER_GPU,
+    Identity,
+    differences,
+    identity,
+    named,
+    other_code,
+    workers_per_gpu,
+)
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONGEST_LIST = 8  # nodes that a line names
@@ -49,18 +58,24 @@ SKEW_S = 1.0  # of a clock; the times of several nodes stand side by side in rec
 def join_group(timeout_s: float) -> torch.device:
     """Join (or adopt) the process group and return this worker's device; NCCL on GPUs, gloo otherwise.
 
+    Workers that share a GPU talk over gloo too, because NCCL refuses them. Raises ClusterError if there is no GPU left.
     The time-out holds for every later group too: DeepSpeed makes groups of its own and does not pass it on.
     """
     deepspeed = import_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     bound_device = None
+    # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
+    timeout = timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = gpu_of_worker()
         torch.cuda.set_device(device)
         backend = "nccl"
         # Left to itself NCCL takes for a barrier that comes first the GPU with the number of the rank, counted over all
         # nodes alike: where they have not equally many workers, another worker's.
         bound_device = device
+        if not dist.is_initialized() and is_gpu_shared(device, timeout):
+            backend = "gloo"
+            bound_device = None
     else:
         device = torch.device("cpu")
         backend = "gloo"
@@ -70,14 +85,56 @@ def join_group(timeout_s: float) -> torch.device:
         shortcoming = keep_freed_memory()
         if shortcoming and os.environ.get("RANK", "0") == "0":
             logging.getLogger(__name__).warning(shortcoming)
-    # A collective that a worker never joins must fail in time; gloo's own time-out is 30 minutes.
-    timeout = timedelta(seconds=timeout_s)
     # A caller may have formed it, as tests do. No backend of jobs does: an error of a worker's has a rank.
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timeout, device_id=bound_device)
     dist.new_group = partial(dist.new_group, timeout=timeout)  # also where its caller names none
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return device
+
+
+_stores: list[dist.Store] = []  # as long as the process lives: without an agent rank 0 serves it for the others
+
+
+def gpu_of_worker() -> torch.device:
+    """Return the GPU of this worker: that with its number on the node. Raises ClusterError if there are too few."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    count = torch.cuda.device_count()
+    if local_rank >= count * workers_per_gpu():
+        raise ClusterError(
+            f"{local_rank + 1} workers or more are on {socket.gethostname()}, where torch sees {count} GPUs\n"
+            f"  expected a GPU for each worker of a node\n"
+            f"  type fewer cluster.workers; or, to try it, {WORKERS_PER_GPU}=2 in the environment: workers share a GPU"
+        )
+    return torch.device("cuda", local_rank % count)
+
+
+def is_gpu_shared(device: torch.device, timeout: timedelta) -> bool:
+    """Collective: return whether any two workers compute on the same GPU, at any node.
+
+    NCCL refuses such a group: "Duplicate GPU detected". Like NCCL, this compares addresses on the PCI bus, which are
+    the same for two MIG slices of a GPU.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    store, _, world = next(dist.rendezvous("env://", timeout=timeout))
+    _stores.append(store)
+    # Each worker sends a few words, whatever the world: nobody reads the addresses of all.
+    if store.add(f"gpu/{socket.gethostname()}/{pci_address(device)}", 1) > 1:
+        store.set("gpu/shared", "yes")
+    if store.add("gpu/arrived", 1) == world:
+        store.set("gpu/all", "yes")
+    store.wait(["gpu/all"], timeout)
+    return store.check(["gpu/shared"])
+
+
+def pci_address(device: torch.device) -> str:
+    """Return where a GPU sits on its node's PCI bus, such as "0:26:0"."""
+    properties = torch.cuda.get_device_properties(device)
+    parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    if None in parts:
+        return str(properties.uuid)  # a torch that does not tell the address
+    return ":".join(map(str, parts))
 
 
 def keep_freed_memory() -> str:
@@ -239,7 +296,9 @@ def check_start(
 
     # 2. The clocks are read when all have come, so that they are read together.
     myself = identity(device_name(device))
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_free()
+    free = memory_free()
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] // workers_per_gpu()
     dist.barrier()
     arrival = Arrival(myself, time.time(), sees_claim, free)
     arrivals = [arrival] * dist.get_world_size()

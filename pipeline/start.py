@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from pipeline.checkpoints import restore
 from pipeline.checkpoints.manifest import Manifest, attempt_folder
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+from pipeline.engine.determinism import Conditions, resume_line, use_deterministic_kernels
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import engine_settings
@@ -197,6 +198,8 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
 
     # 4. The lines that say how the attempt starts.
     report_start(worker, progress, manifest)
+    if joined.rank == 0 and joined.device.type == "cuda" and dist.get_backend() == "gloo":
+        log("workers share a GPU, which NCCL refuses: they talk over gloo, through the host's memory, and are slow")
     # A slow collective is most often one over the wrong interface.
     log_network(log)
     if isinstance(worker.engine, ExactEngine):
@@ -208,11 +211,14 @@ def set_up(cfg: TrainConfig, job: Job) -> tuple[Worker, Progress]:
 def join(cfg: TrainConfig, job: Job) -> Joined:
     """Collective: make this process one of the group, and check that all workers fit together.
 
-    Raises ClusterError where they do not: in code, storage, clocks or device.
+    Raises ClusterError where they do not: in code, storage, clocks or device. Raises ConfigError if exact mode cannot
+    have deterministic kernels here.
     """
     # The phases come first: from here on the driver sees where this worker is, and ends it where it hangs.
     phases = Phases(job.attempt_folder, int(os.environ["RANK"]), cfg.stall_s)
     phases.enter("join", 0)
+    if cfg.exact_parts and torch.cuda.is_available():
+        use_deterministic_kernels()
     device = join_group(cfg.timeout_s)
     rank = dist.get_rank()
     directory = Path(job.directory)
@@ -403,7 +409,8 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         f"attempt {job.attempt}: {text}; "
         f"{worker.world} workers on {device_name(worker.device)} "
         f"× micro_batch {arithmetic.micro_batch} × accumulation {arithmetic.accumulation} = "
-        f"batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} {precision}"
+        f"batch {arithmetic.batch_size}, {worker.steps} steps, ZeRO {cfg.zero} {precision}; "
+        f"{bits_line(worker, manifest)}"
     )
     record = {
         "step": progress.step,
@@ -428,6 +435,26 @@ def report_start(worker: Worker, progress: Progress, manifest: Manifest | None) 
         slots = range(arithmetic.slots(last_local_rank).stop)
         needed = cache_line(worker.index, worker.order, slots, progress.step, cfg.data)
         worker.telemetry.log(f"this node needs {needed}")
+
+
+def bits_line(worker: Worker, manifest: Manifest | None) -> str:
+    """Return whether a resume of this attempt repeats its bits, and why not if it does not."""
+    cfg = worker.cfg
+    model_config = worker.model_config
+    now = Conditions(
+        is_gpu=worker.device.type == "cuda",
+        world=worker.world,
+        zero=cfg.zero,
+        exact_parts=cfg.exact_parts,
+        is_compiled=cfg.compile,
+        decodes_on_gpu=cfg.data.decode == "gpu",
+        pools=model_config.family == "bit" or getattr(model_config, "stem", None) is not None,
+        backend=dist.get_backend(),
+    )
+    before = None
+    if manifest is not None:
+        before = replace(now, world=manifest.world, zero=manifest.zero)
+    return resume_line(now, before)
 
 
 def report_exact(engine: ExactEngine, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:

@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 import models
+from data.files import import_path
 from jobs.__main__ import main
 from jobs.recipe.campaign import load
 from jobs.recipe.records import stage_record
@@ -42,7 +43,6 @@ pretrain:
   micro_batch: 4
   precision: fp32
 """
-ROOT = Path(__file__).parents[1]
 MOST_LINES = 6
 INTERNALS = re.compile(
     r"Traceback|\w+Config\b|Dict\[|codec|<class|\w+Error\b|pydantic|omegaconf|NoneType|0x[0-9a-f]{4}"
@@ -397,7 +397,7 @@ def test_another_model_takes_nothing_of_the_size_of_the_first(desk, monkeypatch,
 
 
 def test_a_typo_does_not_wait_for_torch_and_a_closed_pipe_is_no_error_of_the_disk(desk):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     lines = (
         "export nowhere out --format hf",
         "export weights photos --format hf",

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks.replay import pattern
+from data.files import import_path
 from data.shards.packing import pack
 from data.sources.samples import Sample
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support.drives import stage
-from tests.support.hosts import ROOT
 
 POISONED = 137
 RECIPE = """
@@ -56,7 +56,7 @@ def test_a_poisoned_sample_is_found_beside_training_and_masked_for_good(tmp_path
 
     def jobs(*words: str, wait: Callable[[], bool] | None = None) -> int:
         """Type a command, and stop it where `wait` becomes true."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": import_path()}
         with open(tmp_path / "log", "a") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jobs", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log

@@ -1,10 +1,11 @@
 """An embedded Ray cluster: `ray start --head` on the loopback, started beside the driver's imports, ended with it.
 
-    python -m jobs.cluster.embedded DIRECTORY CPUS        (the guard, a child of the driver)
+    python -m jobs.cluster.embedded DIRECTORY CPUS [gpus]        (the guard, a child of the driver)
 
 1. `start` makes the cluster's directory and starts the guard, in a session of its own. The driver does not wait.
 2. The guard runs `ray start --head` with free ports, all of them on 127.0.0.1, and with a token that only this user can
-   read. Then it writes "ready host:port" to its standard output, or "failed" and the reason.
+   read. If workers want GPUs it counts those that torch sees, because Ray finds none where NVML is missing. Then it
+   writes "ready host:port" to its standard output, or "failed" and the reason.
 3. The driver waits for that line when it joins (ray.py).
 4. The guard waits for the end of its standard input, which the driver holds open as long as it lives. So `end`, the
    driver's own end and a SIGKILL of it all come to the same: the guard kills every process of its session, in which
@@ -32,14 +33,17 @@ from pathlib import Path
 import psutil
 
 from data.errors import ClusterError
+from data.files import import_path
 from jobs.cluster.worker import LOOPBACK, outlive
 from jobs.cluster_config import ClusterConfig
+from pipeline.identity import workers_per_gpu
 
-ROOT = Path(__file__).parents[2]
 SOCKET_PATH_BYTES = 107  # of an AF_UNIX address
 RAY_SOCKET_BYTES = 75  # Ray appends up to so many to its temporary directory
 DIRECTORY_PREFIX = "pl-ray-"
 INNER_DIRECTORY = "r"
+GPUS = "gpus"  # the word by which the guard is told that workers want GPUs
+COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 DIRECTORY_NAME_BYTES = 18  # "/", the prefix, what mkdtemp appends, "/" and the inner directory
 OBJECT_STORE_BYTES = 200 * 2**20  # next to nothing is stored there; Ray's default is 30 % of the memory
 CLEAR_S = 30.0  # for the processes to die; then the directory is removed all the same
@@ -67,6 +71,7 @@ class Embedded:
     guard: subprocess.Popen[str]
     directory: Path  # ours (0700), around Ray's own, which Ray opens to everybody (0777)
     cpus: int  # that it counts
+    counts_gpus: bool  # those that torch sees
 
 
 _started: list[Embedded] = []  # none or one
@@ -85,9 +90,12 @@ def is_started() -> bool:
     return bool(_started)
 
 
-def has_too_few_cpus(cluster: ClusterConfig) -> bool:
-    """Tell whether there is an embedded cluster, perhaps started for fewer workers, that could never place these."""
-    return bool(_started) and _started[0].cpus < cluster.least * cluster.cpus_per_worker
+def is_too_small(cluster: ClusterConfig) -> bool:
+    """Tell whether there is an embedded cluster, perhaps started for other workers, that could never place these."""
+    if not _started:
+        return False
+    lacks_gpus = cluster.gpus_per_worker > 0 and not _started[0].counts_gpus
+    return lacks_gpus or _started[0].cpus < cluster.least * cluster.cpus_per_worker
 
 
 def start(cluster: ClusterConfig) -> Embedded:
@@ -95,7 +103,7 @@ def start(cluster: ClusterConfig) -> Embedded:
 
     The driver does not wait for it. Raises ClusterError where no token can be kept, and OSError.
     """
-    if _started and not has_too_few_cpus(cluster):
+    if _started and not is_too_small(cluster):
         return _started[0]
     end()
     make_token()
@@ -103,16 +111,20 @@ def start(cluster: ClusterConfig) -> Embedded:
     os.environ.update(ENVIRONMENT | EMBEDDED_ENVIRONMENT | dict(os.environ))
     os.environ[LOOPBACK_ONLY] = "0"
     # The raylet hands its environment on: workers import the packages from here, with this Python.
-    environment = dict(os.environ)
-    for name, path in (("PYTHONPATH", ROOT), ("PATH", Path(sys.executable).parent)):
-        environment[name] = os.pathsep.join(filter(None, [str(path), os.environ.get(name)]))
+    path = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), os.environ.get("PATH")]))
+    environment = {**os.environ, "PYTHONPATH": import_path(), "PATH": path}
     # Workers that compute with few threads share the cores; Ray only counts.
     cpus = max(os.cpu_count() or 1, cluster.least * cluster.cpus_per_worker)
+    counts_gpus = cluster.gpus_per_worker > 0
     directory = short_directory()
+    # -P leaves the driver's working directory out, whose files may have names of modules.
+    command = [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)]
+    if counts_gpus:
+        workers_per_gpu()  # refused here, and not in the guard
+        command.append(GPUS)
     try:
         guard = subprocess.Popen(
-            # -P leaves the driver's working directory out, whose files may have names of modules.
-            [sys.executable, "-P", "-m", "jobs.cluster.embedded", str(directory), str(cpus)],
+            command,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -125,7 +137,7 @@ def start(cluster: ClusterConfig) -> Embedded:
     except OSError:
         directory.rmdir()
         raise
-    _started.append(Embedded(guard, directory, cpus))
+    _started.append(Embedded(guard, directory, cpus, counts_gpus))
     return _started[0]
 
 
@@ -212,7 +224,10 @@ def main() -> None:
     # A signal may go to the driver and all its children, and this process must outlive the driver.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, outlive)
-    directory, cpus = sys.argv[1:]
+    directory, cpus, *words = sys.argv[1:]
+    resources = ["--num-cpus", cpus]
+    if GPUS in words:
+        resources += gpu_option()
 
     # The ports are free at this moment. `ray start` says of a port that has been taken since that it is.
     sockets = []
@@ -235,7 +250,7 @@ def main() -> None:
                 *("--dashboard-agent-listen-port", "0", "--min-worker-port", "0", "--max-worker-port", "0"),
                 # Nobody uses Ray's client server, but `ray start` has no option to leave it out.
                 *("--ray-client-server-port", client_port),
-                *("--num-cpus", cpus, "--object-store-memory", str(OBJECT_STORE_BYTES)),
+                *(*resources, "--object-store-memory", str(OBJECT_STORE_BYTES)),
                 *("--temp-dir", os.path.join(directory, INNER_DIRECTORY)),
                 # Two processes of half a CPU-second each are left out: one that asks for more nodes, of which there are
                 # none, and one that sends the workers' output to drivers, which do not ask for it.
@@ -260,6 +275,16 @@ def main() -> None:
         # The pipe closes with the driver, however it ends. Nothing has to be sent, so SIGKILL works as well.
         sys.stdin.read()
     clear(directory)
+
+
+def gpu_option() -> list[str]:
+    """Return the option of `ray start` with the GPUs that torch sees; no option if it sees none."""
+    # In a process of its own: the guard lives as long as the run, and torch takes 0.3 GB.
+    done = subprocess.run([sys.executable, "-P", "-c", COUNT_GPUS], capture_output=True, text=True)
+    count = done.stdout.strip()
+    if not count.isdecimal() or count == "0":
+        return []
+    return ["--num-gpus", str(int(count) * workers_per_gpu())]
 
 
 def clear(directory: str) -> None:

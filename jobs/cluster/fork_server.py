@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from data.files import import_path
 from jobs.cluster.worker import STOP_SIGNALS, WorkerSpec, outlive, run_worker
 from jobs.cluster_config import MALLOC_VARIABLE
 
-ROOT = Path(__file__).parents[2]
 # Imported once for all workers, and DeepSpeed with torch's compiler behind them.
 PRELOAD = (
     "pipeline.train",  # with the next: what the workers' functions import
@@ -92,8 +92,7 @@ class ForkServer:
         lifeline, self.lifeline = os.pipe()
         self.connection = Connection(ours.detach())
         words = [sys.executable, "-m", "jobs.cluster.fork_server", str(theirs.fileno()), str(lifeline), str(folder)]
-        paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = {**os.environ, "PYTHONPATH": import_path()}
         if not has_gpus:
             words.append(IMPORTS)
             # DeepSpeed chooses its accelerator when it is imported, which happens here for all workers. Of what malloc

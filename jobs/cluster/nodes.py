@@ -19,7 +19,7 @@ from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig, cores
-from pipeline.identity import Identity
+from pipeline.identity import Identity, workers_per_gpu
 
 Log = Callable[[str], None]
 Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
@@ -128,7 +128,7 @@ class ThisMachine:
         # CUDA_VISIBLE_DEVICES may hide some, and then somebody chose so. Torch takes a second to import.
         import torch
 
-        return torch.cuda.device_count(), "machine"
+        return torch.cuda.device_count() * workers_per_gpu(), "machine"
 
 
 class SpareCore(ThisMachine):
@@ -173,9 +173,13 @@ class SpareCore(ThisMachine):
         (agent,) = super().agents(world)
         if not self.cluster.gpus_per_worker:
             return [agent]
-        visible = list(map(str, range(self.gpus_present()[0])))
+        visible = list(map(str, range(self.gpus_present()[0] // workers_per_gpu())))
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         if named is not None:
             visible = named.split(",")
+        # Workers that share GPUs have them in turn (gpu_of_worker in pipeline/process_group.py).
+        places = visible * workers_per_gpu()
         first = 0 if self.has_training_ended else self.gpus_in_use
-        return [dataclasses.replace(agent, visible_gpus=",".join(visible[first:]))]
+        # CUDA takes no GPU twice.
+        free = dict.fromkeys(places[first:])
+        return [dataclasses.replace(agent, visible_gpus=",".join(free))]

@@ -1,7 +1,7 @@
 """How this process gets into a Ray cluster: the one at RAY_ADDRESS, or an embedded one that dies with this process.
 
 `connect`, in order:
-1. an embedded cluster that counts too few CPUs for this worker group is ended;
+1. an embedded cluster that counts too few CPUs or no GPUs for this worker group is ended;
 2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, an embedded one (embedded.py): it
    is started here, unless its processes were before the driver's imports.
 
@@ -66,7 +66,7 @@ def connect(cluster: ClusterConfig) -> ClusterInfo:
 
     Raises ClusterError when there is no such cluster, or it refuses us.
     """
-    if embedded.has_too_few_cpus(cluster):
+    if embedded.is_too_small(cluster):
         disconnect()
     if not _is_joined() and embedded.is_wanted():
         _join_embedded(cluster)

@@ -209,9 +209,12 @@ class RayNodes:
         share = share_of_worker(self.cluster)
         room = room_for(share, self.state().total)
         if self.is_embedded and room < least:
-            raise ClusterError(
-                f"room for {room} of {least} workers of {in_words(share)}\nthis machine has no more\n{TOO_FEW}"
-            )
+            reason = "this machine has no more"
+            advice = TOO_FEW
+            if "GPU" in share and not self.gpus_present()[0]:
+                reason = "neither Ray nor torch sees a GPU here"
+                advice = f"type cluster.gpus_per_worker=0 to compute on the CPU; or {TOO_FEW}"
+            raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n{reason}\n{advice}")
         return room
 
     @property

@@ -61,7 +61,7 @@ NAMES: dict[str, str] = {
 
 def check_names(owner: object, of: str) -> None:
     """Raise ConfigError where what NAMES calls `of` lacks a name: DeepSpeed is another version than was tested."""
-    missing = [name for name in NAMES[of].split() if not hasattr(owner, name)]
+    missing = [name for name in NAMES[of].split() if not has_name(owner, name)]
     if missing:
         version = import_module("deepspeed").__version__
         raise ConfigError(
@@ -69,6 +69,15 @@ def check_names(owner: object, of: str) -> None:
             f"  expected DeepSpeed {EXPECTED}, whose insides Patchline uses (pipeline/engine/deepspeed.py)\n"
             f"  type: pip install deepspeed=={EXPECTED}"
         )
+
+
+def has_name(owner: object, name: str) -> bool:
+    """Return whether something has an attribute, without computing one that a module makes at its first access."""
+    if not isinstance(owner, ModuleType) or name in vars(owner):
+        return hasattr(owner, name)
+    # `deepspeed.ops.__getattr__` compares its argument with the one name that it makes.
+    make = vars(owner).get("__getattr__")
+    return make is not None and name in make.__code__.co_consts
 
 
 def import_deepspeed() -> ModuleType:
@@ -79,6 +88,13 @@ def import_deepspeed() -> ModuleType:
     # DeepSpeed looks for an accelerator when it is imported; the import waits until the variable is set.
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     import deepspeed
+
+    # DeepSpeed finds out at the first access which of its operators it could build: it starts compilers, asks every GPU
+    # for its properties, and on CPUs builds this operator (81 CPU-seconds), which it never uses. A build that is killed
+    # leaves a lock on which every later run hangs; one that loads leaves 69 MB per worker in /dev/shm. Nothing here
+    # needs another operator, so the answer is set before anything reads it.
+    check_names(deepspeed.ops, "deepspeed.ops")
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
 
     # Torch's optimizers import it at their first step, for a CPU-second of every worker; a fork server pays it once.
     import_module("torch._dynamo")
@@ -93,10 +109,6 @@ def import_deepspeed() -> ModuleType:
         check_names(owner, name)
     from deepspeed.runtime import compiler
 
-    # Left to itself DeepSpeed asks a compiler which of its operators it could build, and on CPUs builds this one at
-    # start (81 CPU-seconds), which it never uses. A build that was killed leaves a lock on which every later run hangs;
-    # one that loads leaves 69 MB a worker behind in /dev/shm. Of no other operator does it look up here whether it can.
-    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     # ZeRO asks whether the optimizer is Muon, which wraps its functions in torch.compile where it is imported, for
     # 0.9 CPU-seconds. With this in its place they stay as they are.
     compile_of_deepspeed = compiler.compile

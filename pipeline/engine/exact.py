@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.engine.deepspeed import over_gloo
 from pipeline.engine.engine import Engine, clipping
 from pipeline.engine.settings import Settings
 from pipeline.optimization import OptimConfig
@@ -34,6 +35,12 @@ from pipeline.optimization import OptimConfig
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:
     """Send `give` to a worker while `take` is filled with what it sends."""
+    if give.is_cuda and over_gloo():
+        # gloo sends and receives host memory alone. Workers that share a GPU use it.
+        received = torch.empty_like(take, device="cpu")
+        swap(give.cpu(), received, peer)
+        take.copy_(received)
+        return
     sending = dist.P2POp(dist.isend, give, peer)
     receiving = dist.P2POp(dist.irecv, take, peer)
     # Both at once: two workers that each send first and receive afterwards would wait for each other.

@@ -2,11 +2,13 @@
 
     python -m tests.support.demo --directory runs
 
-1. Pretraining runs under Ray with two workers.
+1. Pretraining runs under Ray with two workers: on CPUs, or on a GPU each. With one GPU there is one worker, unless
+   PATCHLINE_WORKERS_PER_GPU=2 has two workers share it.
 2. A few steps after a checkpoint is committed, one worker gets SIGKILL; the run goes on from that checkpoint.
 3. The stages after it run, to the few-shot probe.
 4. The same pretraining runs once more, uninterrupted and in plain processes.
-5. Every loss and every byte of the last checkpoint of both are compared.
+5. Every loss and every byte of the last checkpoint of both are compared. GPUs repeat them in exact mode alone, so there
+   pretraining is exact.
 """
 
 import argparse
@@ -16,16 +18,27 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from data.errors import ExitCode
 from jobs.cluster.worker import records
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
+from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
 
 RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
-VICTIM = 1  # rank of the worker that is killed
+WORKERS = 2  # at most
+
+
+def overrides_for(gpus: int) -> list[str]:
+    """Return what differs from the recipe if torch sees so many GPUs; nothing without one."""
+    if gpus == 0:
+        return []
+    workers = min(gpus, WORKERS)
+    return [f"cluster.workers={workers}", "cluster.gpus_per_worker=1", f"pretrain.exact_parts={WORKERS}"]
 
 
 class Killer:
@@ -36,6 +49,7 @@ class Killer:
         self.directory = loaded.directory(stage)
         self.save_every = stage.config.save_every
         self.world = loaded.cluster.most
+        self.victim = self.world - 1  # rank of the worker that is killed
         self.killed_at: int | None = None
 
     def tick(self, folder: Path, number: int) -> None:
@@ -51,12 +65,12 @@ class Killer:
         reported = reports[-1]["step"]
         if reported < saved + self.save_every // 4:
             return
-        victim = records(folder, self.world)[VICTIM]["pid"]
+        pid = records(folder, self.world)[self.victim]["pid"]
         print(
-            f"demo: SIGKILL to worker {VICTIM} (pid {victim}) after step {reported}, last commit step {saved}",
+            f"demo: SIGKILL to worker {self.victim} (pid {pid}) after step {reported}, last commit step {saved}",
             flush=True,
         )
-        os.kill(victim, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         self.killed_at = reported
 
 
@@ -64,12 +78,15 @@ def demo(parent: Path) -> int:
     """Run the campaign, then the uninterrupted twin; the exit code says whether both agree bit for bit."""
     run = parent / time.strftime("demo-%Y%m%d-%H%M%S")
     began = time.monotonic()
-    loaded = campaign.load(RECIPE, [f"run={run}"])
+    gpus = torch.cuda.device_count() * workers_per_gpu()
+    overrides = overrides_for(gpus)
+    loaded = campaign.load(RECIPE, [f"run={run}", *overrides])
     killer = Killer(loaded)
-    print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers in {run}", flush=True)
+    place = f" on {torch.cuda.device_count()} GPUs" if gpus else ""
+    print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers{place} in {run}", flush=True)
     run_campaign(loaded, also=killer.tick)
 
-    twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes"])
+    twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
     # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
     for only in ("shards", "pretrain"):

@@ -1,10 +1,14 @@
 """What the workers of the preflight tests run; a module of its own, because workers import it by name."""
 
+import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from data import files
@@ -79,3 +83,28 @@ def start(task: dict[str, Any]) -> dict[str, Any]:
     phases.close()
     dist.destroy_process_group()
     return {"said": said, "seconds": seconds}
+
+
+def choose_backend(task: dict[str, Any]) -> list[str]:
+    """Join as on GPUs at the addresses of the task; return which backend each worker asks for, by rank."""
+    rank = int(os.environ["RANK"])
+    domain, bus, number = task["addresses"][rank]
+    properties = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=number, uuid="")
+    form = dist.init_process_group
+    asked = []
+
+    def form_over_gloo(backend: str, **options: Any) -> None:
+        asked.append(backend)
+        form("gloo", timeout=options["timeout"])
+
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "device_count", lambda: 2),
+        patch.object(torch.cuda, "set_device", lambda device: None),
+        patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        patch.object(dist, "init_process_group", form_over_gloo),
+    ):
+        join_group(60.0)
+    of_all = [""] * dist.get_world_size()
+    dist.all_gather_object(of_all, asked[0])
+    return of_all

@@ -31,7 +31,9 @@ sys.exit(failed)
 
 
 def test_every_script_can_be_imported() -> None:
-    names = [f"benchmarks.{path.stem}" for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    names = []
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        names.append(".".join(path.relative_to(ROOT).with_suffix("").parts))
     for path in sorted((ROOT / "tests" / "support").glob("*.py")):
         names.append(f"tests.support.{path.stem}")
     assert len(names) > 30

@@ -260,7 +260,7 @@ def test_two_processes_of_one_pid_on_shared_storage_create_each_name_once(tmp_pa
     processes = {}
     for name in "ab":
         processes[name] = subprocess.Popen(
-            [*alone, name], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(hosts.ROOT)}, stdout=subprocess.PIPE
+            [*alone, name], cwd=tmp_path, env=os.environ | {"PYTHONPATH": files.import_path()}, stdout=subprocess.PIPE
         )
     (tmp_path / "go").touch()
     created = {name: process.communicate(timeout=60)[0].split() for name, process in processes.items()}
@@ -312,3 +312,20 @@ def test_only_one_creates_a_file_exclusively(tmp_path) -> None:
     assert files.create_exclusively(tmp_path / "000001.json", "first")
     assert not files.create_exclusively(tmp_path / "000001.json", "second")
     assert (tmp_path / "000001.json").read_text() == "first" and os.listdir(tmp_path) == ["000001.json"]
+
+
+def test_a_new_process_finds_the_repository_first_and_keeps_the_folders_of_its_parent(monkeypatch) -> None:
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", f"/carried{os.pathsep}/more")
+    assert files.import_path().split(os.pathsep) == [root, "/carried", "/more"]
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert files.import_path() == root
+
+
+def test_nobody_replaces_the_import_path_of_a_new_process() -> None:
+    """A machine may have its packages in a folder that PYTHONPATH alone names."""
+    root = Path(__file__).parents[2]
+    replaced = '"PYTHONPATH": ' + "str("
+    for folder in ("data", "models", "pipeline", "jobs", "tests"):
+        for path in (root / folder).rglob("*.py"):
+            assert replaced not in path.read_text(), path

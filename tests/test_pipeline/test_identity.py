@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from data.errors import ConfigError
 from pipeline import identity
-from pipeline.identity import DEVICE, NO_RANK, differences, other_code
+from pipeline.identity import DEVICE, NO_RANK, WORKERS_PER_GPU, differences, other_code, workers_per_gpu
 from pipeline.versions import MUST_BE_EQUAL
 from tests.support.identities import worker
 
@@ -59,3 +60,13 @@ def test_the_version_of_a_gpus_driver_is_read_where_the_kernel_says_it(tmp_path,
     assert identity.identity("cpu")["driver"] == "550.54.15"
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (x)")
     assert identity.identity("cpu")["driver"] == "570.86.10"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1", 1), ("2", 2), ("0", None), ("two", None), ("-1", None)])
+def test_workers_share_a_gpu_if_the_environment_says_how_many(text, expected, monkeypatch) -> None:
+    monkeypatch.setenv(WORKERS_PER_GPU, text)
+    if expected is not None:
+        assert workers_per_gpu() == expected
+        return
+    with pytest.raises(ConfigError, match=rf"^{WORKERS_PER_GPU} is '{text}', expected a whole number of at least 1\n"):
+        workers_per_gpu()

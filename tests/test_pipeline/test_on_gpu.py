@@ -151,6 +151,7 @@ def test_the_process_group_and_later_ones_are_bound_to_the_gpu_of_the_worker(mon
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     # Torch compares the device with the accelerators of this machine.
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))

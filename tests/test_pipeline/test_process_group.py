@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.identity import DEVICE, differences, other_code
-from pipeline.process_group import Arrival, check_device_memory, log_differences, log_network
+from pipeline.identity import DEVICE, WORKERS_PER_GPU, differences, other_code
+from pipeline.process_group import Arrival, check_device_memory, gpu_of_worker, log_differences, log_network
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests.support import hosts, preflights
 from tests.support.identities import worker
@@ -139,3 +140,43 @@ def test_the_network_line_names_interfaces_and_settings(backend, settings, expec
         expected = f"NCCL over {shown} and 2 nodes more"
     (line,) = lines
     assert line.replace("; GLOO_SOCKET_IFNAME=e", "") == f"network: {expected}"
+
+
+# ------------------------------------------------------------------------ which GPU, and over what the workers talk
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("local_rank", "count", "per_gpu", "expected"),
+    [(0, 1, 1, 0), (3, 4, 1, 3), (1, 1, 2, 0), (3, 2, 2, 1), (1, 1, 1, None), (2, 1, 2, None)],
+)
+def test_every_worker_has_the_gpu_of_its_number_or_is_refused(
+    local_rank, count, per_gpu, expected, monkeypatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv(WORKERS_PER_GPU, str(per_gpu))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if expected is not None:
+        assert gpu_of_worker() == torch.device("cuda", expected)
+        return
+    with pytest.raises(
+        ClusterError, match=rf"^{local_rank + 1} workers or more are on {NODE}, where torch sees 1 GPUs\n"
+    ):
+        gpu_of_worker()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "backend"),
+    [
+        ([(0, 26, 0), (0, 28, 0)], "nccl"),
+        ([(0, 26, 0), (0, 26, 0)], "gloo"),
+        # The same bus in another domain is another GPU.
+        ([(0, 26, 0), (1, 26, 0)], "nccl"),
+    ],
+)
+def test_workers_that_share_a_gpu_talk_over_gloo_and_others_over_nccl(addresses, backend, tmp_path) -> None:
+    """Real workers join with the addresses of GPUs that are not there; NCCL itself is not started."""
+    asked = run_worker_group(
+        preflights.choose_backend, {"addresses": addresses}, cluster=TWO, name="group", directory=tmp_path
+    )
+    assert asked == [backend, backend]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import models
+from data.files import import_path
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import Kind, step_to_trace
 from pipeline.training_config import TrainConfig
@@ -49,7 +50,7 @@ def rehearsed(guard: Path, cfg: TrainConfig, model: models.ModelConfig, recomput
     for name in ("file", "is_gpu"):
         del step[name]
     question = json.dumps({"step": step, "micro_batch": cfg.micro_batch})
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.rehearsal", str(guard), question],
         cwd=ROOT,

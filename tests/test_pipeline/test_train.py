@@ -79,7 +79,7 @@ IN_BF16 = '{"communication_data_type": "bf16"}'
 
 @pytest.mark.parametrize(
     ("zero", "content", "said"),
-    [(1, "{}", "fp32\n"), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers\n")],
+    [(1, "{}", "fp32; a resume "), (2, IN_BF16, "fp32 over micro-batches, in bf16 over workers; a resume ")],
 )
 def test_the_log_says_in_which_type_bf16_gradients_are_summed(zero, content, said, recipe, monkeypatch):
     """Whose DeepSpeed file lies in the driver's folder, where workers need not be."""

@@ -25,7 +25,7 @@ from typing import Any
 
 import models
 from data.errors import PatchlineError, StorageError
-from data.files import locked, state_folder
+from data.files import import_path, locked, state_folder
 from data.seal import read_entry, write_entry
 from models import ModelConfig
 from pipeline.config import digest
@@ -187,7 +187,7 @@ def run_tracer(step: StepToTrace) -> str:
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": import_path(),
     }
     values = dataclasses.asdict(step)
     del values["file"]  # it is read where it lies

@@ -23,6 +23,7 @@ from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
+from data.files import import_path
 from jobs.cluster import embedded, ray_nodes
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.ray import connect, disconnect
@@ -89,7 +90,7 @@ def cluster() -> Iterator[Nodes]:
         patch.setenv(embedded.LOOPBACK_ONLY, "0")
         for name, value in (embedded.ENVIRONMENT | embedded.EMBEDDED_ENVIRONMENT).items():
             patch.setenv(name, value)
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", import_path())
         # As for a submitted job: the nodes have the code already.
         patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
         # It would tell every other program of this machine that this is its cluster, by a file in /tmp/ray.

@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from data.errors import ClusterError, ConfigError, Preempted
+from data.files import import_path
 from jobs.cluster import embedded, fork_server, worker
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
@@ -567,6 +568,25 @@ def test_what_is_no_secret_is_let_through() -> None:
 # ------------------------------------------------------------------------ which devices
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells which libraries a process has")
+@pytest.mark.parametrize("has_gpus", [True, False])
+def test_a_fork_server_for_workers_with_gpus_has_neither_torch_nor_cuda(has_gpus, tmp_path) -> None:
+    """A fork of a process that has touched CUDA cannot use it."""
+    folder = tmp_path / "node"
+    folder.mkdir()
+    server = fork_server.ForkServer(folder, has_gpus=has_gpus)
+    try:
+        # It answers when it has imported everything.
+        server.connection.send(fork_server.Listen("127.0.0.1"))
+        assert isinstance(server.connection.recv(), fork_server.Listening)
+        libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
+    finally:
+        server.close()
+    loaded = {name for name in ("libtorch", "libcuda", "libnvidia") if name in libraries}
+    # The other one shows that the names are the right ones; a torch built for CPUs alone brings the first of them.
+    assert loaded == set() if has_gpus else "libtorch" in loaded
+
+
 def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
     recipe, monkeypatch, capsys
 ) -> None:
@@ -801,7 +821,7 @@ def start_driver(backend: str, folder: Path, function: str) -> subprocess.Popen[
     script = folder / "driver.py"
     script.write_text(textwrap.dedent(DRIVER))
     command = [sys.executable, str(script), backend, str(folder), function]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": import_path()}
     return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,15 +1,18 @@
 """What of DeepSpeed is not documented is named in one file, which checks at start that it is there."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from data.errors import ConfigError
 from pipeline.engine import deepspeed as insides
-from pipeline.engine.deepspeed import EXPECTED, NAMES, Partitions, Shards, import_deepspeed
+from pipeline.engine.deepspeed import EXPECTED, NAMES, Partitions, Shards, has_name, import_deepspeed
 
 pytestmark = pytest.mark.quick
 
@@ -82,3 +85,49 @@ def test_an_optimizer_without_a_name_ends_the_start(stage, of) -> None:
     engine = SimpleNamespace(optimizer=SimpleNamespace(**names), module=SimpleNamespace(parameters=list))
     with pytest.raises(ConfigError, match=rf"{of} has no _optimizer_step, overflow\n  expected DeepSpeed {EXPECTED}"):
         stage(engine)
+
+
+PLANTED = """
+import deepspeed.ops.op_builder.builder as builder
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+probed = []
+
+
+class Planted:
+    def is_compatible(self, verbose=False):
+        probed.append("is_compatible")
+        return False
+
+
+for name in ALL_OPS:
+    ALL_OPS[name] = Planted()
+builder.probe_is_compatible = lambda operator: probed.append("probe") or False
+
+from pipeline.engine.deepspeed import import_deepspeed
+
+deepspeed = import_deepspeed()
+import_deepspeed()
+print(len(ALL_OPS), probed, deepspeed.ops.__compatible_ops__)
+del deepspeed.ops.__compatible_ops__
+deepspeed.ops.__compatible_ops__
+print(len(probed))
+"""
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_no_operator_is_probed_when_a_worker_starts(accelerator) -> None:
+    """The planted operators would record a probe, as the last line shows."""
+    environment = {**os.environ, "DS_ACCELERATOR": accelerator}
+    command = [sys.executable, "-c", PLANTED]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    at_start, by_hand = done.stdout.splitlines()[-2:]
+    operators, _, rest = at_start.partition(" ")
+    assert rest == "[] {'deepspeed_shm_comm': False}"
+    assert int(by_hand) == int(operators) > 0
+
+
+def test_a_name_that_a_module_makes_when_it_is_read_is_not_made_by_the_check() -> None:
+    module = ModuleType("lazy")
+    exec("def __getattr__(name):\n    if name == 'made':\n        raise RuntimeError('made')", vars(module))
+    assert has_name(module, "made") and not has_name(module, "other")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data.files import import_path
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.fork_server import MALLOC
 from jobs.cluster.worker_group import run_worker_group
@@ -265,7 +266,7 @@ def test_a_worker_on_a_cpu_keeps_the_memory_that_it_frees_and_no_bit_depends_on_
 
     What is kept holds NaN: whatever read memory before it was written would end otherwise than with new pages.
     """
-    environment = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)} | MALLOC
+    environment = os.environ | {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": import_path()} | MALLOC
     command = [sys.executable, "-c", BOTH_WAYS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     given_back, kept = (line.split() for line in done.stdout.splitlines()[-2:])

@@ -188,7 +188,7 @@ def test_a_package_that_is_missing_costs_a_line_that_says_what_to_type(monkeypat
 UNREACHABLE = """
 import sys
 from pathlib import Path
-from jobs.monitor import status_poller
+from jobs.extras.monitor import status_poller
 from jobs.extras.monitor.trackers import start_trackers
 from jobs.trackers_config import TrackersConfig, WandbConfig
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data.files import write_whole
+from data.files import import_path, write_whole
 from data.remote import urls
 from jobs.__main__ import main
 from jobs.extras.planning.trial import trial_key
@@ -231,7 +231,7 @@ def test_an_altered_trial_is_refused_by_name(recipe, tried, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_plan_says_something_within_two_seconds(recipe):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     began = time.monotonic()
     with subprocess.Popen(
         [sys.executable, "-m", "jobs", "plan", str(recipe)],

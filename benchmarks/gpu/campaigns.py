@@ -1,0 +1,105 @@
+"""A campaign from tars whose worker is killed and resumes, compared bit for bit with a twin that nothing disturbs.
+
+The recipe is that of `make demo`: digits packed to tars, a ViT trained in bf16, its checkpoints, and, if the campaign
+is whole, all stages to the few-shot probe. One GPU is enough: the only worker is the victim.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.parts import Context
+from jobs.recipe import campaign
+from jobs.resolved_recipe import Campaign
+from jobs.run.session import run_campaign
+from tests.support import demo
+
+
+def kill_and_compare(
+    context: Context, backend: str, zero: int, is_whole: bool, is_compiled: bool, exact_parts: int
+) -> None:
+    """Run a campaign, kill its worker between two checkpoints, and compare losses and checkpoint with the twin's."""
+    name = f"campaign-{backend}-{zero}-{int(is_compiled)}-{exact_parts}"
+    overrides = [
+        "cluster.workers=1",
+        f"cluster.gpus_per_worker={context.gpus}",
+        "cluster.backoff_s=0",
+        "cluster.wait_s=60",  # a Ray cluster that sees no GPU would let the stage wait for ever
+        "pretrain.precision=bf16",
+        f"pretrain.zero={zero}",
+        f"pretrain.compile={str(is_compiled).lower()}",
+        f"pretrain.exact_parts={exact_parts}",
+        *context.size.campaign,
+    ]
+
+    began = time.monotonic()
+    killed = campaign.load(demo.RECIPE, [f"run={context.work / name}", f"cluster.backend={backend}", *overrides])
+    killer = demo.Killer(killed)
+    stages = [None] if is_whole else ["shards", "pretrain"]
+    for stage in stages:
+        run_campaign(killed, only=stage, also=killer.tick)
+    took_s = time.monotonic() - began
+
+    twin = campaign.load(demo.RECIPE, [f"run={context.work / name}-twin", "cluster.backend=processes", *overrides])
+    for stage in ("shards", "pretrain"):
+        run_campaign(twin, only=stage, quiet=True)
+
+    row = {
+        "backend": backend,
+        "stages": "shards to few-shot" if is_whole else "shards, pretrain",
+        "zero": zero,
+        "compiled": is_compiled,
+        "exact": bool(exact_parts),
+        "killed_after": killer.killed_at,
+        "seconds": took_s,
+        **comparison(pretraining_of(killed), pretraining_of(twin)),
+    }
+    row["note"] = promise_of(pretraining_of(killed))
+    if killer.killed_at is None:
+        row["note"] = "no worker was killed: the run ended too soon"
+    context.report(**row)
+    # GPUs promise the same bits in exact mode alone.
+    is_promised = bool(exact_parts) or context.device == "cpu"
+    if killer.killed_at is None or (is_promised and not row["is_equal"]):
+        sys.exit(f"killed after step {killer.killed_at}; equal to the undisturbed twin: {row['is_equal']}")
+
+
+def pretraining_of(loaded: Campaign) -> Path:
+    return loaded.directory(loaded.stage("pretrain"))
+
+
+def promise_of(directory: Path) -> str:
+    """Return what the line that opened the last attempt says about the bits of a resume."""
+    lines = [line for line in (directory / "log.txt").read_text().splitlines() if line.startswith("attempt ")]
+    return lines[-1].rpartition("; ")[2]
+
+
+def comparison(directory: Path, twin: Path) -> dict[str, Any]:
+    """Compare every loss, of repeated steps both, and the sha256 of the last checkpoint's files."""
+    losses = demo.step_losses(directory)
+    twin_losses = demo.step_losses(twin)
+    differing = set(losses.keys() ^ twin_losses.keys())
+    repeated = 0
+    largest = 0.0
+    for step, values in losses.items():
+        repeated += len(values) > 1
+        for loss in values:
+            expected = twin_losses.get(step, [loss])[0]
+            if loss != expected:
+                differing.add(step)
+                largest = max(largest, abs(loss - expected))
+    manifest = demo.newest_manifest(directory)
+    twin_manifest = demo.newest_manifest(twin)
+    has_equal_files = manifest.files == twin_manifest.files and manifest.ledger == twin_manifest.ledger
+    return {
+        "steps": len(losses),
+        "repeated": repeated,
+        "first_difference": min(differing, default=None),
+        "largest_difference": largest,
+        "has_equal_files": has_equal_files,
+        "is_equal": has_equal_files and not differing,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }

@@ -1,0 +1,92 @@
+"""An embedded Ray cluster counts the GPUs that torch sees (joining and ending one: test_worker_group.py)."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data.errors import ClusterError
+from jobs.cluster import embedded
+from jobs.cluster.placement import nodes_of
+from jobs.cluster.ray import connect, disconnect
+from jobs.cluster_config import ClusterConfig
+from pipeline.identity import WORKERS_PER_GPU
+
+ON_GPUS = ClusterConfig(gpus_per_worker=1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("script", "per_gpu", "expected"),
+    [
+        ("print(2)", "1", ["--num-gpus", "2"]),
+        ("print(1)", "2", ["--num-gpus", "2"]),
+        ("print(0)", "1", []),
+        ("raise SystemExit('no torch')", "1", []),
+    ],
+)
+def test_ray_is_told_how_many_gpus_torch_sees(script, per_gpu, expected, monkeypatch) -> None:
+    monkeypatch.setattr(embedded, "COUNT_GPUS", script)
+    monkeypatch.setenv(WORKERS_PER_GPU, per_gpu)
+    assert embedded.gpu_option() == expected
+
+
+@pytest.mark.quick
+def test_gpus_are_counted_for_workers_that_want_them_alone(monkeypatch, tmp_path) -> None:
+    """Counting them imports torch, for seconds."""
+    commands: list[list[str]] = []
+
+    def start_guard(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return SimpleNamespace(communicate=lambda: None)
+
+    monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
+    monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
+    monkeypatch.setattr(embedded, "make_token", lambda: None)
+    # `start` changes the environment for Ray.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    try:
+        embedded.start(ClusterConfig())
+        assert embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
+        # The cluster without GPUs is ended, and one with them started.
+        embedded.start(ON_GPUS)
+        assert not embedded.is_too_small(ON_GPUS) and not embedded.is_too_small(ClusterConfig())
+    finally:
+        embedded.end()
+    assert [embedded.GPUS in command for command in commands] == [False, True]
+
+
+@pytest.fixture
+def fake_torch(tmp_path, monkeypatch):
+    """Has processes that are started here see two GPUs by a torch that is none."""
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\ncuda = SimpleNamespace(device_count=lambda: 2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    disconnect()
+    yield
+    disconnect()
+
+
+def test_an_embedded_cluster_has_gpus_that_ray_itself_does_not_see(fake_torch) -> None:
+    assert connect(ON_GPUS).gpus == 2
+
+
+def test_without_a_gpu_the_refusal_says_what_to_type(monkeypatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    disconnect()
+    try:
+        nodes = nodes_of(ON_GPUS)
+        with pytest.raises(ClusterError) as raised:
+            nodes.warm_up()
+    finally:
+        disconnect()
+    assert str(raised.value).splitlines() == [
+        "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
+        "neither Ray nor torch sees a GPU here",
+        "type cluster.gpus_per_worker=0 to compute on the CPU; or type fewer cluster.workers, or RAY_ADDRESS=host:port "
+        "of more machines",
+    ]

@@ -1,0 +1,148 @@
+"""What an attempt says of the bits of a resume, and which kernels exact mode has torch use on a GPU."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data.errors import ConfigError
+from pipeline import start
+from pipeline.engine import determinism
+from pipeline.engine.determinism import (
+    CUBLAS_VARIABLE,
+    Conditions,
+    deterministic_kernels,
+    price_of_determinism,
+    resume_line,
+    use_deterministic_kernels,
+)
+from pipeline.training_config import TrainConfig
+
+pytestmark = pytest.mark.quick
+
+CPU = {"is_gpu": False, "world": 2, "zero": 2}
+GPU = {"is_gpu": True, "world": 2, "zero": 2, "backend": "nccl"}
+REPEATS = "a resume with 2 workers at ZeRO 2 on the same hardware repeats every bit"
+DIFFERS = "a resume may differ in the last bits: "
+KERNELS = "GPU kernels may add in any order"
+NCCL = "NCCL chooses the order of its sums"
+COMPILED = "compiled kernels have not been compared on a GPU"
+
+# What is promised: whole runs on CPUs are compared in test_resume.py and test_checkpoint_runs.py.
+PROMISES = [
+    (CPU, REPEATS),
+    ({**CPU, "world": 1, "zero": 0}, "a resume with 1 worker at ZeRO 0 on the same hardware repeats every bit"),
+    ({**CPU, "is_compiled": True}, REPEATS),
+    ({**CPU, "pools": True}, REPEATS),
+    ({**CPU, "exact_parts": 4}, "a resume with 1 to 4 workers on the same hardware repeats every bit"),
+    (
+        {**CPU, "exact_parts": 4, "is_compiled": True},
+        "a resume with 1 to 4 workers on the same hardware repeats every bit",
+    ),
+    ({**GPU, "exact_parts": 4}, f"{REPEATS} (deterministic kernels)"),
+    ({**GPU, "exact_parts": 4, "backend": "gloo"}, f"{REPEATS} (deterministic kernels)"),
+    (GPU, f"{DIFFERS}{KERNELS}, {NCCL}"),
+    ({**GPU, "world": 1}, f"{DIFFERS}{KERNELS}"),
+    ({**GPU, "backend": "gloo"}, f"{DIFFERS}{KERNELS}"),
+    ({**GPU, "is_compiled": True}, f"{DIFFERS}{KERNELS}, {NCCL}, {COMPILED}"),
+    ({**GPU, "exact_parts": 4, "is_compiled": True}, f"{DIFFERS}{COMPILED}"),
+    ({**GPU, "exact_parts": 4, "decodes_on_gpu": True}, f"{DIFFERS}the GPU decodes the images"),
+    ({**GPU, "exact_parts": 4, "pools": True}, f"{DIFFERS}max pooling may add in any order on a GPU"),
+]
+
+
+@pytest.mark.parametrize(("conditions", "expected"), PROMISES)
+def test_the_line_says_whether_a_resume_repeats_the_bits(conditions, expected) -> None:
+    now = Conditions(**conditions)
+    assert resume_line(now) == expected
+    assert resume_line(now, before=now) == expected
+
+
+@pytest.mark.parametrize(
+    ("conditions", "before", "expected"),
+    [
+        (CPU, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
+        (CPU, {"zero": 3}, "the bits may differ from here on (ZeRO: 3 → 2); "),
+        (CPU, {"world": 1, "zero": 1}, "the bits may differ from here on (workers: 1 → 2, ZeRO: 1 → 2); "),
+        ({**CPU, "exact_parts": 4}, {"world": 4, "zero": 3}, ""),
+        (GPU, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
+        ({**GPU, "exact_parts": 4}, {"world": 4}, "the bits may differ from here on (workers: 4 → 2); "),
+    ],
+)
+def test_a_resume_by_another_worker_group_says_from_where_the_bits_may_differ(conditions, before, expected) -> None:
+    now = Conditions(**conditions)
+    assert resume_line(now, Conditions(**{**conditions, **before})) == expected + resume_line(now)
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """Torch's settings as they were, after the test."""
+    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
+    with deterministic_kernels():
+        os.environ.pop(CUBLAS_VARIABLE)
+        torch.use_deterministic_algorithms(False)
+        yield
+
+
+def test_deterministic_kernels_are_switched_on_with_the_variable_that_cublas_reads(restored) -> None:
+    use_deterministic_kernels()
+    assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
+    assert torch.are_deterministic_algorithms_enabled()
+    # Flash attention would only warn otherwise.
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+    assert torch._inductor.config.deterministic
+
+
+def test_the_users_own_value_for_cublas_is_kept_if_it_repeats_the_bits(restored, monkeypatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
+    use_deterministic_kernels()
+    assert os.environ[CUBLAS_VARIABLE] == ":16:8"
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":0:0")
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0': .*\n  expected :4096:8 or :16:8, "):
+        use_deterministic_kernels()
+
+
+def test_the_block_leaves_torch_as_it_was(restored) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cudnn.benchmark = True
+    with deterministic_kernels():
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.benchmark
+
+
+def test_the_price_is_the_median_of_steps_measured_in_turn(restored, monkeypatch) -> None:
+    modes = []
+    # The first two steps warm up. With deterministic kernels a step takes twice as long here.
+    clock = iter([0, 9, 10, 28, 30, 31, 32, 34, 40, 43, 44, 50])
+    monkeypatch.setattr(determinism.time, "perf_counter", lambda: next(clock))
+    price = price_of_determinism(lambda: modes.append(torch.are_deterministic_algorithms_enabled()), rounds=2)
+    assert modes == [False, True] * 3
+    assert price == (2, 4)
+
+
+@pytest.mark.parametrize(("exact_parts", "is_gpu"), [(2, True), (2, False), (0, True)])
+def test_exact_mode_on_a_gpu_alone_switches_them_on_before_the_worker_joins(
+    exact_parts, is_gpu, restored, monkeypatch, tmp_path
+) -> None:
+    """Joining starts CUDA, and cuBLAS reads its variable when it starts."""
+    seen = []
+
+    def join_group(timeout_s: float) -> None:
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(CUBLAS_VARIABLE)))
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_gpu)
+    monkeypatch.setattr(start, "join_group", join_group)
+    monkeypatch.setenv("RANK", "0")
+    cfg = TrainConfig(steps=1, precision="fp32", exact_parts=exact_parts)
+    job: Any = SimpleNamespace(attempt_folder=tmp_path)
+    with pytest.raises(InterruptedError):
+        start.join(cfg, job)
+    is_on = exact_parts > 0 and is_gpu
+    assert seen == [(is_on, ":4096:8" if is_on else None)]
