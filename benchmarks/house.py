@@ -3,6 +3,8 @@
     python -m benchmarks.house                       # the four packages, and the tests apart
     python -m benchmarks.house --markdown            # the same as rows of the table in docs/design/house.md
     python -m benchmarks.house OTHER/src OTHER/x.py  # any Python tree; the paths are counted together
+    python -m benchmarks.house --centre              # core and extras, what reaches what, and what has no test
+    python -m benchmarks.house --centre --names      # the same, with every class name and module that is counted
 
 All rates are per 1,000 lines that are not blank. What each number counts is written at its field of `Counts`.
 """
@@ -10,18 +12,40 @@ All rates are per 1,000 lines that are not blank. What each number counts is wri
 import argparse
 import ast
 import io
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.recipes import SMALL
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("models", "data", "pipeline", "jobs")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+ROOTS = ("jobs.run.session", "pipeline.train", "jobs.cluster.ray_nodes")  # the Ray back end is imported by name
+# sitecustomize.py of every process of a small training. Fork servers and their forks, the workers, write down which of
+# our modules they import. The server imports nothing in advance, as on a node with GPUs: each worker imports
+# what it needs.
+RECORD_IMPORTS = """
+import os, sys
+
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("models", "data", "pipeline", "jobs"):
+            with open(os.environ["RECORD_IMPORTS_TO"], "a") as file:
+                file.write(name + chr(10))
+        return None
+
+if "jobs.cluster.fork_server" in sys.orig_argv:
+    sys.argv = [word for word in sys.argv if word != "imports"]
+    sys.meta_path.insert(0, Recorder())
+"""
 VAGUE_NAMES = ("found", "one")  # names that say nothing of the value they hold
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -217,6 +241,137 @@ def own_files_imported_to_train() -> int:
     return sum(1 for line in printed.splitlines() if line.startswith(folders))
 
 
+# ------------------------------------------------------------------------------------------------ core and extras
+
+
+def modules_in(root: Path) -> dict[str, Path]:
+    """Return the file of every module of the four packages by its dotted name; a package stands for its __init__.py."""
+    modules = {}
+    for package in PACKAGES:
+        for path in python_files([root / package]):
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            modules[name.removesuffix(".__init__")] = path
+    return modules
+
+
+def is_extra(module: str) -> bool:
+    """Return whether a module lies in the extras of its package."""
+    return module.split(".")[1:2] == ["extras"]
+
+
+def imported_by(path: Path, modules: Mapping[str, Path]) -> set[str]:
+    """Return our modules that a file imports anywhere in its text, inside functions and for type checkers too."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            # `from data.order import Order` imports data and data.order; Order is no module.
+            parts = name.split(".")
+            for length in range(1, len(parts) + 1):
+                module = ".".join(parts[:length])
+                if module in modules:
+                    imported.add(module)
+    return imported
+
+
+def reachable(roots: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
+    """Return the modules that the roots import, and those that these import, and so on; the roots are among them."""
+    reached: set[str] = set()
+    waiting = list(roots)
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += imported_by(modules[module], modules)
+    return reached
+
+
+def classes_by_name(modules: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Return the modules that define a class at their top level, by the name of the class."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    return places
+
+
+def untested_modules(modules: Mapping[str, Path], root: Path) -> list[str]:
+    """Return the modules without a test file at the mirrored path: tests/test_a/b/test_c.py for a/b/c.py.
+
+    An `__init__.py` needs none.
+    """
+    untested = []
+    for module, path in modules.items():
+        package, *folders, name = path.relative_to(root).with_suffix("").parts
+        test = root.joinpath("tests", f"test_{package}", *folders, f"test_{name}.py")
+        if name != "__init__" and not test.exists():
+            untested.append(module)
+    return untested
+
+
+def lines_of(names: Iterable[str], modules: Mapping[str, Path]) -> int:
+    """Return how many lines the files of these modules have, blank ones included."""
+    return sum(len(modules[name].read_text().splitlines()) for name in names)
+
+
+def centre_rows(root: Path, with_names: bool) -> dict[str, str]:
+    """Return how much of the product is core, what it reaches, and what is named twice or has no test of its own."""
+    modules = modules_in(root)
+    core = [module for module in modules if not is_extra(module)]
+    rows = {}
+    for package in PACKAGES:
+        of_package = [module for module in modules if module.split(".")[0] == package]
+        of_core = [module for module in of_package if not is_extra(module)]
+        all_lines = lines_of(of_package, modules)
+        core_lines = lines_of(of_core, modules)
+        rows[f"{package}: lines outside extras/, inside"] = f"{core_lines:,}, {all_lines - core_lines:,}"
+    core_lines = lines_of(core, modules)
+    rows["lines outside extras/, inside"] = f"{core_lines:,}, {lines_of(modules, modules) - core_lines:,}"
+
+    imports = []
+    for module in core:
+        for imported in sorted(imported_by(modules[module], modules)):
+            is_package = modules[imported].name == "__init__.py"
+            if is_extra(imported) and not is_package:
+                imports.append(f"{module} → {imported}")
+    rows["imports of extras by the core"] = f"{len(imports)}, from {len({name.split()[0] for name in imports})} files"
+
+    reached = reachable(ROOTS, modules)
+    rows["own files and lines that `run` and `train` can reach"] = f"{len(reached)}, {lines_of(reached, modules):,}"
+    shared = {name: places for name, places in classes_by_name(modules).items() if len(places) > 1}
+    rows["names of several classes"] = f"{len(shared)}"
+    testable = sum(path.name != "__init__.py" for path in modules.values())
+    untested = untested_modules(modules, root)
+    rows["modules without a test file at the mirrored path"] = f"{len(untested)} of {testable}"
+    if with_names:
+        rows |= {f"  {name}": ", ".join(places) for name, places in sorted(shared.items())}
+        rows |= {f"  no test: {module}": "" for module in untested}
+        rows |= {f"  {arrow}": "" for arrow in imports}
+    return rows
+
+
+def modules_of_a_worker(root: Path) -> set[str]:
+    """Return our modules that a worker of a small training has imported, itself or with its fork server."""
+    with tempfile.TemporaryDirectory(prefix="house-") as folder:
+        Path(folder, "sitecustomize.py").write_text(RECORD_IMPORTS)
+        recipe = Path(folder, "small.yaml")
+        recipe.write_text(SMALL)
+        record = Path(folder, "imported")
+        environment = os.environ | {"PYTHONPATH": folder, "RECORD_IMPORTS_TO": str(record), "OMP_NUM_THREADS": "1"}
+        words = [f"run={folder}/run", "cluster.workers=1", "pretrain.steps=4", "pretrain.save_every=2"]
+        words.append("pretrain.optim.schedule.warmup_steps=1")
+        command = [sys.executable, "-m", "jobs", "run", str(recipe), *words]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"the small training ended with {done.returncode}\n{done.stdout}{done.stderr}")
+        return set(record.read_text().splitlines())
+
+
 def table(columns: dict[str, Counts], markdown: bool, more_rows: Mapping[str, str] | None = None) -> str:
     """One line a number, one column a tree; aligned text, or rows of a Markdown table.
 
@@ -239,7 +394,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders, counted together")
     parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
+    parser.add_argument("--centre", action="store_true", help="count core and extras")
+    parser.add_argument("--names", action="store_true", help="with --centre: name what is counted")
+    parser.add_argument("--root", type=Path, default=ROOT, help="with --centre: another checkout")
     options = parser.parse_args()
+    if options.centre:
+        rows = centre_rows(options.root.resolve(), options.names)
+        modules = modules_in(options.root.resolve())
+        loaded = modules_of_a_worker(options.root.resolve()) & modules.keys()
+        rows["own modules and lines that a training worker loads"] = f"{len(loaded)}, {lines_of(loaded, modules):,}"
+        for label, number in rows.items():
+            print(f"| {label} | {number} |" if options.markdown else f"{number:>16}  {label}")
+        return
     if options.paths:
         columns = {"paths": count(options.paths)}
         more_rows = {}

@@ -350,7 +350,7 @@ def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, 
 def test_a_stage_that_the_recipe_lacks_is_answered_with_those_that_it_has(desk, monkeypatch, capsys, kind):
     monkeypatch.chdir(desk)
     assert main(["run", "tiny.yaml", "--only", kind]) == 78
-    check_answer(capsys, f"the recipe has no stage '{kind}'|its stages: pretrain")
+    check_answer(capsys, f"the recipe has no stage '{kind}'; known: pretrain")
 
 
 def test_what_goes_wrong_without_an_error_is_said(desk, monkeypatch, capsys):

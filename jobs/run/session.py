@@ -41,7 +41,6 @@ from jobs.run.stage_run import run_stage
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
 from jobs.terminal import typed_command
-from models.checks import did_you_mean
 from pipeline.artifacts import DIVERGED
 from pipeline.values import counted
 
@@ -256,12 +255,7 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
         found = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
         raise ConfigError(f"the recipe has {found}; --only names one")
     if not sections:
-        known = list(dict.fromkeys(stage.source for stage in campaign.stages))
-        names = list(known)
-        for stage in campaign.stages:
-            names += [stage.name, stage.kind.name]
-        hint = did_you_mean(only, dict.fromkeys(names))
-        raise ConfigError(f"the recipe has no stage {only!r}{hint}\n  its stages: {', '.join(known)}")
+        campaign.stage(only)  # raises ConfigError with the nearest name
     return [stage for stage in campaign.stages if stage.source in sections]
 
 

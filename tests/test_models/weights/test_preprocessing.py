@@ -17,7 +17,7 @@ from data.images.preprocess import preprocess
 from jobs.__main__ import main
 from models.weights.preprocessing import REMAINING
 from pipeline.evaluation.protocols import preprocessing_of
-from tests.test_models.test_weights import random_model
+from tests.support.weights import random_model
 
 PHOTOS = Path(sklearn.datasets.__file__).parent / "images"  # of scikit-learn, 640×427
 SQUASHED = "resize((224, 224))"

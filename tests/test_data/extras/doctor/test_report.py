@@ -1,0 +1,29 @@
+"""What the doctor counts, against counts by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from data.extras.doctor.report import ShardReport, Spread
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_quantile_of_a_spread_is_that_of_the_values_written_out():
+    values = [3.0, 1.0, 1.0, 2.0, 9.0, 9.0, 9.0, 4.0]
+    spread = Spread(values)
+    for q in (0.01, 0.25, 0.5, 0.75, 0.99, 1.0):
+        assert spread.quantile(q) == np.quantile(values, q, method="inverted_cdf")
+
+
+def test_a_repeated_label_counts_once_and_sizes_are_measured():
+    report = ShardReport("a.tar")
+    report.add_good(SimpleNamespace(height=30, width=60), b"x" * 1500, (2, 2, 5))
+    report.add_good(SimpleNamespace(height=40, width=20), b"y" * 500, (5,))
+    assert report.classes == {2: 1, 5: 2}
+    assert (report.good, report.size, report.most_labels) == (2, 2000, 3)
+    assert report.spreads["shorter side"] == {30: 1, 20: 1}
+    assert report.spreads["width / height"] == {2.0: 1, 0.5: 1}
+    assert report.spreads["kB"] == {1.5: 1, 0.5: 1}
+    assert len(set(report.hashes)) == 2

@@ -1,0 +1,69 @@
+"""Pairs that may show the same, against a plain loop over all of them."""
+
+import cv2
+import numpy as np
+import pytest
+
+from data.extras.leaks.matching import ALIKE, TestSignatures, best_of, candidates, likeness
+from data.extras.leaks.signature import BOXES, MIRRORED, signature
+
+pytestmark = pytest.mark.quick
+
+
+def painting(seed: int) -> np.ndarray:
+    noise = np.random.default_rng(seed).normal(size=(200, 260, 3))
+    fine = cv2.GaussianBlur(noise, (0, 0), 4) * 300
+    return np.clip(cv2.GaussianBlur(noise, (0, 0), 12) * 700 + fine + 120, 0, 255).astype(np.uint8)
+
+
+def signature_of(image: np.ndarray):
+    return signature(cv2.imencode(".png", image)[1].tobytes())
+
+
+@pytest.fixture(scope="module")
+def images():
+    return [painting(seed) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def tests(images):
+    signatures = [signature_of(image) for image in images]
+    return TestSignatures(
+        np.stack([each.crops for each in signatures]),
+        np.stack([each.picture for each in signatures]),
+        np.array([each.proportion for each in signatures], np.float32),
+    )
+
+
+def test_the_best_crop_of_each_pair_is_that_of_a_loop():
+    alike = np.random.default_rng(0).uniform(0, 1, (3, 4, BOXES))
+    alike[1, 2] = 0
+    expected = []
+    for first in range(3):
+        for second in range(4):
+            crop = int(alike[first, second].argmax())
+            if alike[first, second, crop] > ALIKE:
+                expected.append((first, second, crop, alike[first, second, crop]))
+    assert list(best_of(alike)) == expected
+
+
+def test_candidates_are_those_whose_inner_products_are_large(images, tests):
+    train = np.stack([signature_of(images[2][:, ::-1]).crops, signature_of(painting(9)).crops]).astype(np.float32)
+    expected = set()
+    for number in range(2):
+        for test in range(4):
+            for sign in (1, MIRRORED):
+                products = tests.crops[test].astype(np.float32) @ (train[number, 0] * sign)
+                if products.max() > ALIKE:
+                    expected.add((number, test, True, sign is MIRRORED))
+    found = {(c.train, c.test, c.is_whole_train, c.is_synced) for c in candidates(train, tests) if c.is_whole_train}
+    assert found == expected
+    assert (0, 2, True, True) in found
+
+
+def test_a_copy_is_alike_and_another_image_is_not(images, tests):
+    copy = signature_of(cv2.resize(images[1], (130, 100), interpolation=cv2.INTER_AREA))
+    pairs = list(candidates(copy.crops[None], tests))
+    values = {pair.test: likeness(pair, copy, tests) for pair in pairs if pair.is_whole_train and not pair.is_synced}
+    assert values[1] > 0.9
+    assert all(value < 0.88 for test, value in values.items() if test != 1)

@@ -1,0 +1,70 @@
+"""The JSON of an index: read from its folder, wherever both lie, and refused if it is not what was written."""
+
+import json
+import shutil
+
+import pytest
+
+from data.errors import DataError
+from data.index.document import load_index
+from data.shards.packing import pack
+from data.sources.samples import digits
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def folder(tmp_path):
+    pack(list(digits(train=False, image_size=16))[:9], tmp_path / "set", name="t", names=tuple("abcdefghij"))
+    return tmp_path / "set"
+
+
+def test_the_json_says_what_was_packed(folder):
+    content = json.loads((folder / "t.index.json").read_text())
+    index = load_index(folder)
+    assert content["samples"] == index.samples == 9
+    assert sum(content["class_counts"]) == 9
+    assert index.names == tuple("abcdefghij")
+    assert index == load_index(folder / "t.index.json")
+
+
+def test_index_and_tars_may_move_together(folder, tmp_path):
+    before = load_index(folder)
+    shutil.move(folder, tmp_path / "moved")
+    after = load_index(tmp_path / "moved")
+    assert after.digest == before.digest
+    assert after.location(0) == str(tmp_path / "moved" / "t-000000.tar")
+
+
+@pytest.mark.parametrize(("field", "value"), [("class_counts", [9]), ("directory", "/other"), ("names", [])])
+def test_a_field_that_was_edited_is_noticed(field, value, folder):
+    path = folder / "t.index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(DataError):
+        load_index(path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "expected one .*found none, and neither tars nor images"),
+        (["a.tar"], "tars without an index\n  type python -m jobs index"),
+        (["t.index.json.partial"], "of a packing or indexing that was stopped"),
+        (["cat/1.jpg"], "images in 1 folders, which are to be packed first"),
+        (["1.jpg"], "images without folders of classes"),
+        (["a.index.json", "b.index.json"], "found a.index.json, b.index.json"),
+    ],
+)
+def test_a_folder_without_one_index_is_told_what_to_type(files, message, tmp_path):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=message):
+        load_index(tmp_path)
+
+
+def test_a_missing_index_and_a_url_are_refused(tmp_path):
+    with pytest.raises(DataError, match="there is no such index"):
+        load_index(tmp_path / "none")
+    with pytest.raises(DataError, match="an index is a folder here"):
+        load_index("s3://bucket/train")

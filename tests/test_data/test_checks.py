@@ -1,0 +1,60 @@
+"""Names, numbers and texts that other people give."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from data.checks import at_least, check_name, few, more_than_0, printable, printable_lines
+from data.errors import ConfigError
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("name", ["a", "vit-b_16.v2", "x" * 64, "..."])
+def test_a_name_of_letters_digits_dots_and_dashes_passes(name):
+    check_name(name, "a stage", "type another")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "größe", "x" * 65, None, 3, "a\n"])
+def test_a_name_that_could_be_a_path_is_refused(name):
+    with pytest.raises(ConfigError, match=r"a stage is called .*\n  expected 1 to 64 .*\n  type another"):
+        check_name(name, "a stage", "type another")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("cat", "cat"), ("\x1b[2J", "\\x1b[2J"), ("a\nb", "a\\nb"), ("\u202ecod", "\\u202ecod"), ("größe", "größe")],
+)
+def test_what_a_terminal_would_obey_is_written_as_an_escape(text, shown):
+    assert printable(text) == shown
+
+
+def test_lines_stay_lines():
+    assert printable_lines("a\x07\nb") == "a\\x07\nb"
+
+
+def test_the_first_of_many_are_named_and_the_rest_is_counted():
+    assert few(["a", "b", "c"], 3) == "a, b, c"
+    assert few(["a", "b", "c", "d", "e"], 3) == "a, b, c and 2 more"
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, True])
+def test_no_such_value_counts_as_a_number_of_at_least_0(value):
+    with pytest.raises(ConfigError, match=f"^data.workers is {value}, expected 0 or more$"):
+        at_least(SimpleNamespace(workers=value), 0, "workers", "data.")
+
+
+@pytest.mark.parametrize("value", [0, 1, 2.5, None])
+def test_the_least_value_itself_and_none_pass(value):
+    at_least(SimpleNamespace(workers=value), 0, "workers")
+
+
+@pytest.mark.parametrize(("value", "passes"), [(0, False), (1e-9, True), (None, True), (False, False)])
+def test_zero_is_not_more_than_zero(value, passes):
+    config = SimpleNamespace(rate=value)
+    if passes:
+        more_than_0(config, "rate")
+    else:
+        with pytest.raises(ConfigError, match=r"rate is .*, expected more than 0"):
+            more_than_0(config, "rate")

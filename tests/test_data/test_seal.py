@@ -1,0 +1,62 @@
+"""Sealed records, cache entries and journals: every flipped bit and every cut is noticed."""
+
+import hashlib
+import json
+
+import pytest
+
+from data.seal import Journal, Unsealed, read_entry, seal, unseal, write_entry
+
+pytestmark = pytest.mark.quick
+
+ENTRIES = {"key": "1a2b", "seconds": 3.25, "names": ["größe", None]}
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_a_record_is_json_whose_last_entry_is_the_digest_of_the_text_before(lines):
+    text = seal(ENTRIES, lines=lines)
+    digest = json.loads(text)["sha256"]
+    before = text.rpartition(',\n "sha256"' if lines else ', "sha256"')[0]
+    assert digest == hashlib.sha256((before + ("\n}" if lines else "}")).encode()).hexdigest()
+    assert unseal(text.encode()) == ENTRIES
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_one_flipped_bit_anywhere_and_every_cut_is_noticed(lines):
+    text = seal(ENTRIES, lines=lines).encode()
+    for place in range(len(text)):
+        flipped = text[:place] + bytes([text[place] ^ 1 << place % 8]) + text[place + 1 :]
+        with pytest.raises((Unsealed, UnicodeDecodeError)):
+            unseal(flipped)
+        with pytest.raises(Unsealed):
+            unseal(text[:place])
+
+
+def test_a_cache_entry_that_differs_is_not_given_back(tmp_path):
+    path = tmp_path / "entry"
+    assert read_entry(path) is None
+    write_entry(path, b"pixels")
+    assert read_entry(path) == b"pixels"
+    path.write_bytes(b"Pixels" + path.read_bytes()[6:])
+    assert read_entry(path) is None
+
+
+def test_a_journal_keeps_what_was_finished_before_a_torn_line(tmp_path):
+    path = tmp_path / "work.partial"
+    with Journal(path, ["setting", 1]) as journal:
+        journal.add("a.tar", [1, 2])
+        journal.add("b.tar", {"n": 3})
+    with open(path, "a") as file:
+        file.write('{"key": "c.tar", "rec')
+    with Journal(path, ["setting", 1]) as journal:
+        assert journal.records == {"a.tar": [1, 2], "b.tar": {"n": 3}}
+        journal.add("c.tar", 4)
+    with Journal(path, ["setting", 1]) as journal:
+        assert list(journal.records) == ["a.tar", "b.tar", "c.tar"]
+
+
+def test_a_journal_of_another_setting_is_begun_anew(tmp_path):
+    with Journal(tmp_path / "j", 1) as journal:
+        journal.add("a", 1)
+    with Journal(tmp_path / "j", 2) as journal:
+        assert journal.records == {}

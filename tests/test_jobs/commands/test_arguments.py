@@ -1,0 +1,28 @@
+"""SIGTERM ends a command with an error, and afterwards means what it meant before."""
+
+import os
+import signal
+
+import pytest
+
+from data.errors import Preempted
+from jobs.commands.arguments import stoppable
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_stop_ends_the_block_and_the_handler_of_before_is_back():
+    before = signal.getsignal(signal.SIGTERM)
+    reached = []
+    with pytest.raises(Preempted, match="run the same command again"), stoppable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("the next line")
+    assert reached == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_without_a_stop_the_handler_of_before_is_back_too():
+    before = signal.getsignal(signal.SIGTERM)
+    with stoppable():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

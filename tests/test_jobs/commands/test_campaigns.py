@@ -1,0 +1,57 @@
+"""Which recipe a word means, and which stage --only means."""
+
+from pathlib import Path
+
+import pytest
+
+from data.errors import ConfigError
+from jobs.commands.campaigns import recipe_path, run_or_stage, shipped
+
+pytestmark = pytest.mark.quick
+
+RECIPES = Path(__file__).parents[3] / "jobs" / "recipes"
+
+
+def test_every_recipe_that_ships_has_the_name_of_its_file():
+    files = {path.relative_to(RECIPES).as_posix().removesuffix(".yaml") for path in RECIPES.rglob("*.yaml")}
+    assert set(shipped()) == files
+    assert recipe_path("digits") == RECIPES / "digits.yaml"
+
+
+def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").write_text("run: here")
+    assert recipe_path("digits") == Path("digits")
+
+
+def test_the_recipe_of_a_submitted_job_is_in_its_environment():
+    assert recipe_path("env:PATCHLINE_RECIPE") == Path("env:PATCHLINE_RECIPE")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("digts", "no recipe at digts\n  did you mean digits\\?"),
+        ("mine.yml", "no recipe at mine.yml\n  did you mean mine.yaml\\?"),
+        ("zzzzzz", "no recipe at zzzzzz\n  here: mine.yaml\n  recipes that ship: .*digits"),
+        ("photos", "a folder, no recipe, at photos\n  .* python -m jobs new photos"),
+        ("old", "a folder, no recipe, at old\n  that is a run"),
+    ],
+)
+def test_what_is_no_recipe_is_told_what_to_type(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "status.json").touch()
+    with pytest.raises(ConfigError, match=message):
+        recipe_path(name)
+
+
+def test_a_run_is_its_folder_and_a_stage_is_the_newest_of_its_name(tmp_path):
+    for key in ("1" * 8, "2" * 8):
+        folder = tmp_path / "run" / f"pretrain-{key}"
+        folder.mkdir(parents=True)
+        (folder / "stage.json").write_text('{"resumed": ' + key[0] + "}")
+    assert run_or_stage(str(tmp_path / "run")) == tmp_path / "run"
+    assert run_or_stage(str(tmp_path / "run" / "pretrain")).parent == tmp_path / "run"

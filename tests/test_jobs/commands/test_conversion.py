@@ -1,0 +1,189 @@
+"""`jobs import` and `jobs export`: whose weights, what became of them, and what cannot be."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from data.remote import urls
+from jobs.__main__ import main
+from pipeline import artifacts
+from tests.support.golden import GOLDEN, needs_golden
+from tests.support.stores import store
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    """A small model of ours that computes as the paper's code does."""
+    torch.manual_seed(0)
+    model = models.build("mu/8", 16, 5, dropout=0.1)
+    torch.nn.init.normal_(model.head.weight)
+    models.save(model, tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+@needs_golden
+def test_an_official_file_comes_in_and_goes_out_to_transformers_with_the_original_logits(tmp_path, capsys):
+    steps = [
+        ["import", str(GOLDEN / "vit_tok_linen.ckpt.npz"), str(tmp_path / "in")],
+        ["export", str(tmp_path / "in"), str(tmp_path / "hf"), "--format", "hf"],
+        ["import", str(tmp_path / "hf"), str(tmp_path / "again")],
+    ]
+    assert [main(step) for step in steps] == [0, 0, 0]
+    out = capsys.readouterr().out
+    assert "none missing, none unknown" in out and "gelu_tanh, norm_eps 1e-06 as the paper's code" in out
+    assert "differ by 0.0e+00 at most" in out
+    assert json.loads((tmp_path / "in/provenance.json").read_text())["imported"].endswith("vit_tok_linen.ckpt.npz")
+    arrays = np.load(GOLDEN / "vit_tok_linen.io.npz")
+    images = torch.from_numpy(arrays["images"]).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        found = models.load(tmp_path / "again")(images)
+    torch.testing.assert_close(found, torch.from_numpy(arrays["logits"]), atol=1e-5, rtol=0)
+
+
+@needs_golden
+def test_transformers_own_numerics_are_kept_and_said_and_in_an_npz_they_are_inexact(tmp_path, capsys):
+    assert main(["import", str(GOLDEN / "hf_vit_cls"), str(tmp_path / "in")]) == 0
+    assert "computes gelu" in capsys.readouterr().out
+    assert models.load(tmp_path / "in").config.activation == "gelu"
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
+    out = capsys.readouterr().out
+    assert "INEXACT" in out and "becomes  activation: gelu → gelu_tanh" in out
+    assert "differ by 0.0e+00" not in out
+
+
+@pytest.mark.parametrize("format", ["safetensors", "npz", "timm", "hf"])
+def test_every_format_reads_back_to_the_same_outputs(ours, tmp_path, capsys, format):
+    path = tmp_path / ("out.npz" if format == "npz" else "out")
+    assert main(["export", str(ours), str(path), "--format", format]) == 0
+    out = capsys.readouterr().out
+    assert "differ by 0.0e+00 at most" in out
+    assert ("becomes  dropout: 0.1 → 0.0" in out) == (format != "safetensors"), "what is lost is said"
+
+
+@needs_golden
+def test_what_a_file_cannot_tell_is_asked_for_by_name(tmp_path, capsys):
+    arguments = ["import", str(GOLDEN / "bv_gap_sincos_rep.ckpt.npz"), str(tmp_path / "in")]
+    assert main(arguments) == 65
+    assert "pass image_size=" in capsys.readouterr().err
+    assert main([*arguments, "image_size=[32, 48]"]) == 0
+    assert models.load(tmp_path / "in").config.image_size == (32, 48)
+
+
+def test_what_cannot_be_is_refused_and_nothing_written(ours, tmp_path, capsys):
+    gap = models.build("mu/8", 16, 5, pool="gap")
+    models.save(gap, tmp_path / "gap")
+    torn = tmp_path / "torn.npz"
+    torn.write_bytes(b"PK\x03\x04 not whole")
+    empty = tmp_path / "empty.npz"
+    empty.touch()
+    (tmp_path / "run" / "pretrain-1a2b3c4d").mkdir(parents=True)
+    (tmp_path / "run" / "pretrain-1a2b3c4d" / "stage.json").touch()
+    cases = [
+        (["export", str(tmp_path / "gap"), str(tmp_path / "x"), "--format", "hf"], 64, "pooling by gap"),
+        (
+            ["export", str(ours), str(tmp_path / "x"), "--format", "onnx"],
+            64,
+            "'onnx' is not one of 'safetensors'",
+        ),
+        (["export", str(tmp_path / "gap"), str(ours), "--format", "npz"], 64, "is there already"),
+        (["export", str(tmp_path / "gap"), f"{tmp_path}/run/pretrain", "--format", "npz"], 64, "lies in the run "),
+        (["import", str(torn), str(tmp_path / "x")], 65, "cannot load"),
+        (["import", str(empty), str(tmp_path / "x")], 65, f"cannot load {empty}"),
+        (["import", str(tmp_path / "nowhere"), str(tmp_path / "x")], 65, "there is no file or folder"),
+        (["export", str(ours), str(tmp_path / "x"), "--format", "npz"], 64, "does not end in .npz, nothing was"),
+        (["export", str(ours), str(tmp_path / "x.npz"), "--format", "hf"], 64, "a name without .npz"),
+        (["export", str(tmp_path / "nowhere"), str(tmp_path / "x"), "--format", "hf"], 65, "there is no file or"),
+        (["import", str(ours), str(tmp_path / "x"), "heads=5"], 65, "heads"),
+        (["import", str(ours), str(tmp_path / "x"), "heads"], 78, "expected key=value"),
+        (["import", str(ours), str(tmp_path / "x"), "heds=2"], 65, "heds"),
+    ]
+    for arguments, code, message in cases:
+        assert main(arguments) == code, arguments
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
+
+
+def test_transformers_make_the_pixels_of_an_exported_model_as_our_evaluation_does(ours, tmp_path, transformers):
+    assert main(["export", str(ours), str(tmp_path / "out"), "--format", "hf"]) == 0
+    photo = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
+    black = np.zeros((40, 30, 3), np.uint8)
+    of_photo, of_black = (processor(image, return_tensors="np")["pixel_values"] for image in (photo, black))
+    # From −1 to 1, channels first, resized to the model's size where they are not of it.
+    np.testing.assert_allclose(of_photo[0], photo.transpose(2, 0, 1) / 127.5 - 1, atol=1e-6)
+    assert of_black.shape == (1, 3, 16, 16) and of_black.max() == -1
+
+
+def test_a_file_with_a_key_too_few_names_it(ours, tmp_path, capsys):
+    assert main(["export", str(ours), str(tmp_path / "out.npz"), "--format", "npz"]) == 0
+    arrays = dict(np.load(tmp_path / "out.npz"))
+    del arrays["Transformer/encoder_norm/bias"]
+    np.savez(tmp_path / "less.npz", **arrays)
+    assert main(["import", str(tmp_path / "less.npz"), str(tmp_path / "x")]) == 65
+    assert "missing Transformer/encoder_norm/bias" in capsys.readouterr().err
+
+
+def test_weights_of_a_run_in_a_store_are_named_as_those_of_a_folder(ours, tmp_path, capsys, monkeypatch):
+    """A stage in the store, by its name, its key and its run: what is exported has the bytes that were put there."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    for number, key in enumerate(("00000001", "00000002", "00000003")):
+        stage = tmp_path / "x" / f"finetune-{key}"
+        shutil.copytree(ours, stage)
+        artifacts.write_record(stage / "stage.json", {"name": "finetune", "started": 1e9 + number})
+        artifacts.write_record(stage / "task.json", {})
+        if number < 2:
+            weights = artifacts.digests(stage, artifacts.WEIGHT_FILES)
+            artifacts.write_record(stage / "done.json", {"finished": 1e9 + number, "files": weights})
+        else:
+            (stage / "model.json").unlink()
+    files = {}
+    for path in (tmp_path / "x").rglob("*.*"):
+        files[f"runs/{path.relative_to(tmp_path)}"] = path
+    with store("s3", files) as proxy:
+        urls.forget_credentials()  # of the store of an earlier test
+        for number, name in enumerate(("finetune", "finetune-00000001", "")):
+            target = str(tmp_path / f"out-{number}")
+            assert main(["export", f"s3://images/runs/x/{name}".rstrip("/"), target, "--format", "safetensors"]) == 0
+            said = capsys.readouterr().err
+            assert ("finetune-00000002, finished 2001-09-09" in said) == (number != 1), said
+            assert models.load(target).config == models.load(ours).config
+        fetched = [get for get in proxy.gets if get.endswith("weights.safetensors")]
+        assert len(fetched) == 2, "what is in the cache is compared, and not fetched again"
+        for name, words in (
+            ("x/finetnue", "s3://images/runs/x has no stage 'finetnue'; did you mean 'finetune'?"),
+            ("x/finetune-00000003", "s3://images/runs/x/finetune has not finished"),
+            ("y", "no run at s3://images/runs/y"),
+        ):
+            assert main(["export", f"s3://images/runs/{name}", str(tmp_path / "no"), "--format", "hf"]) != 0
+            assert words in capsys.readouterr().err
+    urls.forget_credentials()
+
+
+def test_what_a_run_in_a_store_prints_as_next_works_as_it_is_typed(recipe, shards, tmp_path, capsys, monkeypatch):
+    """And `analyze` of its weights; from a folder where nothing of the run is."""
+    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
+    recipe.write_text(recipe.read_text().partition("resize:")[0])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    words = [str(recipe), "run=s3://images/runs/tiny", f"cluster.scratch={tmp_path / 'scratch'}"]
+    with store("s3", {}):
+        urls.forget_credentials()  # of the store of an earlier test
+        assert main(["run", *words, "pretrain.steps=6"]) == 0
+        printed = capsys.readouterr().out.partition("next, for example:\n")[2]
+        commands = [line.strip() for line in printed.splitlines() if line.startswith("  python -m jobs ")]
+        tar = next((shards / "test").glob("*.tar"))
+        commands.append(f"python -m jobs analyze s3://images/runs/tiny/pretrain {tar} --output looked --limit 4")
+        monkeypatch.setattr("webbrowser.open", lambda url: True)
+        for command in commands:
+            assert main(shlex.split(command)[3:]) == 0, command
+    verbs = [command.split()[3] for command in commands]
+    assert verbs == ["report", "evaluate", "export", "analyze"]
+    urls.forget_credentials()

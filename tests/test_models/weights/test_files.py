@@ -1,0 +1,86 @@
+"""Weights of any format by one call: our own folder, what a format cannot hold, and all formats in turn."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import models
+from data.files import whole_file
+from tests.support.weights import equal_weights, random_model
+
+
+@pytest.mark.parametrize("name", ["mu/8", "R26+mu/32", "Axial-mu/8", "BiT-R50x1"])
+def test_our_own_directory_round_trip(name, tmp_path):
+    model = random_model(name, 64, **({"units": (1, 1), "width": 32} if "BiT" in name else {}))
+    models.save(model, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.json", "weights.safetensors"]
+    state, config = models.load_weights(tmp_path / "out")
+    assert config == model.config and set(state) == set(model.state_dict())
+    assert equal_weights(models.load(tmp_path / "out"), model)
+    assert models.load(tmp_path / "out", head_bias=-3.0).config.head_bias == -3.0
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    models.save_weights(random_model(), tmp_path)
+    before = (tmp_path / "weights.safetensors").read_bytes()
+
+    def fail(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        models.save_weights(random_model(), tmp_path, writing=whole_file)
+    assert (tmp_path / "weights.safetensors").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_is_unpickled(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (sys.exit, ("the file ran code",))
+
+    np.savez(tmp_path / "bomb.npz", **{"embedding/kernel": np.array([Bomb()], dtype=object)})
+    with pytest.raises(ValueError, match="allow_pickle"):
+        models.load(tmp_path / "bomb.npz")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pth")
+    with pytest.raises(ValueError, match=r"pickled checkpoints .* are not opened"):
+        models.load(tmp_path / "model.pth")
+
+
+@pytest.mark.parametrize(
+    ("options", "format", "message"),
+    [
+        ({"registers": 1}, "npz", "1 registers"),
+        ({"positions": "relative"}, "npz", "relative positions at every"),
+        ({"representation": 8}, "timm", "no representation layer"),
+        ({"representation": 8}, "hf", "it has one with classes=0"),
+        ({"pool": "gap"}, "hf", "no pooling by gap"),
+        ({"name": "Axial-mu/8"}, "timm", "no family axial"),
+        ({}, "pickle", "none of safetensors, npz, timm, hf"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(options, format, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        models.save(random_model(**options), tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_approximation_is_said(tmp_path):
+    with pytest.warns(UserWarning, match="gelu_tanh"):
+        models.save(random_model(activation="gelu"), tmp_path / "out.npz", format="npz")
+
+
+def test_once_round_all_formats_and_every_bit_is_back(timm, transformers, tmp_path):
+    models.save(random_model(), tmp_path / "0.npz", format="npz")
+    first = model = models.load(tmp_path / "0.npz")
+    for i, format in enumerate(["timm", "safetensors", "hf", "npz"]):
+        path = tmp_path / (f"{i}.npz" if format == "npz" else str(i))
+        models.save(model, path, format=format)
+        model = models.load(path)
+        assert model.config == first.config, format
+    assert equal_weights(first, model)
+    assert (tmp_path / "0.npz").stat().st_size == (tmp_path / "3.npz").stat().st_size

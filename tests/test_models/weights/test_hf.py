@@ -1,0 +1,66 @@
+"""transformers' folders: its own models compute the same from ours, and ours from its."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import models
+from tests.support.golden import GOLDEN, needs_golden
+from tests.support.weights import IMAGES, assert_logits, random_model
+
+
+@needs_golden
+def test_hugging_face_directory_gives_its_logits():
+    arrays = np.load(GOLDEN / "hf_vit_cls/io.npz")
+    model = models.load(GOLDEN / "hf_vit_cls")
+    assert (model.config.activation, model.config.norm_eps, model.config.heads) == ("gelu", 1e-12, 3)
+    assert_logits(model, torch.from_numpy(arrays["images_nchw"]), arrays["logits"], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "gelu", "norm_eps": 1e-12, "image_size": (16, 24)},
+        {"positions": "sincos2d"},
+        {"class_slot": False},
+        {"classes": 0, "representation": 8},
+    ],
+)
+def test_transformers_opens_our_directory_and_agrees(options, transformers, tmp_path):
+    model = random_model(**options)
+    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(2, 3, *model.config.image_size)
+    models.save(model, tmp_path / "hf", format="hf")
+    kind = transformers.ViTForImageClassification if model.config.classes else transformers.ViTModel
+    theirs, info = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        out = theirs.eval()(images)
+        assert_logits(model, images, out.logits if model.config.classes else out.pooler_output, 1e-5)
+        assert_logits(models.load(tmp_path / "hf"), images, model(images), 1e-6, rtol=2e-6)
+
+
+def test_their_own_saves_come_back_to_us(transformers, tmp_path):
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=8,
+    )
+    for kind in (transformers.ViTForImageClassification, transformers.ViTModel):
+        theirs = kind(config).eval()
+        theirs.save_pretrained(tmp_path / kind.__name__)
+        ours = models.load(tmp_path / kind.__name__)
+        with torch.no_grad():
+            out = theirs(IMAGES)
+            expected = out.logits if hasattr(out, "logits") else out.pooler_output
+            assert_logits(ours, IMAGES, expected, 1e-5)
+        models.save(ours, tmp_path / "again", format="hf")
+        name = "model.safetensors"
+        before, after = load_file(tmp_path / kind.__name__ / name), load_file(tmp_path / "again" / name)
+        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

@@ -1,0 +1,64 @@
+"""The names and shapes of stored tensors: what does not fit is listed, and refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import models
+from tests.support.weights import random_model
+
+
+def test_what_does_not_fit_is_listed_key_by_key(tmp_path):
+    models.save(random_model(), tmp_path / "good.npz", format="npz")
+    arrays = dict(np.load(tmp_path / "good.npz"))
+    del arrays["Transformer/encoder_norm/bias"]
+    arrays["extra/kernel"] = np.zeros((2, 3), np.float32)
+    arrays["head/kernel"] = np.zeros((5, 32), np.float32)  # transposed
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError) as refused:
+        models.load(tmp_path / "bad.npz")
+    for part in (
+        "3 keys",
+        "missing Transformer/encoder_norm/bias 32",
+        "unknown extra/kernel 2x3",
+        "head/kernel is 5x32, expected 32x5",
+    ):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"imagesize": 24}, r"no field 'imagesize'; did you mean 'image_size'\?"),
+        ({"image_size": 24}, r"\(24, 24\) has 9 patches and 1 prefix tokens, the file has 5 position entries"),
+        ({"heads": 4}, r"query/kernel is 32x2x16, expected 32x4x8"),
+    ],
+)
+def test_what_is_told_of_a_file_must_fit_it(told, message, tmp_path):
+    models.save(random_model(), tmp_path / "good.npz", format="npz")
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path / "good.npz", **told)
+
+
+@pytest.mark.parametrize(
+    ("format", "extra", "described", "message"),
+    [
+        ("timm", {"fc_norm.weight": torch.ones(32)}, {}, "normalises after pooling"),
+        ("timm", {"blocks.0.ls1.gamma": torch.ones(32)}, {}, "1 keys: unknown blocks.0.ls1.gamma 32"),
+        ("timm", {"norm_pre.weight": torch.ones(32)}, {}, "1 keys: unknown norm_pre.weight 32"),
+        ("timm", {}, {"model_args": {"global_pool": "avgmax"}}, "pools by avgmax, which no model here does"),
+        ("timm", {}, {"model_args": {"pool_include_prefix": True}}, "has pool_include_prefix"),
+        ("hf", {"vit.pooler.dense.bias": torch.ones(32)}, {}, "1 keys: unknown vit.pooler.dense.bias 32"),
+        ("hf", {}, {"hidden_act": "relu"}, "hidden_act 'relu' is not one of gelu"),
+    ],
+)
+def test_what_a_foreign_file_has_and_we_have_not_is_refused(format, extra, described, message, tmp_path):
+    models.save(random_model(), tmp_path, format=format)
+    save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **described}))
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path)

@@ -1,0 +1,116 @@
+"""timm's files: its own models compute the same from ours, and ours from its."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import models
+from models.vit import ACTIVATIONS
+from models.weights import timm as weights_timm
+from tests.support.golden import GOLDEN, needs_golden
+from tests.support.weights import assert_logits, random_model
+
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
+
+
+@needs_golden
+def test_timm_state_dict_gives_its_logits(tmp_path):
+    arrays = np.load(GOLDEN / "timm_vit.npz")
+    stored = {k.removeprefix("state_dict/"): torch.from_numpy(arrays[k]) for k in arrays if "state_dict/" in k}
+    save_file(stored, tmp_path / "timm.safetensors")
+    with pytest.raises(ValueError, match="pass heads="):
+        models.load(tmp_path / "timm.safetensors")
+    model = models.load(tmp_path / "timm.safetensors", heads=3)
+    assert_logits(model, torch.from_numpy(arrays["images_nchw"]), arrays["logits"], 1e-5)
+
+
+def test_the_pinned_torchvision_is_the_one_for_the_pinned_torch():
+    pins = dict(line.strip().split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    torch_minor, torchvision_minor = (int(pins[name].split(".")[1]) for name in ("torch", "torchvision"))
+    # github.com/pytorch/vision, "Installation": torch 2.0 goes with torchvision 0.15, 2.1 with 0.16, and so on.
+    assert torchvision_minor == torch_minor + 15
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "gelu", "image_size": (16, 24)},
+        {"pool": "gap", "registers": 2},
+        {"pool": "map", "mlp": 100},
+        {"class_slot": False, "registers": 1},
+        {"positions": "sincos2d"},
+        {"positions": "learned2d"},
+        {"positions": "none", "pool": "gap"},
+        {"classes": 0},
+    ],
+)
+def test_timm_opens_our_directory_and_agrees(options, timm, tmp_path):
+    model = random_model(**options)
+    images = torch.linspace(-1, 1, 6 * math.prod(model.config.image_size)).view(2, 3, *model.config.image_size)
+    models.save(model, tmp_path / "timm", format="timm")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert_logits(model, images, theirs(images), 1e-5, rtol=2e-6)
+        assert_logits(models.load(tmp_path / "timm"), images, model(images), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"img_size": (16, 24), "patch_size": (8, 4), "mlp_ratio": 2.5},
+        {"global_pool": "avg", "fc_norm": False},  # with a class token that is not pooled
+        {"global_pool": "avg", "fc_norm": False, "reg_tokens": 2, "no_embed_class": True},
+        {"global_pool": "avg", "fc_norm": False, "class_token": False},
+        {"global_pool": "map", "reg_tokens": 2, "act_layer": "gelu_tanh"},
+        {"reg_tokens": 3, "num_classes": 0},
+    ],
+)
+def test_what_timm_saves_comes_to_us(options, timm, tmp_path):
+    arguments = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    arguments |= options
+    theirs = timm.models.VisionTransformer(**arguments).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    described = {"architecture": "vit_base_patch16_224", "model_args": arguments}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    ours = models.load(tmp_path)
+    images = torch.linspace(-1, 1, 6 * math.prod(ours.config.image_size)).view(2, 3, *ours.config.image_size)
+    with torch.no_grad():
+        assert_logits(ours, images, theirs(images), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_base_patch16_gap_224",
+        "vit_base_patch16_siglip_224",
+        "vit_base_patch32_siglip_256",
+        "vit_large_patch16_siglip_384",
+        "vit_large_patch16_siglip_gap_512",
+        "vit_so400m_patch14_siglip_378",
+        "vit_so400m_patch16_siglip_gap_256",
+        "vit_giantopt_patch16_siglip_384",
+        "vit_so150m_patch16_reg4_gap_256",
+    ],
+)
+def test_what_a_name_of_timm_stands_for_is_known(name, timm):
+    with torch.device("meta"):
+        theirs = timm.create_model(name, depth=1)
+    stored = theirs.state_dict()
+    _, config = weights_timm.load(
+        {key: torch.empty(tensor.shape) for key, tensor in stored.items()}, {"architecture": name}, {}
+    )
+    block = theirs.blocks[0]
+    assert config.heads == block.attn.num_heads
+    assert ACTIVATIONS[config.activation] == getattr(block.mlp.act, "approximate", "tanh")
+    assert config.pool == weights_timm.POOLS[theirs.global_pool] and config.norm_eps == theirs.norm.eps

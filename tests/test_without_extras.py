@@ -1,0 +1,172 @@
+"""The core without its extras: each one deleted from a copy of the tree, and then all of them at once.
+
+A copy is used by processes of their own. The editable installation, which finds every module of this checkout, is taken
+off their import path.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.house import modules_in, reachable
+from tests.support.recipes import SMALL
+from tests.test_layout import PACKAGES, REMAINING, ROOT, is_extra, modules_of
+
+EXTRAS = sorted(
+    path.relative_to(ROOT).with_suffix("").as_posix()
+    for package in PACKAGES
+    for path in (ROOT / package / "extras").iterdir()
+    if not path.name.startswith("__")
+)
+
+# sitecustomize.py of every process, those of the run's workers too.
+WITHOUT_THE_CHECKOUT = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
+"""
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {error}")
+"""
+
+# Takes each extra out of the tree in turn, and forks a process that imports our modules anew; libraries are imported
+# once. A fork exits with the code of a command that resolves a recipe before it looks for the stage.
+WITHOUT_EACH = """
+import importlib, os, sys, traceback
+from pathlib import Path
+
+def use_core():
+    from jobs.__main__ import COMMANDS, main
+    assert main(["--help"]) == 0
+    for section in COMMANDS.sections.values():
+        for words, (function, _) in section.items():
+            if ".extras." not in function:
+                COMMANDS.load(words)
+    return main(["run", "small.yaml", "--only", "nothing"])
+
+use_core()
+for extra in map(Path, sys.argv[1:]):
+    there = extra if extra.is_dir() else extra.with_suffix(".py")
+    there.rename(f"{there}.gone")
+    if os.fork() == 0:
+        with open(".".join(extra.parts), "w") as file:
+            os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("models", "data", "pipeline", "jobs"):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        try:
+            assert importlib.util.find_spec(".".join(extra.parts)) is None, "it is still there"
+            code = use_core()
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        os._exit(code)
+    os.wait()
+    Path(f"{there}.gone").rename(there)
+"""
+
+
+def tree_without(folder: Path, extras: list[str]) -> Path:
+    """Copy the four packages, and delete extras from the copy."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package)
+    for extra in extras:
+        if (folder / extra).is_dir():
+            shutil.rmtree(folder / extra)
+        else:
+            (folder / f"{extra}.py").unlink()
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(WITHOUT_THE_CHECKOUT)
+    return folder
+
+
+def python(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(tree / "site"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
+
+
+@functools.cache
+def imported_extras() -> frozenset[str]:
+    """Return the extras that the core still imports, and those that these import."""
+    return frozenset(reachable({row.split(" → ")[1] for row in REMAINING}, modules_in(ROOT)))
+
+
+def still_imported(extra: str) -> bool:
+    module = extra.replace("/", ".")
+    return any(f"{name}.".startswith(f"{module}.") for name in imported_extras())
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree without any extra."""
+    if REMAINING:
+        pytest.skip("the core still imports extras: REMAINING in tests/test_layout.py")
+    return tree_without(tmp_path_factory.mktemp("core"), EXTRAS)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the output of the core without each extra, in a file of its dotted name."""
+    tree = tree_without(tmp_path_factory.mktemp("whole"), [])
+    (tree / "small.yaml").write_text(SMALL)
+    done = python(tree, "-c", WITHOUT_EACH, *(extra for extra in EXTRAS if not still_imported(extra)))
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_without_one_extra_the_commands_and_recipes_of_the_core_work(said: Path, extra: str) -> None:
+    if still_imported(extra):
+        pytest.skip("the core still imports it: REMAINING in tests/test_layout.py")
+    output = (said / extra.replace("/", ".")).read_text()
+    assert output.endswith("error: the recipe has no stage 'nothing'; known: pretrain, shards\n"), output
+
+
+@pytest.mark.quick
+def test_without_extras_every_module_of_the_core_can_be_imported(core: Path) -> None:
+    modules = [name for package in PACKAGES for name in modules_of(package) if not is_extra(name)]
+    done = python(core, "-c", IMPORT_ALL, *(name for name in modules if name != "jobs.__main__"))
+    assert done.returncode == 0, done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.partition(":")[0] in modules]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.quick
+def test_without_extras_the_tests_of_the_core_are_collected(core: Path) -> None:
+    shutil.copytree(ROOT / "tests", core / "tests", dirs_exist_ok=True)
+    shutil.copy(ROOT / "pyproject.toml", core)
+    files = ["tests/test_layout.py", "tests/test_command_line.py", "tests/test_jobs/commands"]
+    done = python(core, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *files)
+    assert done.returncode == 0, done.stdout
+    assert "error" not in done.stdout.splitlines()[-1]
+
+
+def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
+    (core / "small.yaml").write_text(SMALL)
+    options = ["run=run", "cluster.workers=1", "pretrain.steps=4", "pretrain.save_every=2"]
+    done = python(core, "-m", "jobs", "run", "small.yaml", *options, "pretrain.optim.schedule.warmup_steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((core / "run").glob("*/done.json"))) == 2
+
+    status = python(core, "-m", "jobs", "status", "run")
+    assert status.returncode == 0, status.stderr
+    assert "pretrain" in status.stdout
+    checkpoints = python(core, "-m", "jobs", "checkpoints", "list", "run")
+    assert checkpoints.returncode == 0, checkpoints.stderr
+    assert "step-00000004" in checkpoints.stdout
+    report = python(core, "-m", "jobs", "report", "run")
+    assert report.returncode == 64
+    assert "this installation has no jobs/extras" in report.stderr
