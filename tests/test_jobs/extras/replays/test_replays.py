@@ -21,6 +21,7 @@ from data.order import Order
 from jobs.cluster import fork_server
 from jobs.commands.checkpoints import whole_state
 from jobs.extras.history import read_run
+from jobs.extras.replays.stretch import AlwaysMasked
 from jobs.extras.report.page import write_report
 from jobs.extras.report.pictures import Album
 from jobs.stages import training
@@ -56,9 +57,9 @@ def flip_in_the_run() -> None:
     set_up = train.set_up
     backward = ExactEngine.backward
 
-    def noting(cfg: Any, job: Any) -> Any:
-        runs.append(Path(job.run).name)
-        return set_up(cfg, job)
+    def noting(task: Any) -> Any:
+        runs.append(Path(task.job.run).name)
+        return set_up(task)
 
     def flipping(self: ExactEngine, loss: torch.Tensor) -> None:
         backward(self, loss)
@@ -73,7 +74,8 @@ def flip_in_the_run() -> None:
     def masked_from_the_start(*args: Any, **more: Any) -> Any:
         if args[1].campaign.run.name == "start":
             record = artifacts.read_record(Path("listed/without.json"))
-            more |= {"until": 15, "masked": record["ranges"]}
+            more |= {"until": 15}
+            args = (*args[:3], [*args[3], AlwaysMasked(record["ranges"])], *args[4:])
         return make_task(*args, **more)
 
     make_task = training.make_training_task
