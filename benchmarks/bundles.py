@@ -25,7 +25,8 @@ from ray.util.placement_group import placement_group_table
 
 from jobs.cluster.agent import NodeReport, WorkerState
 from jobs.cluster.ray_agent import call_actor
-from jobs.cluster.ray_nodes import RayNodes, bundle_sizes
+from jobs.cluster.ray_nodes import RayNodes
+from jobs.cluster.ray_places import bundle_sizes
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import Place
 

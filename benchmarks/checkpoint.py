@@ -56,6 +56,7 @@ from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 
 CHANGES = ((2, 1), (1, 2), (2, 4))  # (workers that saved, workers that load)
 Rows = dict[str, list[float]]  # seconds of every round, by row
@@ -76,7 +77,7 @@ class Contenders:
             self.metrics.touch()
         phases = Phases(self.folder, self.rank, 600.0)
         ours = checkpoints_in(self.folder / "ours")
-        self.saver = Saver(ours, quiet, phases, keep=2, keep_every=0, max_failed_saves=1)
+        self.saver = Saver(ours, quiet, phases, SavingConfig(keep=2, keep_every=0, max_failed_saves=1))
         self.rows: Rows = {}
         self.number = 0  # of the round
 

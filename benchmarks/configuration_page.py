@@ -18,19 +18,19 @@ import io
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from jobs.__main__ import KINDS
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies.expand import SweepConfig
-from jobs.kinds import ALL
+from jobs.kinds import load_kinds
 from jobs.resolved_recipe import StageKind
-from jobs.stages.training import PRETRAIN
 from jobs.trackers_config import TrackersConfig
 from models import configs
-from pipeline.config import ConfigDataclass, is_named, is_number_or_section, section_kind
+from pipeline.config import ConfigDataclass, is_named, is_number_or_section, ordered_fields, resume_tags, section_kind
 from pipeline.training_config import TrainConfig
 from pipeline.values import BYTES, PLURALS, flow_yaml, unit_of
 
@@ -81,7 +81,8 @@ def meanings(kind: Kind) -> dict[str, str]:
     texts: dict[str, str] = {}
     # Parents first, so that what a class says itself replaces what it inherits.
     for parent in reversed(kind.__mro__):
-        if not dataclasses.is_dataclass(parent):
+        # A composed config declares nothing itself, and has no source.
+        if not dataclasses.is_dataclass(parent) or not vars(parent).get("__annotations__"):
             continue
         for name, text in comments_of(parent).items():
             if text or name not in texts:  # a field that only changes a default keeps its meaning
@@ -138,10 +139,10 @@ def sections_of(
     """
     texts = meanings(kind)
     hints = get_type_hints(kind)
-    tag_of_field: Mapping[str, str] = getattr(kind, "RESUME", {})
+    tag_of_field = resume_tags(kind)
     keys = []
     inside: list[Iterator[Section]] = []
-    for field in dataclasses.fields(kind):
+    for field in ordered_fields(kind):
         name = prefix + field.name
         hint = hints[field.name]
         resume = tag_of_field.get(field.name, outer)
@@ -174,7 +175,8 @@ def sections_of(
         keys.append(Key(name, written, values, resume, texts[field.name]))
 
     # The first paragraph of what the class says of itself; dataclasses write a docstring where there is none.
-    definition = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    written_in = TrainConfig if issubclass(kind, TrainConfig) else kind  # a composed config has no source
+    definition = ast.parse(textwrap.dedent(inspect.getsource(written_in))).body[0]
     assert isinstance(definition, ast.ClassDef)
     meaning = (ast.get_docstring(definition) or "").partition("\n\n")[0]
     yield Section(prefix.rstrip("."), " ".join(meaning.split()), keys)
@@ -307,7 +309,8 @@ def table(keys: list[Key]) -> list[str]:
 
 def most_changed() -> list[str]:
     """Return the table of the keys that people change, with the defaults of a pretraining."""
-    keys = {key.name: key for key in all_keys(TrainConfig, PRETRAIN.defaults)}
+    pretrain = load_kinds(KINDS)["pretrain"]
+    keys = {key.name: key for key in all_keys(pretrain.config, pretrain.defaults)}
     for key in all_keys(ClusterConfig):
         keys[f"cluster.{key.name}"] = key
     keys["run"] = Key("run", "`runs/<the recipe's name>`", "path", "", "")
@@ -331,10 +334,11 @@ def configuration_page() -> str:
     headed: list[tuple[str, Kind, ConfigDataclass | None]] = []
     for name, shared_kind in shared.items():
         headed.append((f"## {name}", shared_kind, None))
-    for stage_kind in ALL:
+    kinds = list(load_kinds(KINDS).values())
+    for stage_kind in kinds:
         headed.append((f"## Stage `{stage_kind.name}`", stage_kind.config, stage_kind.defaults))
     shown: dict[Kind, StageKind] = {}
-    for stage_kind in reversed(ALL):
+    for stage_kind in reversed(kinds):
         shown[stage_kind.config] = stage_kind  # the first of those with this config
     for heading, kind, defaults in headed:
         lines += [heading, ""]

@@ -21,7 +21,7 @@ from pathlib import Path
 import cv2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from data.decoder import Decoder, Layout, Task
+from data.decoder import BatchLayout, Decoder, Task
 from data.images.augment import AugmentConfig
 from data.index.index import Index
 from data.index.shard import sample_digest
@@ -53,7 +53,7 @@ CONTENDERS: dict[str, Callable[[bytes, bytes], int]] = {
 
 def decoder_of(index: Index) -> Decoder:
     order = Order(index.shard_samples, seed=0, batch_size=BATCH)
-    layout = Layout(BATCH, SIZE, 1)
+    layout = BatchLayout(BATCH, SIZE, 1)
     return Decoder(index, order, layout, AugmentConfig(), 0, ShardReader(index))
 
 

@@ -16,11 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from jobs.__main__ import KINDS
+from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
-from pipeline.extras.token_dropping import flops_of, phases
-from pipeline.training_config import steps_of
+from pipeline.arithmetic import steps_of
+from pipeline.phases import flops_of
 
 TRAINED_IMAGES = 10_000
 SHOTS = (10, 25)
@@ -60,7 +62,7 @@ def load(options: argparse.Namespace, row: str, seed: int) -> tuple[Campaign, St
     path = Path(options.run) / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RECIPE.format(run=Path(options.run).resolve(), images=Path(options.images).resolve()))
-    loaded = campaign.load(path, [f"pretrain.seed={seed}", *overrides_of(ROWS[row])])
+    loaded = campaign.load(path, [f"pretrain.seed={seed}", *overrides_of(ROWS[row])], load_kinds(KINDS))
     return loaded, loaded.stage("pretrain")
 
 
@@ -92,8 +94,8 @@ def main() -> None:
             for shots in SHOTS:
                 accuracy.setdefault((row, shots), []).append(100 * metrics_of(result)[f"{shots}shot"])
             steps = steps_of(stage.config, TRAINED_IMAGES)
-            in_order = phases(stage.config.thinning, steps, stage.model)
-            flops[row] = flops_of(in_order, stage.model, range(steps), stage.config.batch_size)
+            phases = stage.config.phases(steps, stage.model)
+            flops[row] = flops_of(phases, stage.model, range(steps), stage.config.batch_size)
 
     first = options.rows[0]
     headings = [f"{shots}-shot % | difference, pairs of seeds" for shots in SHOTS]

@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 
 import models
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import build
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.extras.plan.memory import MemoryNeed, memory_need
-from pipeline.extras.plan.tracer import TracedWorker, take_step
+from pipeline.extras.plan.tracer import TracedData, TracedGroup, TracedWorker, take_step
 from pipeline.start import build_engine
-from pipeline.training_config import TrainConfig, batch_arithmetic
+from pipeline.training_config import TrainConfig
 
 PAIR = 2  # workers of a configuration that has more than one
 
@@ -169,7 +170,8 @@ def worker(case: Case, rank: int, folder: str) -> None:
     model = models.from_config(case.model_config, torch.Generator().manual_seed(0))
     model.recomputed_blocks = cfg.checkpoint_blocks
     engine = build_engine(cfg, model, accumulation)
-    traced = TracedWorker(cfg, torch.device("cpu"), case.model_config, engine)
+    data = TracedData(cfg.phases(1, case.model_config))
+    traced = TracedWorker(cfg, TracedGroup(torch.device("cpu")), case.model_config, engine, data)
     for _ in range(2):
         take_step(traced, accumulation, cfg.micro_batch, lambda phase: None)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(counter.most_bytes()))

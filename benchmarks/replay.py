@@ -43,15 +43,16 @@ from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.replays.audit import Finding, compare, judge
 from pipeline import config, train
+from pipeline.architecture import model_config
 from pipeline.engine.exact import ExactEngine
 from pipeline.extras.replays import search
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.start import Job
-from pipeline.training_config import DataConfig, TrainConfig, model_config
+from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
+from pipeline.worker import Job
 
 MODEL = {"name": "mu/8", "image_size": 16, "classes": 10, "width": 32, "depth": 2, "mlp": 64, "heads": 2}
 EVERY = 5  # steps between commits

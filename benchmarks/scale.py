@@ -326,7 +326,7 @@ INDEX_COSTS = """
 import sys, time
 from pathlib import Path
 import data.decoder
-from data.decoder import Decoder, Layout, Task
+from data.decoder import Decoder, BatchLayout, Task
 try:
     from data.decoder import DecoderProcess
 except ImportError:
@@ -345,7 +345,7 @@ def private_mib(pid="self"):
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 def decoder_mib(index, order):
-    decoder = Decoder(index, order, Layout(1, 16, 1), AugmentConfig(), 0, ShardReader(index))
+    decoder = Decoder(index, order, BatchLayout(1, 16, 1), AugmentConfig(), 0, ShardReader(index))
     process = DecoderProcess(decoder, 1)
     process.brief()
     process.give(Task(0, 0, 1))

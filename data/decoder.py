@@ -94,7 +94,7 @@ class Arrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How the arrays of one micro-batch of b samples lie in memory: ids, labels, images, end to end."""
 
     b: int
@@ -138,7 +138,7 @@ class Decoder:
         self,
         index: Index,
         order: Order | Mixture,
-        layout: Layout,
+        layout: BatchLayout,
         cfg: AugmentConfig,
         seed: int,
         reader: ShardReader,

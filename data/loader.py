@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoder import Arrays, BadSample, Decoder, DecoderProcess, Done, Layout, Task
+from data.decoder import Arrays, BadSample, BatchLayout, Decoder, DecoderProcess, Done, Task
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
@@ -118,7 +118,7 @@ class TrainLoader:
         self.parts = cut(slots, micro_batch, accumulation)
         # Every place in the shared memory holds the largest micro-batch, so that any of them may go anywhere.
         largest = max(map(len, self.parts))
-        self.layout = Layout(largest, image_size, max_labels)
+        self.layout = BatchLayout(largest, image_size, max_labels)
         reader = ShardReader(index, cache=self.cache, by_range=True)
         self.decoder = Decoder(index, order, self.layout, augment or AugmentConfig(), seed, reader, decode == "gpu")
 

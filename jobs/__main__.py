@@ -35,6 +35,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
+from jobs.kinds import CORE, with_extras
 from jobs.progress import activity
 from jobs.terminal import is_closed_pipe, program, write_last
 
@@ -71,6 +72,23 @@ EXAMPLES = {
     "report": "runs/photos",
     "subset": "shards/photos --part :90% --seed 0 --output shards/photos-train",
     "without": "runs/photos/pretrain --samples bad.txt",
+}
+
+# Extras of the kinds that train (jobs/stages/training.py).
+TRAINING_EXTRAS = (
+    "jobs.extras.studies.law:Branches",
+    "jobs.extras.token_dropping:TokenDropping",
+    "jobs.extras.async_evaluation.extra:AsyncEvaluation",
+    "jobs.extras.best:Best",
+    "jobs.extras.planning.memory_check:MemoryCheck",
+)
+# The kinds of stages, by their names in a recipe. Kinds and extras may be missing from a checkout.
+KINDS = {
+    **CORE,
+    "pretrain": with_extras(CORE["pretrain"], TRAINING_EXTRAS),
+    "finetune": with_extras(CORE["finetune"], TRAINING_EXTRAS),
+    "sweep": "jobs.extras.studies.table:Table",
+    "figure": "jobs.extras.studies.figure:Figure",
 }
 
 COMMANDS = CommandTable(
@@ -119,6 +137,7 @@ COMMANDS = CommandTable(
             "without": ("jobs.extras.replays.command:without", "Repeat a run as if samples had never been seen."),
         },
     },
+    kinds=KINDS,
     groups={
         "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
         "data": "Check, measure or repair a set of shards.",
@@ -133,16 +152,9 @@ def make_parser() -> LazyGroup:
     return parser
 
 
-def main(arguments: list[str] | None = None, *, kind: str | None = None) -> int:
-    """Run a command and return its exit code. Errors become a message on stderr.
-
-    With `kind` the words are a recipe, and its one stage of that kind runs: `python -m jobs.pretrain RECIPE`.
-    """
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit code. Errors become a message on stderr."""
     words = sys.argv[1:] if arguments is None else arguments
-    if kind is not None:
-        words = ["run", *(word.replace("--stage", "--only") for word in words)]
-        if "--only" not in words:
-            words += ["--only", kind]
     parser = make_parser()
     if "_PATCHLINE_COMPLETE" in os.environ:
         # A shell asks how a word may go on; this answers and ends the process.

@@ -1,18 +1,98 @@
-"""The kinds of stages that a recipe may have."""
+"""The kinds of stages that a recipe may have, loaded from a table of texts.
 
-from jobs.extras.studies import figure, speed, table
-from jobs.resolved_recipe import StageKind
-from jobs.stages import evaluate, fewshot, pack, resize, training
+    load_kinds({"pack": "jobs.stages.pack:Pack", …})  →  {"pack": Pack(), …}
 
-ALL = (
-    pack.KIND,
-    training.PRETRAIN,
-    resize.KIND,
-    training.FINETUNE,
-    fewshot.KIND,
-    evaluate.KIND,
-    table.KIND,
-    figure.KIND,
-    speed.KIND,
-)
-KINDS: dict[str, StageKind] = {kind.name: kind for kind in ALL}
+The table of all kinds, those of extras too, is in jobs/__main__.py. A kind whose module was removed from the checkout
+stays in the table: a recipe that uses it is refused with a message.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from data.errors import ConfigError
+from jobs.resolved_recipe import Kinds, Sections, StageKind, StageSection
+
+# The kinds of the core.
+CORE = {
+    "pack": "jobs.stages.pack:Pack",
+    "pretrain": "jobs.stages.training:Pretrain",
+    "resize": "jobs.stages.resize:Resize",
+    "finetune": "jobs.stages.training:Finetune",
+    "fewshot": "jobs.stages.fewshot:FewShot",
+    "evaluate": "jobs.stages.evaluate:Evaluate",
+}
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """The config of a kind that is missing."""
+
+
+class MissingKind(StageKind):
+    """Stands for a kind of stage whose module is not in this checkout."""
+
+    config = NoConfig
+
+    def __init__(self, name: str, module: str) -> None:
+        self.name = name
+        self.missing_module = module
+
+    def expand(self, sections: Sections, kinds: Kinds) -> Sections:
+        """Raise ConfigError if a section has a key of this name, as `sweep`, which the kind would have expanded.
+
+        A key that is null changes nothing, and is removed.
+        """
+        expanded = dict(sections)
+        for name, section in sections.items():
+            if not isinstance(section.values, Mapping) or self.name not in section.values:
+                continue
+            if section.values[self.name] is not None:
+                raise ConfigError(
+                    f"{name}.{self.name}: this checkout has no {self.missing_module}, which reads it\n"
+                    f"  leave it out, or type {name}.{self.name}=null"
+                )
+            values = {key: value for key, value in section.values.items() if key != self.name}
+            expanded[name] = StageSection(values, section.source)
+        return expanded
+
+
+def with_extras(place: str, extras: Sequence[str]) -> str:
+    """Return the text of a kind to which extras are attached, each "module:Class"."""
+    return " ".join([place, *extras])
+
+
+def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
+    """Return an instance of every kind of a table: name → "module:Class", with its extras (`with_extras`) if any.
+
+    An extra whose module was removed is left out.
+    """
+    kinds: dict[str, StageKind] = {}
+    for name, text in names.items():
+        place, *extras = text.split()
+        module, _, class_name = place.partition(":")
+        try:
+            kind_class = getattr(import_module(module), class_name)
+            kinds[name] = kind_class(load_extras(*extras)) if extras else kind_class()
+        except ModuleNotFoundError as error:
+            # A library that is missing is another matter.
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            kinds[name] = MissingKind(name, module)
+    return kinds
+
+
+def load_extras(*names: str) -> list[Any]:
+    """Return the extras of these names, "module:Class", without those whose module has been removed."""
+    extras: list[Any] = []
+    for name in names:
+        module, _, class_name = name.partition(":")
+        try:
+            loaded = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            continue
+        extras.append(getattr(loaded, class_name)())
+    return extras

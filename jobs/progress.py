@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from data.checks import printable_lines
-from pipeline.monitoring.telemetry import amount, duration
+from pipeline.values import amount, duration
 
 WAIT_S = 1.0  # after which a command says what it does
 

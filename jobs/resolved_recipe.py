@@ -1,7 +1,7 @@
 """A recipe, resolved: which stages a campaign has, of which kinds, with which keys, and where each of them lies.
 
-- `StageKind` holds all that is known of a kind of stage: what it reads, its model, its checks, and how it runs. Each
-  stands in a file of jobs/stages, and all of them in the table jobs/kinds.py.
+- `StageKind` is the base class of all kinds of stages: what a kind reads, its model, its checks, and how it runs. Each
+  kind is a class in a file of jobs/stages or of an extra.
 - `Stage` is a section of a recipe, `Campaign` all of them: jobs/recipe/campaign.py makes these of a recipe, and
   all else that works on a campaign reads them.
 - `Context` is a stage of a campaign that runs: `StageKind.run` and the attempts of its workers are given it.
@@ -9,12 +9,12 @@
   (jobs/recipe/validate.py).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from data.errors import ClusterError, ConfigError, DataError, ExitCode, PatchlineError, exit_code
 from data.files import refusal
@@ -59,46 +59,118 @@ class SharedClasses:
 SourceModel = Callable[[str], ModelConfig | None]
 
 
-# The checks of a kind: they raise for what cannot run, and yield what else is to be said.
-Checks: TypeAlias = "Callable[[Stage, Available], Iterable[CheckResult]]"
-
-
-def no_checks(stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
-    """Find nothing to say."""
-    return ()
-
-
-@dataclass(frozen=True)
 class StageKind:
-    """All that is known of a kind of stage. Its functions are given an instance of `config`."""
+    """A kind of stage: what it reads, its model, its checks, and how it runs.
+
+    A subclass sets the class attributes and overrides the methods that it needs. In all methods, `cfg` is an instance
+    of `config`.
+    """
 
     name: str  # in a recipe
     config: type[ConfigDataclass]  # of the stage's section
-    run: "Callable[[Any, Context], Mapping[str, Any]]"  # does the work; returns what done.json holds of it
-    defaults: ConfigDataclass | None = None  # of the kind, where they are not those of `config`
+    defaults: ConfigDataclass | None = None  # of the kind, if they differ from those of `config`
     # Fields that name inputs, by dotted name; "*" stands for every name of a section.
-    inputs: Mapping[str, Reads] = field(default_factory=dict)
-    # Whether a set field of `inputs` names an input by its content, as all do but the images that are packed.
-    is_input: Callable[[Any, str], bool] = lambda cfg, field: True
+    inputs: ClassVar[Mapping[str, Reads]] = {}
     files: tuple[str, ...] = ()  # other fields that may be relative paths
-    missing: Callable[[Any], Iterable[str]] = lambda cfg: ()  # messages about `files` at which there is nothing
-    makes_weights: bool = False  # which other stages may start from
-    sets: Callable[[Any], Collection[str]] = lambda cfg: ()  # names of the sets that it makes: "@stage/set"
-    # How many classes a set that it makes has at the least, where its source tells before it is made.
-    set_classes: Callable[[Any, str], int | str | None] = lambda cfg, name: None
-    model: Callable[[Any, SourceModel], ModelConfig | None] = lambda cfg, source: None  # that it ends with
-    shared_classes: Callable[[Any], list[SharedClasses]] = lambda cfg: []
-    # Whether the model has the head of its weights: given the config, their architecture, and the stage's own.
-    keeps_head: Callable[[Any, ModelConfig | None, ModelConfig | None], bool] = lambda cfg, source, model: True
-    checks: Checks = no_checks
-    check_outputs: Checks = no_checks  # of a finished stage, beyond the digests of what it hands on
-    metrics: Callable[[Any], Iterable[str]] = lambda cfg: ()  # names of the numbers that it will have
-    needs_workers: bool = True  # otherwise the driver does its work
-    trains: bool = False  # its config is a TrainConfig
+    makes_weights = False  # which other stages may start from
+    needs_workers = True  # otherwise the driver does the work
+    trains = False  # `config` is a TrainConfig
+    checks_budget = False  # `check_campaign` compares the stages with the recipe's `budget`
+    missing_module = ""  # of a kind whose module is not in this checkout
+
+    def run(self, cfg: Any, context: "Context") -> Mapping[str, Any]:
+        """Do the work; return the stage's entries for done.json."""
+        raise NotImplementedError
+
+    def is_input(self, cfg: Any, field_name: str) -> bool:
+        """Return whether a set field of `inputs` names an input by its content."""
+        return True
+
+    def missing(self, cfg: Any) -> Iterable[str]:
+        """Return messages about fields of `files` whose files do not exist."""
+        return ()
+
+    def sets(self, cfg: Any) -> Collection[str]:
+        """Return the names of the sets that the stage makes, which others read as "@stage/set"."""
+        return ()
+
+    def set_classes(self, cfg: Any, name: str) -> int | str | None:
+        """Return the minimum number of classes of a set that the stage makes, as far as its source shows it.
+
+        The result is a path or a reference if the set has the classes of another set.
+        """
+        return None
+
+    def model(self, cfg: Any, source_model: SourceModel) -> ModelConfig | None:
+        """Return the architecture of the stage's result; None if there is none or it is unknown."""
+        return None
+
+    def shared_classes(self, cfg: Any) -> list[SharedClasses]:
+        """Return the groups of sets in which a class id must have one meaning."""
+        return []
+
+    def keeps_head(self, cfg: Any, source: ModelConfig | None, model: ModelConfig | None) -> bool:
+        """Return whether the model keeps the head of the weights that it starts from.
+
+        `source` is the architecture of these weights, `model` the stage's own.
+        """
+        return True
+
+    def checks(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+        """Check a stage before it runs: raise for errors, yield all other results."""
+        return ()
+
+    def check_outputs(self, stage: "Stage", there: "Available") -> Iterable["CheckResult"]:
+        """Check the outputs of a finished stage, in addition to the digests of its files."""
+        return ()
+
+    def metrics(self, cfg: Any) -> Iterable[str]:
+        """Return the names of the metrics that the stage will have."""
+        return ()
+
+    # What a kind may do with a recipe as a whole.
+
+    def expand(self, sections: "Sections", kinds: "Kinds") -> "Sections":
+        """Return the sections of a recipe before they are parsed; a kind may replace one section by several."""
+        return sections
+
+    def placeholders(self, cfg: Any) -> Mapping[str, object]:
+        """Return the values that other stages may refer to as "@stage/name", each with what stands for it until then.
+
+        `values` has the same names.
+        """
+        return {}
+
+    def values(self, folder: Path) -> Mapping[str, object]:
+        """Return the values that a finished stage has determined for others, as far as it could."""
+        return {}
+
+    def value_in_words(self, cfg: Any, name: str) -> str:
+        """Return in words how the stage finds one of its `placeholders`."""
+        raise NotImplementedError
+
+    def check_parent(self, stage: "Stage", parent: "Stage", there: "Available") -> None:
+        """Check a stage that this one reads, before that one runs. Raises ConfigError or DataError."""
+
+    def check_campaign(self, campaign: "Campaign") -> None:
+        """Check a campaign whose stages have passed their checks. Raises ConfigError."""
+
+    def make_absolute(
+        self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: "MakeAbsolute"
+    ) -> None:
+        """Make relative paths absolute in parts of a section that only this kind understands.
+
+        `patterns` name the fields of paths in the section `name`.
+        """
+
+    @property
+    def reads_outcomes(self) -> bool:
+        """Return whether a stage needs only the outcomes of its parents, which may have diverged."""
+        return Reads.OUTCOME in self.inputs.values()
 
     @cached_property
     def all_defaults(self) -> Any:
-        """Return the defaults as `config.build` takes them fastest: a sweep has a hundred stages of a kind."""
+        """Return the defaults in the form that `config.build` reads fastest: a sweep may have a hundred stages."""
         return structured(self.defaults or self.config)
 
     def inputs_of(self, cfg: ConfigDataclass) -> dict[str, tuple[str, Reads]]:
@@ -143,29 +215,41 @@ def reference(value: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One section of a recipe; `key.resolve` fills in what stands below `chosen`."""
+    """One stage of a recipe; `key.resolve` fills in the fields below `pending`."""
 
     name: str
     kind: StageKind
     config: Any  # an instance of the kind's config
-    source: str  # the section of the recipe: for a run of a sweep, the sweep's
-    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that chooses its value
+    source: str  # the section of the recipe that it comes from, which may have become several stages
+    references: Mapping[str, str] = field(default_factory=dict)  # field → "@stage/name" of what determines its value
+    pending: tuple[str, ...] = ()  # fields of `references` whose values are not known yet: `config` has placeholders
 
-    parents: Mapping[str, str] = field(default_factory=dict)  # input field → "@stage/part", or a path
+    # input field → "@stage/part" or a path, and `references`
+    parents: Mapping[str, str] = field(default_factory=dict)
     model: ModelConfig | None = None  # that the stage ends with; None for one without, and where it is not known
     key: str = ""
     # Inputs that the key is of → digest of their content, or the key of the stage that makes them.
     inputs: Mapping[str, str] = field(default_factory=dict)
     eval_inputs: Mapping[str, str] = field(default_factory=dict)  # sets that are not in the key → as `inputs`
     missing: tuple[str, ...] = ()  # inputs outside the campaign that do not exist, as messages
-    known: Mapping[str, Any] = field(default_factory=dict)  # field → value, as far as it has been chosen
-    # The finished stage that it evaluates again, of a stage that no recipe names (jobs/run/stale_evaluations.py).
-    judges: str = ""
 
     @property
     def is_run(self) -> bool:
-        """Return whether the stage is one of the runs of a sweep, or a table inside it."""
+        """Return whether the stage is one of several that a section has become."""
         return self.name != self.source
+
+
+@dataclass(frozen=True)
+class StageSection:
+    """A stage's section as it would stand in a recipe that spells everything out."""
+
+    values: Any  # the section, or a value if the recipe has one in its place
+    source: str  # the section of the recipe that it comes from
+
+
+Sections = Mapping[str, StageSection]  # by the names of their stages
+Kinds = Mapping[str, StageKind]  # by the names of kinds in a recipe
+MakeAbsolute = Callable[[str, str], str]  # (key of a recipe, its relative path) → the absolute path
 
 
 @dataclass(frozen=True)
@@ -191,6 +275,15 @@ class Campaign:
                 return stage
         names = [stage.name for stage in self.stages]
         raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, names)}")
+
+    def waiting_for(self, stage: Stage) -> list[Stage]:
+        """Return the stages that take a value from a stage."""
+        waiting = []
+        for other in self.stages:
+            links = [reference(value) for value in other.references.values()]
+            if any(link is not None and link[0] == stage.name for link in links):
+                waiting.append(other)
+        return waiting
 
     def directory(self, stage: Stage) -> Path:
         """Return the folder of a stage in the run directory."""
@@ -220,8 +313,8 @@ class Context:
     campaign: Campaign
     stage: Stage
     log: Callable[[str], None]
-    # called with an attempt's folder, its number, and the last step of which its workers have told, while they work
-    poll: Callable[[Path, int, int], None]
+    # called while an attempt's workers run, with its number and the last step that every worker has reported
+    poll: Callable[[int, int], None]
     stop_requested: Callable[[], bool]  # this process is to end
     class_names: tuple[str, ...] = ()  # of the model's outputs, as far as known (jobs/recipe/class_names.py)
     # (done, total, text) → whether a terminal shows it, below the lines
@@ -298,6 +391,7 @@ class Available:
         self.campaign = campaign
         self.looks_at_files = looks_at_files  # otherwise recipe and indexes alone are compared
         self.indexes: dict[str, Index | None] = {}
+        self.readers_of: dict[str, list[Stage]] = {}  # by the name of the stage that is read
 
     def index(self, value: str) -> Index | None:
         """Return the index of a set that a recipe names; None where it has not been made yet."""
@@ -317,6 +411,16 @@ class Available:
         known = maker.kind.set_classes(maker.config, link[1])
         # A part of another set is numbered as that one.
         return self.classes(known) if isinstance(known, str) else known
+
+    def readers(self, stage: Stage) -> list[Stage]:
+        """Return the stages that read a stage's output."""
+        if not self.readers_of:
+            for reader in self.campaign.stages:
+                self.readers_of.setdefault(reader.name, [])
+                links = [reference(value) for value in reader.parents.values()]
+                for parent in dict.fromkeys(link[0] for link in links if link is not None):
+                    self.readers_of.setdefault(parent, []).append(reader)
+        return self.readers_of[stage.name]
 
     def made(self, values: Collection[str]) -> list[Index]:
         """Return the indexes of those sets that are there."""

@@ -8,8 +8,9 @@ The supervisor takes one of them at each attempt, and the batch is the same for 
 
 from data.errors import ConfigError
 from jobs.cluster_config import ClusterConfig
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.engine.settings import engine_settings
-from pipeline.training_config import TrainConfig, batch_arithmetic
+from pipeline.training_config import TrainConfig
 
 
 def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:

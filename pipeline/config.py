@@ -320,6 +320,32 @@ def build(kind: type[Config], section: object, where: str, defaults: Config | Di
         raise ConfigError(f"{where}: {error}") from None
 
 
+def build_recorded(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """Build a config from the plain values of a record, which an earlier version may have written.
+
+    Keys of that version that have gone and held null are dropped. Raises as `build`.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}
+    kept = {name: value for name, value in values.items() if name in known or value is not None}
+    return build(kind, kept, where)
+
+
+def with_defaults(config: Config, names: str) -> Config:
+    """Return the config with these fields at their defaults; fields that its class does not have are ignored."""
+    defaults = {}
+    for field in dataclasses.fields(config):
+        if field.name in names.split():
+            defaults[field.name] = default_of(field)
+    return dataclasses.replace(config, **defaults)  # type: ignore[type-var]
+
+
+def default_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field that has one."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
 def structured(defaults: ConfigDataclass | type[ConfigDataclass]) -> DictConfig:
     """Return the defaults of a config class, or an instance that holds them, for `build`."""
     return OmegaConf.structured(defaults)
@@ -333,7 +359,7 @@ def _read_section(
     `stage` is the config of the whole stage, and where it stands: a wrong key may be one of another of its sections.
     Raises ConfigError for a key without a field, a value of another type, and a value where a section belongs.
     """
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = [field.name for field in ordered_fields(kind)]
     if not isinstance(section, Mapping):
         listed = few(known, MOST_NAMES, ", …")
         example = ""
@@ -467,16 +493,14 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
     Fields in a class's LATER are left out while they have their defaults: they came after keys had been computed
     without them.
     """
-    later: tuple[str, ...] = getattr(type(config), "LATER", ())
-    tag_of_field: Tags = getattr(type(config), "RESUME", {})
+    later = later_fields(type(config))
+    tag_of_field = resume_tags(type(config))
     values: dict[str, object] = {}
     for field in dataclasses.fields(config):
         name = field.name
         value = getattr(config, name)
         if name in later:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
+            default = default_of(field)
             # In kind too: a seed of 0 is not a missing seed. And to Python 0 and False are equal, and a recipe's digest
             # tells them apart.
             if type(value) is type(default) and value == default:
@@ -496,6 +520,32 @@ def tagged(config: ConfigDataclass, tag: str, prefix: str = "", outer: str = "fo
         elif own == tag:
             values[prefix + name] = value
     return as_json(values)
+
+
+def ordered_fields(kind: type[ConfigDataclass]) -> list["dataclasses.Field[Any]"]:
+    """Return the fields of a config in the order for people: those of its main class, then those around it.
+
+    A composed config inherits from several classes, of which the one that declares the most fields is the main one.
+    """
+    declared = {base: set(vars(base).get("__annotations__", ())) for base in kind.__mro__}
+    main = max(declared.values(), key=len)
+    return sorted(dataclasses.fields(kind), key=lambda field: field.name not in main)
+
+
+def resume_tags(kind: type) -> Tags:
+    """Return the tag of each field of a config class, which may inherit fields with their tags."""
+    tag_of_field: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        tag_of_field |= vars(base).get("RESUME", {})
+    return tag_of_field
+
+
+def later_fields(kind: type) -> set[str]:
+    """Return the fields of a config class that came after keys had been computed without them."""
+    fields: set[str] = set()
+    for base in kind.__mro__:
+        fields |= set(vars(base).get("LATER", ()))
+    return fields
 
 
 def as_json(values: object) -> dict[str, object]:

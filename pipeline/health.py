@@ -1,4 +1,4 @@
-"""What ends a run early or deserves a look: spikes, stretches of non-finite steps, too many bad samples.
+"""What ends a run early or deserves attention: spikes, stretches of non-finite steps, too many bad samples.
 
 A step whose gradient norm is not finite, in order:
 1. the engine leaves the weights alone, on every worker alike; the step is named and counted;
@@ -6,15 +6,7 @@ A step whose gradient norm is not finite, in order:
    `excluded-steps.json`, WentBack ends the attempt, and the next attempt excludes those steps;
 3. where the same happens before another checkpoint was committed, Diverged ends the run.
 
-A spike is a norm that is not finite, or ten times the usual. With `health.on_spike: bisect`:
-1. rank 0 requests a search of its step, where a place beside training is free, and training goes on;
-2. the driver has it searched there (jobs/extras/async_evaluation/spare_worker.py, pipeline/extras/replays/search.py)
-   and leaves what came out;
-3. with the next save the samples that were named begin to weigh nothing. Its manifest holds them, each with this step:
-   a resume goes on without them, and a replay takes every step as it was taken.
-
-    <stage>/searches/step-0000000033.requested    rank 0: the step, and what is usual
-    <stage>/searches/step-0000000033.json         the driver: what came out, for later attempts too
+A spike is a norm that is not finite, or ten times the usual; it is reported with the steps before it.
 
 In:  steps 12 … 16 (counted from 0) are not finite, the last checkpoint is of step 10, max_skipped is 5
 Out: excluded-steps.json holds the stretches [[10, 17]]: the next attempt loads step 10 and goes on with step 17
@@ -24,30 +16,25 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from data.checks import printable
-from data.errors import DataError, Diverged, WentBack
+from data.errors import Diverged, WentBack
 from data.loader import Batch
-from pipeline.artifacts import EXCLUDED_STEPS, SEARCHES, read_record, write_record
-from pipeline.checkpoints.manifest import attempt_folder
+from pipeline.artifacts import EXCLUDED_STEPS, read_record, write_record
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
-from pipeline.extras.async_evaluation import SPARE_FILE
-from pipeline.extras.replays.masking import Mask
-from pipeline.monitoring.telemetry import Telemetry, counted
+from pipeline.hooks import Hook
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.training_config import TrainConfig
 
 RECENT = 64  # steps kept in mind, for the record of a spike
 SPIKE = 10.0  # a spike is so many times the median norm of the recent steps
 SPIKE_AFTER = 16  # finite norms that the median needs to mean something
-MOST_NAMED = 4  # samples that the line about a mask names
 
 
 @dataclass(frozen=True)
@@ -63,8 +50,16 @@ class StepRecord:
 class Health:
     """Watches every step on every worker alike; `excluded` holds the stretches that earlier attempts gave up."""
 
-    def __init__(self, cfg: TrainConfig, directory: Path, checkpoints: StageCheckpoints, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        directory: Path,
+        checkpoints: StageCheckpoints,
+        telemetry: Telemetry,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
         self.cfg = cfg
+        self.hooks = hooks
         self.directory = directory  # of the stage
         self.checkpoints = checkpoints
         self.telemetry = telemetry
@@ -122,52 +117,25 @@ class Health:
     def report_spike(
         self, step: int, norm: float, limit: float, finite_norms: Sequence[float], ids: list[list[int]]
     ) -> None:
-        """Report a spike with the steps before it; where the recipe says so, request a search beside training."""
+        """Report a spike with the steps before it; a hook may add what it does about it."""
         # Whole records of the steps before it: the run may go back to a commit that is older than they are.
         recent = list(map(asdict, self.recent))
-        values = {"step": step, "grad_norm": norm, "limit": limit, "recent": recent, "ids": ids}
+        usual = statistics.median(finite_norms) if finite_norms else None
+        values: dict[str, Any] = {
+            "step": step,
+            "grad_norm": norm,
+            "limit": limit,
+            "usual": usual,
+            "recent": recent,
+            "ids": ids,
+        }
         line = f"step {step}: gradient norm {norm:.3g}"
         if len(finite_norms) >= SPIKE_AFTER:
             line += f", usual is up to {limit:.3g}"
-        if self.cfg.health.on_spike == "bisect" and dist.get_rank() == 0:
-            search = "it is searched beside training"
-            request = self.directory / SEARCHES / f"step-{step:010d}.requested"
-            if not finite_norms:
-                search = "not searched, because no usual norm is known yet"
-            elif not (attempt_folder(self.directory, self.telemetry.attempt) / SPARE_FILE).exists():
-                search = "not searched, because no place beside training is free"
-            elif request.with_suffix(".json").exists():
-                search = "searched before"
-            else:
-                try:
-                    request.parent.mkdir(exist_ok=True)
-                    usual = statistics.median(finite_norms)
-                    write_record(request, {"step": step, "metric": "grad_norm", "usual": usual})
-                except OSError as error:
-                    search = f"not searched, because the disk refuses the request: {error}"
-            values["search"] = search
-            line += f"; {search}"
+        for hook in self.hooks:
+            line += hook.before_record("spike", values)
         line += f"; look at the batch: python -m jobs replay {self.directory} step={step}"
         self.telemetry.report("spike", values, line)
-
-    def mask_found(self, mask: Mask, step: int) -> None:
-        """Collective: with a save of `step`, mask what searches have named since the last, from this step on."""
-        named: list[list[dict[str, Any]]] = [[]]
-        if dist.get_rank() == 0:
-            # Where a shared folder fails for a moment, or a record was altered, the next save reads it.
-            with suppress(OSError, DataError):
-                named = [found_samples(self.directory)]
-        dist.broadcast_object_list(named, src=0)
-        samples = []
-        for sample in named[0]:
-            shard, first, _ = sample["range"]
-            if not mask.of(step, np.array([shard]), np.array([first])).any():
-                samples.append(sample)
-                mask.add([(step, *sample["range"])])
-        if samples:
-            number = counted(len(samples), "sample")
-            line = f"step {step}: {number} masked from here on, {len(mask.ranges)} in all: {names_of(samples)}"
-            self.telemetry.report("masked", {"step": step, "samples": samples, "masked": len(mask.ranges)}, line)
 
     def go_back_or_end(self, step: int) -> None:
         """Collective: raise WentBack once for a stretch of steps, Diverged when that has not helped; on all alike.
@@ -205,21 +173,6 @@ class Health:
             if number == 1 or number % 1000 == 0:
                 self.telemetry.log(f"bad sample {number} replaced: {printable(f'{bad.shard} {bad.key}')}: {bad.reason}")
         return len(batch.bad)
-
-
-def found_samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the samples that searches beside training have named in a stage. Raises DataError, OSError."""
-    samples = []
-    for path in sorted((directory / SEARCHES).glob("step-*.json")):
-        outcome = read_record(path)
-        if outcome.get("is_found"):
-            samples += outcome["samples"]
-    return samples
-
-
-def names_of(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return where the first few of the samples that a search has named lie."""
-    return ", ".join(f"{sample['shard']} {sample['key']}" for sample in samples[:MOST_NAMED])
 
 
 def read_excluded(directory: Path) -> list[range]:

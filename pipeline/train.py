@@ -1,26 +1,24 @@
-"""The one training loop: a worker of a trained stage, from its config to a committed checkpoint and weights.
+"""The one training loop: a worker of a trained stage, from its task to a committed checkpoint and weights.
 
 1. `set_up` joins the group, builds data, model and engine, and loads a checkpoint or the weights to start from.
 2. Every step: forward and backward over the micro-batches.
-3. Once a step, in one reduction and one wait: the gradient's norm, with which the optimizer steps or does not, and what
+3. Once a step, in one reduction and one wait: the gradient's norm, which decides whether the optimizer steps, and what
    all workers agree on: mean loss, bad samples, whether to stop, whether a save is written.
-4. What the step asks for: a report, the commit of a save, a new save, an evaluation (here, or by a worker beside
-   training: `evaluate_on: spare`), the end.
-5. At the end everything is committed, evaluated, and handed on as weights that know nothing of the world size: those of
-   the last step or, with `keep_best`, of the step whose evaluation was the best.
+4. What the step requires: a report, the commit of a save, a new save, an evaluation, the end.
+5. At the end everything is committed, evaluated, and exported as weights that are independent of the world size: those
+   of the last step, unless a hook chooses another.
 
 A save that is due is committed before its step is evaluated: an evaluation that fails, or is killed, costs none of it.
+Extras take part through hooks alone (pipeline/hooks.py).
 
 In:  {"config": {"steps": 700000, "batch_size": 4096, …}, "job": {"directory": "/runs/x/20-pretrain", "attempt": 7, …}}
 Out: {"step": 700000, "samples_seen": 2867200000, "ledger": "9f3c…", "metrics": {"accuracy": 0.84}, …}, and in the
      stage's folder checkpoints/step-0000700000/, weights.safetensors, model.json, log.txt, metrics.jsonl
 """
 
-import json
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -28,37 +26,27 @@ import torch
 import torch.distributed as dist
 
 import models
-from data.errors import CheckpointError, DataError, Preempted
+from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.loader import Batch
 from data.order import Ids
 from pipeline import artifacts, config
-from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch
+from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch, planned_ids, samples_in_mean
 from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
-from pipeline.engine.exact import ExactEngine
-from pipeline.evaluate import (
-    ends_early,
-    evaluate_at_the_end,
-    evaluate_between,
-    evaluate_unfinished,
-    request_async,
-)
 from pipeline.evaluation.protocols import preprocessing_of
-from pipeline.extras import async_evaluation
-from pipeline.extras.best import best_commit
-from pipeline.extras.token_dropping import flops_of, phases
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
-from pipeline.start import Job, Progress, Worker, set_up
-from pipeline.training_config import TrainConfig
+from pipeline.phases import flops_of
+from pipeline.start import Worker, notice_sigterm, read_task, set_up
+from pipeline.worker import Progress
 
-BAD_GRACE = 10_000  # samples before max_bad_fraction is judged
+BAD_GRACE = 10_000  # samples before max_bad_fraction is enforced
 
 
 class Kept(TypedDict):
-    """Holds which step's weights a stage with `keep_best` hands on, and why."""
+    """Holds which step's weights a stage exports instead of the last, and why."""
 
     metric: str
     value: float
@@ -68,7 +56,7 @@ class Kept(TypedDict):
 
 
 class StageResult(TypedDict):
-    """Holds what a trained stage hands on to the driver."""
+    """Holds what a trained stage returns to the driver."""
 
     step: int
     samples_seen: int
@@ -77,144 +65,132 @@ class StageResult(TypedDict):
     metrics: dict[str, float]
     world: int
     files: dict[str, FileRecord]  # the weights and their model, as rank 0 read them back
-    kept: NotRequired[Kept]  # of a stage that hands on the best weights instead of the last
-    stopped: NotRequired[str]  # why it ended before its last step, as hopeless
+    kept: NotRequired[Kept]  # if a hook has chosen other weights than the last
 
 
 def train(task: Mapping[str, Any]) -> StageResult:
-    """Run (or go on with) the stage on this worker of the group; returns what the stage hands on. Collective.
+    """Run or resume the stage on this worker of the group; return its result. Collective.
 
-    `task` holds the plain "config" and the fields of "job". Raises Preempted after committing when asked to stop,
-    WentBack, Diverged, CheckpointError, DataError.
+    `task` holds the plain "config", the fields of "job", and "hooks". Raises Preempted after committing if asked to
+    stop, WentBack, Diverged, CheckpointError, DataError.
     """
-    plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as they are in a recipe
-    cfg = config.build(TrainConfig, plain_config, "config")
-    job = Job(**task["job"])
-
     # 1. Everything that the loop works with, and the step that it starts from.
-    worker, progress = set_up(cfg, job)
-    notice_sigterm(worker.sigterm)
-    # Building and restoring are not training: without this the first report's images per second would hold them.
-    worker.window.clear()
-    worker.since_line.clear()
-    worker.loop_price.begin(progress.step)
-    health = worker.health
-    saver = worker.saver
-    rate = 0.0  # of learning, in the last step
-    # The loader computes its place from the step alone: a resume at step 600,000 starts as fast as one at step 0.
-    batches = micro_batches(worker, progress.step)
+    worker, progress = set_up(read_task(task))
+    notice_sigterm(worker.stop.signal)
     first_step = progress.step + 1
-    if not evaluate_unfinished(worker, progress):
+    # The loader computes its position from the step alone: a resume at step 600,000 starts as fast as one at step 0.
+    batches = micro_batches(worker, progress.step)
+    if not worker.evaluator.resume(worker, progress):
         raise Preempted(f"stopped at step {progress.step}, which was committed; run the same command again to go on")
-
     # An attempt may have been killed between its last evaluation and its end.
-    was_over = ends_early(worker, progress)
-    is_over = was_over
-    while progress.step < worker.last_step and not is_over:
-        # A stretch of steps that an earlier attempt gave up is jumped over; the loader starts anew behind it.
-        next_step = health.next_step(progress.step)
-        if next_step != progress.step:
-            # After a fall-back to an older checkpoint steps were taken here. A stop ends the wait for the batch behind
-            # the stretch on the spot, without a commit.
-            if progress.step >= first_step:
-                if saver.in_flight:
-                    saver.finish(progress.step)
-                if saver.last_committed != progress.step:
-                    report_training(worker, progress, rate, has_line=False)
-                    begin_save(worker, progress)
-                    saver.finish(progress.step)
-            progress.step = next_step
-            batches = micro_batches(worker, next_step)
+    was_over = is_over = ends_early(worker, progress)
+
+    while progress.step < worker.data.last_step and not is_over:
+        if worker.health.next_step(progress.step) != progress.step:
+            skip_excluded(worker, progress, first_step)
+            batches = micro_batches(worker, progress.step)
             continue
 
-        # 2 and 3. The step itself; the ledger is over the planned ids, whatever bad samples were replaced by.
+        # 2 and 3. The step itself.
         taken = take_step(worker, progress.step, batches)
-        rate = taken.rate
-        progress.ledger = progress.ledger.update(progress.step, *worker.mask.in_ledger(progress.step, taken.planned))
-        progress.step += 1
-        progress.bad_samples += taken.bad_samples
-        stopping = taken.stopping
-        count_step(worker, progress, taken.mean_loss, taken.ids)
+        count_step(worker, progress, taken)
 
-        # 4. What the step asks for, in this order: a report, the commit of a save, a new save, an evaluation, the end.
+        # 4. What the step requires, in this order: a report, the commit of a save, a new save, an evaluation, the end.
         step = progress.step
-        is_last = step == worker.last_step
-        has_line = step % cfg.log_every == 0 or step == first_step or is_last or stopping
-        is_evaluated = cfg.evaluate_every > 0 and step % cfg.evaluate_every == 0 and not is_last
-        # An evaluation beside training reads the checkpoint; those of the best, and of a hopeless end, are handed on.
-        needs_commit = cfg.evaluate_on == "spare" or cfg.keep_best is not None or worker.job.foretold is not None
-        is_planned = step % cfg.save_every == 0 or (is_evaluated and needs_commit)
-        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
-        is_saved = (is_planned and health.skipped_in_a_row == 0) or is_last or stopping
+        is_last = step == worker.data.last_step
+        is_evaluated = worker.evaluator.is_due(step)
+        is_finite = worker.health.skipped_in_a_row == 0
+        is_due = worker.saver.is_due(step, is_evaluated=is_evaluated, is_finite=is_finite)
+        is_saved = is_due or is_last or taken.stopping
+        has_line = step % worker.cfg.log_every == 0 or step == first_step or is_last or taken.stopping
         # A commit implies its metrics: the record of its steps is written before the save begins.
         if has_line or is_saved:
-            report_training(worker, progress, rate, has_line=has_line)
-        if saver.in_flight and (taken.all_written or is_saved):  # on slow storage a new save waits for the one before
-            saver.finish(step)
+            report_training(worker, progress, has_line=has_line)
+        if taken.all_written or is_saved:  # on slow storage a new save waits for the previous one
+            worker.saver.finish(step)
         if is_saved:
             begin_save(worker, progress)
-        # An evaluation beside training waits for the commit; the steps do not.
-        is_async = is_evaluated and is_saved and request_async(worker, step)
-        if is_evaluated and not is_async and not stopping:
-            # What is due is committed first, because an evaluation may fail.
-            if saver.in_flight:
-                saver.finish(step)
-            if not evaluate_between(worker, progress):
-                # Asked to stop meanwhile: the step is saved, where it is not committed.
-                stopping = True
-                if saver.last_committed != step:
-                    report_training(worker, progress, rate, has_line=False)
-                    begin_save(worker, progress)
-            else:
-                is_over = ends_early(worker, progress)
+        is_asynchronous = is_evaluated and is_saved and worker.evaluator.request(worker, step)
+        stopping = taken.stopping
+        if is_evaluated and not is_asynchronous and not stopping:
+            worker.saver.finish(step)  # an evaluation may fail
+            stopping = not worker.evaluator.evaluate_between(worker, progress)
+            is_over = not stopping and ends_early(worker, progress)
         if stopping and not is_last:
-            # A save of this step has begun above: it is committed before the workers end.
-            if saver.in_flight:
-                saver.finish(step)
-            saver.end(step)
-            how = "after committing it" if saver.last_committed == step else "which could not be committed"
-            raise Preempted(f"stopped at step {step} {how}; run the same command again to go on")
+            stop(worker, progress)
+    del batches  # the loader may have read ahead
 
-    # Where the stage ends early, nothing of what the loader has read ahead is wanted.
-    del batches
-
-    # 5. The stage hands on what is committed; a last save that fails is tried again until too many have failed.
-    if saver.in_flight:
-        saver.finish(progress.step)
-    while saver.last_committed != progress.step:
-        begin_save(worker, progress)
-        saver.finish(progress.step)
-    saver.end(progress.step)
-    # Where patience has run out just now, the step has its value.
-    if progress.step == worker.last_step or was_over:
-        evaluate_at_the_end(worker, progress)
+    # 5. The stage exports what is committed; a last save that fails is retried until too many have failed.
+    worker.saver.finish(progress.step)
+    worker.saver.ensure_committed(progress.step, partial(save, worker, progress), retries=True)
+    worker.saver.end(progress.step)
+    # If a hook has just ended the stage, the step has its value.
+    if progress.step == worker.data.last_step or was_over:
+        worker.evaluator.evaluate_at_the_end(worker, progress)
     return end(worker, progress)
 
 
+def ends_early(worker: Worker, progress: Progress) -> bool:
+    """Collective: return whether a hook ends the stage at this step, which has been evaluated, and log why."""
+    if progress.step >= worker.data.steps or not worker.hooks:
+        return False
+    is_over = [False]
+    if worker.group.rank == 0:
+        reasons = [hook.is_over(progress) for hook in worker.hooks]
+        for reason in filter(None, reasons):
+            is_over = [True]
+            worker.group.telemetry.log(f"{reason}: the stage ends at step {progress.step} of {worker.data.steps}")
+    dist.broadcast_object_list(is_over, src=0)
+    return is_over[0]
+
+
+def skip_excluded(worker: Worker, progress: Progress, first_step: int) -> None:
+    """Collective: jump over a stretch of steps that an earlier attempt gave up; the loader starts anew after it.
+
+    After a fall-back to an older checkpoint this attempt has taken steps before the stretch: they are committed, so
+    that a stop can end the wait for the next batch at once, without a commit.
+    """
+    if progress.step >= first_step:
+        worker.saver.ensure_committed(progress.step, partial(save, worker, progress))
+    progress.step = worker.health.next_step(progress.step)
+
+
+def stop(worker: Worker, progress: Progress) -> None:
+    """Collective: commit the step, then raise Preempted."""
+    step = progress.step
+    is_committed = worker.saver.ensure_committed(step, partial(save, worker, progress))
+    worker.saver.end(step)
+    how = "after committing it" if is_committed else "which could not be committed"
+    raise Preempted(f"stopped at step {step} {how}; run the same command again to go on")
+
+
+# ------------------------------------------------------------------------------------------------ a step
+
+
 class TakenStep(NamedTuple):
-    """Holds what a step has come to, on this worker and on all."""
+    """Holds the outcome of a step, on this worker and on all."""
 
     mean_loss: float
     bad_samples: int  # of all workers
     stopping: bool  # anyone wants to stop
     all_written: bool  # everyone has written its file of the save in flight
-    rate: float  # of learning
-    planned: Ids  # of all workers
+    planned: Ids  # of all workers, as the ledger counts them
     ids: list[list[int]]  # of this worker's samples: epoch, shard, sample
 
 
 def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
     """Collective: take a step, counted from 0, with this worker's micro-batches of it."""
     engine = worker.engine
-    watched = worker.phases  # what this worker does, as the watchdog is told
-    accumulation = worker.arithmetic.accumulation
-    rate = learning_rate(step, worker.steps, worker.cfg.optim.lr, worker.cfg.optim.schedule)
-    planned = worker.order.batch(step)
-    samples = worker.mask.left(step, planned)
+    watched = worker.group.phases  # what this worker does, as the watchdog reads it
+    accumulation = worker.data.arithmetic.accumulation
+    rate = learning_rate(step, worker.data.steps, worker.cfg.optim.lr, worker.cfg.optim.schedule)
+    worker.log.rate = rate
+    planned = planned_ids(worker, step)
+    samples = samples_in_mean(planned)
     # The engine divides a loss by accumulation × world. With this weight the sum over all micro-batches is the mean
-    # over the batch, also where workers own different numbers of samples.
-    weight = worker.world * accumulation / samples
-    loss_sum = torch.zeros((), device=worker.device)  # of this worker, as are the next two
+    # over the batch, even if workers own different numbers of samples.
+    weight = worker.group.world * accumulation / samples
+    loss_sum = torch.zeros((), device=worker.group.device)  # of this worker, as are the next two
     bad_samples = 0
     ids: list[list[int]] = []
 
@@ -237,23 +213,27 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
     # 2. The optimizer's step, and with it what all workers must agree on: no worker may stop, commit or give up alone.
     # Nothing else in a step has the host wait for the device.
     mean_loss, bad_of_all, stopping, all_written = finish_step(worker, rate, loss_sum, bad_samples, samples)
-    return TakenStep(mean_loss, bad_of_all, stopping, all_written, rate, planned, ids)
+    return TakenStep(mean_loss, bad_of_all, stopping, all_written, planned, ids)
 
 
-def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[list[int]]) -> None:
-    """Collective: count the step that has just become whole, and end a run that it shows to be hopeless.
+def count_step(worker: Worker, progress: Progress, taken: TakenStep) -> None:
+    """Collective: count the step that has just become complete, and end a run that can no longer succeed.
 
-    `ids` are this worker's samples. Raises WentBack and Diverged after too many steps that are not finite, DataError
-    after too many bad samples, CheckpointError where the save in flight is the last that may fail.
+    Raises WentBack and Diverged after too many steps that are not finite, DataError after too many bad samples,
+    CheckpointError if the save in flight is the last that may fail.
     """
     health = worker.health
     saver = worker.saver
     norm = worker.engine.gradient_norm
-    worker.window.losses.append(mean_loss)
-    worker.window.norms.append(norm)
-    if isinstance(worker.engine, ExactEngine):
-        worker.window.traces.append(worker.engine.trace)
-    health.count_step(progress.step, mean_loss, norm, progress.ledger.hex, ids)
+    # The ledger is over the planned ids, whatever bad samples were replaced by.
+    progress.ledger = progress.ledger.update(progress.step, *taken.planned)
+    progress.step += 1
+    progress.bad_samples += taken.bad_samples
+    worker.log.window.losses.append(taken.mean_loss)
+    worker.log.window.norms.append(norm)
+    if worker.engine.trace is not None:
+        worker.log.window.traces.append(worker.engine.trace)
+    health.count_step(progress.step, taken.mean_loss, norm, progress.ledger.hex, taken.ids)
     samples_seen = health.samples_seen(progress.step)
     # Early on, a handful of bad samples is a large share: the limit is never below that of BAD_GRACE samples.
     allowed = worker.cfg.data.max_bad_fraction
@@ -261,16 +241,15 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
     bad_share = (
         f"{progress.bad_samples} bad samples among {samples_seen} seen, more than max_bad_fraction {allowed} allows"
     )
-    if are_too_many_bad and saver.in_flight and worker.rank == 0:
-        # Where that save fails, its error takes the place of the one below, and the bad samples would stay unsaid.
-        worker.telemetry.log(f"step {progress.step}: {bad_share}")
+    if are_too_many_bad and saver.in_flight and worker.group.rank == 0:
+        # If that save fails, its error takes the place of the one below, and nothing would report the bad samples.
+        worker.group.telemetry.log(f"step {progress.step}: {bad_share}")
     has_given_up = health.skipped_in_a_row >= worker.cfg.max_skipped
     if has_given_up or are_too_many_bad:
         # After steps that are not finite: the save in flight began before them. Not committed, it and the good steps up
         # to it would be excluded with them.
-        # After bad samples: the run ends, and a save without a worker that waits for it would stay behind half written.
-        if saver.in_flight:
-            saver.finish(progress.step)
+        # After bad samples: the run ends, and a save without a worker that waits for it would stay half written.
+        saver.finish(progress.step)
         saver.end(progress.step)
     if has_given_up:
         health.go_back_or_end(progress.step)
@@ -281,120 +260,117 @@ def count_step(worker: Worker, progress: Progress, mean_loss: float, ids: list[l
         )
 
 
-def notice_sigterm(asked: threading.Event) -> None:
-    """Have SIGTERM set the event; the loop looks at it after every step, and an evaluation after every batch."""
-
-    def remember(number: int, frame: object) -> None:
-        asked.set()
-
-    # Only a main thread may catch signals. A worker trains in its main thread; in another one, as of a notebook, the
-    # stop file alone tells it to stop.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, remember)
-
-
 def finish_step(
     worker: Worker, rate: float, loss_sum: torch.Tensor, bad_samples: int, samples: int
 ) -> tuple[float, int, bool, bool]:
-    """Collective, once a step: have the optimizer step, add up what the workers have seen, and hear what they want.
+    """Collective, once a step: have the optimizer step, and add up what the workers have seen and want.
 
     `samples` are those that the mean loss is over. Returns (mean loss, bad samples, anyone wants to stop, everyone has
     written its file).
     """
     # They travel with the gradient's norm, which decides whether the optimizer steps at all and is waited for anyway:
-    # a reduction of their own would be another wait in every step, behind the optimizer and the gathering of weights.
-    of_host = on_device([bad_samples, worker.wants_stop(), worker.saver.written], worker.device)
+    # a reduction of their own would be another wait in every step, after the optimizer and the gathering of weights.
+    of_host = on_device([bad_samples, worker.stop.is_made(), worker.saver.written], worker.group.device)
     numbers = torch.cat([loss_sum.double().reshape(1), of_host])
     loss_of_all, bad_of_all, stops, written = worker.engine.end_micro_batch(rate, numbers)
-    mean_loss = loss_of_all / samples
-    if isinstance(worker.engine, ExactEngine):
-        # It is summed in the fixed order, as the gradient is; the reduction above adds up in an order of its own.
-        mean_loss = worker.engine.loss
-    return mean_loss, int(bad_of_all), stops > 0, written == worker.world
+    mean_loss = worker.engine.mean_loss(loss_of_all, samples)
+    return mean_loss, int(bad_of_all), stops > 0, written == worker.group.world
 
 
-def report_training(worker: Worker, progress: Progress, rate: float, *, has_line: bool) -> None:
-    """Write a record of the steps since the last one, and where asked the log line of those since the last line.
+# ------------------------------------------------------------------------------------------------ reports and saves
+
+
+def report_training(worker: Worker, progress: Progress, *, has_line: bool) -> None:
+    """Write a record of the steps since the last one and, with `has_line`, a log line of those since the last line.
 
     A save writes records between two lines. A record that the disk refuses is written again with the next steps.
     """
-    # Also where evaluate_on is training now: an earlier attempt may have left records.
-    if worker.rank == 0:
-        async_evaluation.report_records(Path(worker.job.directory), worker.telemetry.report)
-    window = worker.window
-    since_line = worker.since_line
+    window = worker.log.window
+    since_line = worker.log.since_line
     if not window.losses:  # all steps are in the last record
         return
     window.stalled_s += worker.saver.stalled_s
     worker.saver.stalled_s = 0.0
-    values = training_values(worker, progress, rate, window)
+    values = training_values(worker, progress, window)
     line = ""
     if has_line:
         since_line.extend(window)
-        line = log_line(training_values(worker, progress, rate, since_line))
+        line = log_line(training_values(worker, progress, since_line))
         since_line.clear()
-    is_written = worker.telemetry.report("train", values, line)
+    for hook in worker.hooks:
+        hook.before_record("train", values)
+    is_written = worker.group.telemetry.report("train", values, line)
     if is_written:
         if not has_line:
             since_line.extend(window)
         window.clear()
 
 
-def training_values(worker: Worker, progress: Progress, rate: float, window: Window) -> dict[str, Any]:
-    """Return what is recorded of a window that ends with the step of now."""
+def training_values(worker: Worker, progress: Progress, window: Window) -> dict[str, Any]:
+    """Return what is recorded of a window that ends with the current step."""
     cfg = worker.cfg
+    data = worker.data
     samples = cfg.batch_size * len(window.losses)
-    # The FLOPs of the algorithm, as published: blocks that are computed again in the backward pass do not count twice.
-    in_order = phases(cfg.thinning, worker.steps, worker.model_config)
+    # The FLOPs of the algorithm, as published: blocks that are recomputed in the backward pass do not count twice.
     steps = range(progress.step - len(window.losses), progress.step)
-    flops = flops_of(in_order, worker.model_config, steps, cfg.batch_size) / worker.world
-    # Of a run in exact mode: where a step that is taken again begins to differ, `jobs audit` learns from them.
+    flops = flops_of(data.phases, worker.model_config, steps, cfg.batch_size) / worker.group.world
+    # In exact mode: they show where a repeated step begins to differ (`jobs audit`).
     traces = {"traces": window.traces} if window.traces else {}
     return {
         "step": progress.step,
-        "steps": worker.steps,
-        "lr": rate,
-        **window.values(samples, flops, peak_flops(worker.device), worker.steps - progress.step),
+        "steps": data.steps,
+        "lr": worker.log.rate,
+        **window.values(samples, flops, peak_flops(worker.group.device), data.steps - progress.step),
         **traces,
         "memory_gb": memory_gb(),
-        "world": worker.world,
+        "world": worker.group.world,
         "samples_seen": worker.health.samples_seen(progress.step),
         "bad_samples": progress.bad_samples,
         "ledger": progress.ledger.hex,
     }
 
 
+def save(worker: Worker, progress: Progress) -> None:
+    """Collective: record the steps since the last report, then begin to save this one; the caller finishes it."""
+    report_training(worker, progress, has_line=False)
+    begin_save(worker, progress)
+
+
 def begin_save(worker: Worker, progress: Progress) -> None:
-    """Collective: begin to save this moment; the caller has finished the save before."""
-    if worker.cfg.health.on_spike == "bisect":
-        worker.health.mask_found(worker.mask, progress.step)
+    """Collective: begin to save this step; the caller has finished the previous save."""
+    for hook in worker.hooks:
+        hook.before_save(progress)
     manifest = Manifest(
         step=progress.step,
         samples_seen=worker.health.samples_seen(progress.step),
         updates=worker.engine.updates,
         ledger=progress.ledger.hex,
         attempt=worker.job.attempt,
-        world=worker.world,
+        world=worker.group.world,
         zero=worker.cfg.zero,
         # Only what a resume may not change, so that a refused resume can show the difference key by key.
         config=config.tagged(worker.cfg, "forbid"),
         key=worker.job.key,
         code=worker.job.code,
         bad_samples=progress.bad_samples,
-        masked=worker.mask.ranges,
+        masked=progress.masked,
     )
     worker.saver.begin(worker.engine.fragments(), manifest)
 
 
+# ------------------------------------------------------------------------------------------------ the end
+
+
 def end(worker: Worker, progress: Progress) -> StageResult:
-    """Collective: rank 0 hands the stage on and all wait for it; then everything is closed."""
+    """Collective: rank 0 exports the weights and all wait for it; then everything is closed."""
     outcome: list[StageResult | None] = [None]
-    with worker.phases.led("finish", progress.step, worker.rank == 0):
-        if worker.rank == 0:
-            outcome = [hand_on(worker, progress)]
+    group = worker.group
+    with group.phases.led("finish", progress.step, group.rank == 0):
+        if group.rank == 0:
+            outcome = [export_weights(worker, progress)]
     dist.broadcast_object_list(outcome, src=0)
-    worker.telemetry.close()
-    worker.phases.close()
+    group.telemetry.close()
+    group.phases.close()
     worker.engine.close()
     # Without it 2 of 12 short jobs at ZeRO 3 aborted while their processes ended.
     dist.destroy_process_group()
@@ -402,28 +378,22 @@ def end(worker: Worker, progress: Progress) -> StageResult:
     return outcome[0]
 
 
-def hand_on(worker: Worker, progress: Progress) -> StageResult:
-    """Write the stage's weights from the committed checkpoint, and say what the run's time went into; rank 0 only."""
+def export_weights(worker: Worker, progress: Progress) -> StageResult:
+    """Write the stage's weights from the committed checkpoint, and log where the run's time went; rank 0 only."""
     directory = Path(worker.job.directory)
-    # Read back from disk, not gathered from the workers: what the next stage gets is what was committed and digested,
-    # and rank 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so
-    # what is read is compared with its digests once more.
-    handed_on = worker.saver.of_step(progress.step)
-    last = handed_on.manifest
+    # Read back from disk, not gathered from the workers: the next stage gets what was committed and digested, and rank
+    # 0 alone can read it whole, at any ZeRO stage. The last evaluation lies between, which may take hours, so that what
+    # is read is compared with its digests once more.
+    exported = worker.saver.of_step(progress.step)
+    last = exported.manifest
     kept: Kept | None = None
-    metric = worker.cfg.keep_best
-    if metric is not None:
-        best = best_commit(directory, metric, worker.saver.checkpoints.committed_steps())
-        # The last step is committed and has been evaluated, but a full disk may have refused all records of it.
-        if best is None:
-            raise CheckpointError(
-                f"no evaluation is on record in {directory / 'metrics.jsonl'}, of which keep_best={metric} could take "
-                "the best\n  make room on its disk, then run the same command again: it goes on with the evaluation"
-            )
-        handed_on = worker.saver.of_step(best["step"])
-        manifest = handed_on.manifest
-        kept = {"metric": metric, **best, "samples_seen": manifest.samples_seen, "ledger": manifest.ledger}
-    weights = export(handed_on.folder, worker.model_config)
+    for hook in worker.hooks:
+        choice = hook.choose()
+        if choice is not None:
+            exported = worker.saver.of_step(choice["step"])
+            manifest = exported.manifest
+            kept = {**choice, "samples_seen": manifest.samples_seen, "ledger": manifest.ledger}
+    weights = export(exported.folder, worker.model_config)
     models.save_weights(
         weights,
         directory,
@@ -437,11 +407,11 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
     if checkpoints.sends_metrics:
         spent = account(read_metrics(directory, None))
         values = {"step": progress.step, "ratio": spent.ratio, **asdict(spent)}
-        worker.telemetry.report("effective", values, spent.line())
+        worker.group.telemetry.report("effective", values, spent.line())
     kind = "averaged weights" if worker.cfg.polyak else "weights"
     if kept is not None:
-        kind = f"weights of step {kept['step']}, the best {metric} {kept['value']:.4f},"
-    worker.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
+        kind = f"weights of step {kept['step']}, the best {kept['metric']} {kept['value']:.4f},"
+    worker.group.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     for name in artifacts.WEIGHT_FILES:
         checkpoints.storage.send(f"{checkpoints.stage}/{name}")
     result: StageResult = {
@@ -450,11 +420,9 @@ def hand_on(worker: Worker, progress: Progress) -> StageResult:
         "ledger": last.ledger,
         "bad_samples": last.bad_samples,
         "metrics": progress.last_metrics,
-        "world": worker.world,
+        "world": worker.group.world,
         "files": artifacts.digests(directory, artifacts.WEIGHT_FILES),
     }
     if kept is not None:
         result["kept"] = kept
-    if progress.step < worker.steps and worker.job.hopeless:
-        result["stopped"] = worker.job.hopeless
     return result

@@ -1,13 +1,16 @@
-"""The values of a recipe: read as people write them, and shown in messages as they were written.
+"""Values as people write them: read from a recipe, and shown in messages and log lines.
 
     read_value("30min", float, "pretrain.timeout_s")      1800.0
     read_value("80GB", int, "data.cache.limit_bytes")     80_000_000_000
     read_value("10k", int | None, "pretrain.steps")       10_000
     read_value("soon", float, "pretrain.timeout_s")       ConfigError, which names the key and the unit
 
+    amount(41_234.0)  →  "41.2k"        duration(273_600)  →  "3d04h"        counted(3, "node")  →  "3 nodes"
+
 A key's name ends in its unit: `_s` seconds, `_gb` GiB, `_bytes` bytes. A GB is 10⁹ bytes here, a GiB 2³⁰.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from types import NoneType
@@ -185,3 +188,56 @@ def flow_yaml(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(flow_yaml, value)) + "]"
     return str(value)
+
+
+# ------------------------------------------------------------------------ numbers for people
+
+
+def amount(value: float) -> str:
+    """Format a number with a suffix: 41234.0 → "41.2k"."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{suffix}"
+    has_fraction = value % 1 != 0
+    if value < 100 and has_fraction:
+        return f"{value:.1f}"
+    return f"{value:.0f}"
+
+
+def significant(value: float, digits: int) -> str:
+    """Format a number with this many significant digits: 0.4230, 2.841, 12.3k."""
+    if 1000 <= value < math.inf:
+        return amount(value)
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as "3d04h", "2h05m", "4m10s" or "12s"."""
+    total = int(seconds)
+    days = total // 86400
+    hours = total // 3600 % 24
+    minutes = total // 60 % 60
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    if minutes:
+        return f"{minutes}m{total % 60:02}s"
+    return f"{total}s"
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a short time: 0.31 ms, 412 ms, 3.2 s."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    if seconds >= 0.01:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{1000 * seconds:.2f} ms"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun: 1 node, 3 nodes, 2 stretches."""
+    if number == 1:
+        return f"1 {noun}"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"

@@ -55,10 +55,10 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     # At the top it would keep the tests of the core from running without this extra.
     if not (Path(__file__).parents[1] / "pipeline" / "extras" / "plan").exists():
         return
-    from pipeline.extras.plan.memory_traces import Moment, Trace
+    from pipeline.extras.plan.memory_traces import MemoryTrace, Moment
 
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
-    trace = Trace(2**30, (moment,), (moment,))
+    trace = MemoryTrace(2**30, (moment,), (moment,))
     monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step: trace)
 
 

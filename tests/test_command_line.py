@@ -13,8 +13,9 @@ from setuptools import find_packages
 from data.errors import Preempted
 from jobs.__main__ import main
 from jobs.cluster.fork_server import IMPORTS
-from jobs.recipe import campaign
+from jobs.run.session import stages_of
 from jobs.terminal import typed_command
+from tests.support import campaigns
 
 pytestmark = pytest.mark.quick
 
@@ -159,8 +160,7 @@ def look(server, words, environment, handles):
 
 fork_server.ForkServer.launch = look
 from jobs.__main__ import main
-sys.argv[1:] = sys.argv[2:]
-main(kind=None if sys.orig_argv[3] == "run" else sys.orig_argv[3])
+main()
 """
 
 
@@ -190,13 +190,10 @@ def test_an_embedded_cluster_is_started_before_the_driver_imports_torch_and_ray(
     assert done.stdout == "guard [] jobs.cluster.embedded 2\n", done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "pretrain"])
-def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, command):
+@pytest.mark.parametrize("only", [[], ["--only", "pretrain"]])
+def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only):
     """Both import it for a second, and so do it at the same time (benchmarks/README.md)."""
-    words = [str(recipe), "cluster.backend=processes"]
-    if command == "run":
-        words.insert(0, "run")
-    script = [sys.executable, "-c", FORK_SERVER_SEEN, command, *words]
+    script = [sys.executable, "-c", FORK_SERVER_SEEN, "run", str(recipe), "cluster.backend=processes", *only]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == f"fork server [] {IMPORTS}\n", done.stderr
 
@@ -212,8 +209,10 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, comm
 )
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
-    monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document: document)
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: calls.append((loaded, fresh)))
+    monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document, kinds: document)
+    monkeypatch.setattr(
+        "jobs.run.session.run_campaign", lambda loaded, watchers, fresh, only: calls.append((loaded, fresh))
+    )
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     ((document, fresh),) = calls
     assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)
@@ -285,21 +284,31 @@ def test_a_reference_to_the_wrong_part_says_which_parts_fit(tmp_path, capsys, ov
 
 
 def test_one_stage_alone_is_named_by_its_kind_or_by_itself(recipe, monkeypatch, capsys):
-    shards = campaign.load(recipe, []).stage("pretrain").config.data.train
+    shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     stages: list[str] = []
-    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, only: stages.append(only))
 
+    def run_campaign(loaded, watchers, fresh, only):
+        stages.extend(stage.name for stage in stages_of(loaded, only))
+
+    monkeypatch.setattr("jobs.run.session.run_campaign", run_campaign)
     assert main(["run", str(recipe), "--only", "finetune"]) == 0
     assert main(["run", str(recipe), "--only", "resize"]) == 0
-    assert main([str(recipe)], kind="finetune") == 0
     assert main(["run", str(recipe), second, "--only", "again"]) == 0
-    assert stages == ["finetune", "resize", "finetune", "again"]
+    assert main(["run", str(recipe), "finetune.sweep={seeds: [0, 1]}", "--only", "finetune"]) == 0
+    assert stages == ["finetune", "resize", "again", "finetune.seed-0", "finetune.seed-1", "finetune"]
+
+
+def test_one_stage_alone_is_named_by_the_kind_that_no_other_has(recipe):
+    text = recipe.read_text().replace("\nfinetune:", "\ntune:\n  kind: finetune").replace("@finetune", "@tune")
+    recipe.write_text(text)
+    (stage,) = stages_of(campaigns.load(recipe, []), "finetune")
+    assert stage.name == "tune"
 
 
 def test_a_kind_with_several_stages_is_not_enough_to_name_one(recipe, capsys):
-    shards = campaign.load(recipe, []).stage("pretrain").config.data.train
+    shards = campaigns.load(recipe, []).stage("pretrain").config.data.train
     second = f"again={{kind: finetune, init: '@resize', data: {{train: {shards}}}, model: {{classes: 10}}, steps: 1,"
     second += " optim: {schedule: {warmup_steps: 0}}}"
     # A section named like the kind would be meant; here there is none.

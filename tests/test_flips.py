@@ -35,12 +35,12 @@ from data.storage import Folder
 from jobs import ownership
 from jobs.__main__ import main
 from jobs.ownership import Lease
-from jobs.recipe import campaign
 from jobs.run.log import write_status
 from pipeline import artifacts, health
 from pipeline.artifacts import write_record
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.monitoring.telemetry import Telemetry
+from tests.support import campaigns
 from tests.test_pipeline.monitoring.test_telemetry import REPORT
 
 FLIPS = 300
@@ -123,7 +123,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATCHLINE_CACHE", str(folder / "node"))
         assert main(["run", str(recipe)]) == 0
-        loaded = campaign.load(recipe, [])
+        loaded = campaigns.load(recipe, [])
         stages = {stage.name: loaded.directory(stage) for stage in loaded.stages}
         assert main(["export", str(stages["pretrain"]), str(folder / "exported"), "--format", "safetensors"]) == 0
         stop_packing_in_the_middle(folder / "stopped")

@@ -24,9 +24,9 @@ from PIL import Image
 import models
 from data.files import import_path
 from jobs.__main__ import main
-from jobs.recipe.campaign import load
 from jobs.recipe.records import stage_record
 from pipeline.artifacts import write_record
+from tests.support.campaigns import load
 
 pytestmark = pytest.mark.quick
 
@@ -349,8 +349,8 @@ def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, 
 @pytest.mark.parametrize("kind", ["finetune", "resize"])
 def test_a_stage_that_the_recipe_lacks_is_answered_with_those_that_it_has(desk, monkeypatch, capsys, kind):
     monkeypatch.chdir(desk)
-    assert main(["tiny.yaml"], kind=kind) == 78
-    check_answer(capsys, f"the recipe has no stage of kind {kind}|its stages: pretrain")
+    assert main(["run", "tiny.yaml", "--only", kind]) == 78
+    check_answer(capsys, f"the recipe has no stage '{kind}'|its stages: pretrain")
 
 
 def test_what_goes_wrong_without_an_error_is_said(desk, monkeypatch, capsys):

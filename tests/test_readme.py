@@ -46,7 +46,7 @@ def commands() -> list[list[str]]:
 
 
 def subcommand(words: list[str]) -> str:
-    """The word after `python -m jobs`; "" for `python -m jobs.pretrain`, which is a command of its own."""
+    """Return the word after `python -m jobs`."""
     return words[3] if words[:3] == ENTRY else ""
 
 

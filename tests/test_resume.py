@@ -20,6 +20,7 @@ from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import committed, read_manifest
 from pipeline.monitoring.telemetry import read_metrics
+from tests.support import campaigns
 from tests.support.demo import step_losses
 from tests.support.drives import assert_same_stage
 from tests.support.families import answers, family_of
@@ -34,7 +35,7 @@ LENGTH = ["pretrain.steps=160", "pretrain.save_every=40", "pretrain.log_every=2"
 
 
 def load(recipe: Path, *overrides: str) -> campaign.Campaign:
-    return campaign.load(recipe, [*LENGTH, *overrides])
+    return campaigns.load(recipe, [*LENGTH, *overrides])
 
 
 def pretrain_of(recipe: Path, *overrides: str) -> Path:
@@ -122,7 +123,7 @@ def test_under_ray_a_killed_worker_and_agent_leave_no_trace_either(
         killer = threading.Thread(target=kill_by_plan, args=(folder, plan, pauses), daemon=True)
         killer.start()
         scraper = Scraper({*SHOWN, f"ray_{WORKER_GAUGE}"}, held_attempt=1 + len(plan))
-        run_campaign(loaded, only="pretrain", also=scraper.tick)
+        run_campaign(loaded, only="pretrain", watchers=[scraper, "jobs.extras.monitor.gauges:Gauges"])
         killer.join(timeout=1)
         out = capsys.readouterr().out
         assert not killer.is_alive() and "dashboard: http://127.0.0." in out, f"{plan}, FAULT_SEED={SEED}\n{out}"

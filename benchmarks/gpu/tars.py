@@ -15,6 +15,8 @@ import models
 from benchmarks.gpu.parts import Context
 from data.shards.packing import pack
 from data.sources.samples import Sample
+from jobs.__main__ import KINDS
+from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.extras.plan.memory import memory_need
@@ -89,7 +91,7 @@ def train(context: Context, model: str) -> None:
             save_every=steps // 2,
         )
     )
-    loaded = campaign.load(recipe, [])
+    loaded = campaign.load(recipe, [], load_kinds(KINDS))
     run_campaign(loaded)
     context.report(**{"model": model, "batch": batch, **summary_of(loaded.directory(loaded.stage("pretrain")))})
 

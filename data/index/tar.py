@@ -104,7 +104,7 @@ class Refusals:
         return lines
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """Where the bytes of one sample lie in its tar: offsets and sizes in bytes, 0 and 0 where there is no member."""
 
     key: bytes
@@ -126,7 +126,7 @@ class Row(NamedTuple):
 class Walk:
     """What one pass over a tar found."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SampleRow] = field(default_factory=list)
     refused: Refusals = field(default_factory=Refusals)  # members that were passed over, by reason
     broken: str = ""  # why the walk stopped before the tar's end
 
@@ -141,7 +141,7 @@ class Walk:
         if image_size >= MAX_IMAGE:
             self.refused.add("image too large", key)
         elif image_size > 0 or label_size > 0:
-            self.rows.append(Row(key, image, image_size, label, label_size))
+            self.rows.append(SampleRow(key, image, image_size, label, label_size))
         elif not parts.keys().isdisjoint(IMAGES + LABELS):
             self.refused.add("empty sample", key)
 
@@ -153,7 +153,7 @@ class Walk:
         longest_key = max((len(row.key) for row in self.rows), default=0)
         # numpy has no strings of width 0, so that a table without rows gets keys of width 1.
         table = np.empty(len(self.rows), [*FIELDS, ("key", f"S{max(longest_key, 1)}")])
-        for column, name in enumerate(Row._fields):
+        for column, name in enumerate(SampleRow._fields):
             table[name] = [row[column] for row in self.rows]
         for number, row in enumerate(self.rows):
             table["digest"][number] = sample_digest(row.image_in(tar), row.label_in(tar))

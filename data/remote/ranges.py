@@ -8,7 +8,7 @@ The first batch of 4,096 has samples of some 160 shards of a gigabyte each, a fe
 4. where a range does not come, or is not the sample that was indexed, this process reads no more of them and waits
    for whole shards, which the worker says once. Whatever is wrong with the store is then met, and said, there.
 
-    ranges.take((7, 508), "s3://bucket/train-000007.tar", Row(b"cat-12", 6656, 108211, 115200, 3))   →   image, label
+    ranges.take((7, 508), "s3://bucket/train-000007.tar", SampleRow(b"cat-12", 6656, 108211, 115200, 3)) → image, label
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from data.errors import StorageError
-from data.index.tar import Row
+from data.index.tar import SampleRow
 from data.remote.cache import PIECE, Cache, no_progress
 from data.remote.urls import redacted
 
@@ -57,7 +57,7 @@ class Ranges:
         if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
 
-    def request(self, place: Place, url: str, row: Row) -> None:
+    def request(self, place: Place, url: str, row: SampleRow) -> None:
         """Begin to read a sample, unless nobody waits any more."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(AT_ONCE, "ranges")
@@ -71,7 +71,7 @@ class Ranges:
                 raise
 
     def take(
-        self, place: Place, url: str, row: Row, progress: Callable[[], object] = no_progress
+        self, place: Place, url: str, row: SampleRow, progress: Callable[[], object] = no_progress
     ) -> tuple[bytes, bytes]:
         """Return the image and label of a sample, asked for before or now; raises DataError and StorageError.
 
@@ -101,7 +101,7 @@ class Ranges:
             future.cancel()
         self.requested = {}
 
-    def read(self, url: str, row: Row) -> tuple[bytes, bytes]:
+    def read(self, url: str, row: SampleRow) -> tuple[bytes, bytes]:
         """Return the image and label of a sample, in one request where they lie close together."""
         image_stop = row.image + row.image_size
         label_stop = row.label + row.label_size

@@ -40,7 +40,7 @@ from data.index.document import SUFFIX, image_folders, load_index
 from data.index.index import Index
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
 from data.index.shard import table_path, write_table
-from data.index.tar import Refusals, Row, Walk, check_nothing_excluded, mapped, walk
+from data.index.tar import Refusals, SampleRow, Walk, check_nothing_excluded, mapped, walk
 from data.remote.cache import Cache, CacheConfig
 from data.remote.urls import check_url, list_tars, redacted, size_of
 from data.shards.journal import IndexJournal, Record
@@ -204,7 +204,7 @@ def index_shard(job: IndexJob) -> Record | str:
 
 
 def count_classes(
-    tar: memoryview, rows: Sequence[Row], job: IndexJob, refused: Refusals, texts: Refusals
+    tar: memoryview, rows: Sequence[SampleRow], job: IndexJob, refused: Refusals, texts: Refusals
 ) -> Counter[int]:
     """Return the samples a class; those without a usable label are counted in `refused`.
 

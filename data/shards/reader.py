@@ -31,7 +31,7 @@ from data.images.decode import MAX_BYTES, BadImage
 from data.index.index import Index, called
 from data.index.names import parse_labels
 from data.index.shard import label_digest, sample_digest
-from data.index.tar import Row
+from data.index.tar import SampleRow
 from data.remote.cache import Cache, CacheConfig
 from data.remote.ranges import SMALLEST, Ranges
 from data.remote.urls import redacted
@@ -239,14 +239,16 @@ class ShardReader:
             self._tables.popitem(last=False)
         return self._tables[number]
 
-    def _row(self, shard: int, sample: int) -> tuple[np.void, Row]:
+    def _row(self, shard: int, sample: int) -> tuple[np.void, SampleRow]:
         """Return the entry of a table, and where its bytes lie: of an image as many as the decoder takes, and one more.
 
         An image that is larger is refused whatever it holds.
         """
         entry = self._table(shard)[sample]
         image_size = min(int(entry["image_size"]), MAX_BYTES + 1)
-        return entry, Row(entry["key"], int(entry["image"]), image_size, int(entry["label"]), int(entry["label_size"]))
+        return entry, SampleRow(
+            entry["key"], int(entry["image"]), image_size, int(entry["label"]), int(entry["label_size"])
+        )
 
     def _copied(self, shard: int, sample: int) -> tuple[bytes, bytes]:
         """Copy the image and the label of a sample out of its shard, which is waited for."""

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.cluster.fork_server import Ended, Forked, ForkServer, Listen, Listening, kill_group
+from jobs.cluster.fork_server import Forked, ForkServer, Listen, Listening, WorkerEnded, kill_group
 from jobs.cluster.node_files import Change, Mark, NodeFiles
 from jobs.cluster.worker import LOOPBACK, RankInfo, WorkerRecord, WorkerSpec, worker_file
 from pipeline.monitoring.watchdog import STOP_FILE, Place, read_place
@@ -267,7 +267,7 @@ class Agent:
                         self.port = answer.port
                     elif isinstance(answer, Forked):
                         self.workers[answer.rank].pid = answer.pid
-                    elif isinstance(answer, Ended):
+                    elif isinstance(answer, WorkerEnded):
                         # A worker writes its record before it ends; one that has not was ended by something else. A
                         # negative exit code is a signal. The kernel kills with SIGKILL as well, and tells nobody whom:
                         # its counter is all that can be read everywhere.

@@ -8,7 +8,7 @@
        Listen("10.0.0.1")        →  Listening(34530)       the socket of the next rank 0's store
        WorkerSpec(rank 3, …)    →  Forked(3, pid=4711)
 
-3. A worker that ends is told of, Ended(4711, -9), after whatever is left of its process group is killed.
+3. A worker that ends is told of, WorkerEnded(4711, -9), after whatever is left of its process group is killed.
 4. When the agent is gone, the lifeline can be read: it kills all workers, removes the node's folder, and ends.
 
 What is imported here must start no thread and touch no GPU: neither outlives a fork. Where workers have GPUs nothing is
@@ -36,7 +36,7 @@ from jobs.cluster_config import MALLOC_VARIABLE
 # Imported once for all workers, and DeepSpeed with torch's compiler behind them.
 PRELOAD = (
     "pipeline.train",  # with the next: what the workers' functions import
-    "jobs.stages.evaluation_worker",
+    "pipeline.evaluation_task",
     # It brings sympy, with which a worker works out shapes on the meta device, and counts the products of its model.
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",  # with which rank 0 writes event files
@@ -70,7 +70,7 @@ class Forked:
 
 
 @dataclass(frozen=True)
-class Ended:
+class WorkerEnded:
     pid: int
     exit_code: int  # negative: the signal that killed it
 
@@ -187,7 +187,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                     kill_group(pid)
                     _, status = os.waitpid(pid, 0)
                     pids.discard(pid)
-                    connection.send(Ended(pid, os.waitstatus_to_exitcode(status)))
+                    connection.send(WorkerEnded(pid, os.waitstatus_to_exitcode(status)))
 
             if connection not in ready:
                 continue

@@ -8,7 +8,6 @@ agents[0].call("poll", 0, 1.0, {})                      # a Future
 `RayNodes` has the same methods; what they promise stands here.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from typing import Any
 from data.errors import ClusterError
 from jobs.cluster.agent import Agent
 from jobs.cluster.worker import LOOPBACK
-from jobs.cluster_config import ClusterConfig, cores
+from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, workers_per_gpu
 
 Log = Callable[[str], None]
@@ -129,57 +128,3 @@ class ThisMachine:
         import torch
 
         return torch.cuda.device_count() * workers_per_gpu(), "machine"
-
-
-class SpareCore(ThisMachine):
-    """A place for one worker beside the worker group: a core, and where workers have GPUs a GPU, that those leave free.
-
-    It is never taken from training. `SpareBundle` has the same methods, for a Ray cluster.
-    """
-
-    def __init__(self, cluster: ClusterConfig, world: int, busy_cores: int) -> None:
-        """`world` workers of the config train on this machine and keep so many cores busy."""
-        super().__init__(cluster)
-        self.busy_cores = busy_cores
-        self.gpus_in_use = world * cluster.gpus_per_worker
-        self.has_training_ended = False  # set from outside: the worker group's own cores and GPUs are free from then on
-
-    def is_free(self) -> bool:
-        """Tell whether there is a place that nobody wants."""
-        if self.has_training_ended:
-            return True
-        if cores() <= self.busy_cores:
-            return False
-        gpus = self.cluster.gpus_per_worker
-        return not gpus or self.gpus_present()[0] >= self.gpus_in_use + gpus
-
-    def is_wanted(self) -> bool:
-        """Tell whether somebody waits for the place that is used."""
-        return False  # other commands of this machine do not know of one another
-
-    def take(self) -> bool:
-        """Take the place; tell whether that succeeded."""
-        return True  # nobody else takes it meanwhile
-
-    def give_back(self) -> None:
-        """Give the place back."""
-
-    def close(self) -> None:
-        """End the agent."""
-        self.agent.close()
-
-    def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agent of this machine, for one worker on a GPU that training leaves."""
-        (agent,) = super().agents(world)
-        if not self.cluster.gpus_per_worker:
-            return [agent]
-        visible = list(map(str, range(self.gpus_present()[0] // workers_per_gpu())))
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if named is not None:
-            visible = named.split(",")
-        # Workers that share GPUs have them in turn (gpu_of_worker in pipeline/process_group.py).
-        places = visible * workers_per_gpu()
-        first = 0 if self.has_training_ended else self.gpus_in_use
-        # CUDA takes no GPU twice.
-        free = dict.fromkeys(places[first:])
-        return [dataclasses.replace(agent, visible_gpus=",".join(free))]

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from data.errors import ClusterError
 from jobs.cluster import embedded
-from jobs.cluster.nodes import SpareCore, ThisMachine
+from jobs.cluster.nodes import ThisMachine
 from jobs.cluster.ray import connect
 from jobs.cluster_config import ClusterConfig
 
 if TYPE_CHECKING:
     from jobs.cluster.ray_nodes import RayNodes
-    from jobs.extras.async_evaluation.spare_nodes import SpareBundle
 
 Nodes: TypeAlias = "ThisMachine | RayNodes"
-SparePlace: TypeAlias = "SpareCore | SpareBundle"
 
 _machines: dict[bool, ThisMachine] = {}  # of this process: with or without GPUs
 
@@ -39,17 +37,6 @@ def nodes_of(cluster: ClusterConfig) -> Nodes:
     machine = _machines[has_gpus]
     machine.cluster = cluster
     return machine
-
-
-def spare_place_of(cluster: ClusterConfig, busy_cores: int) -> SparePlace:
-    """Return the place beside a worker group of `cluster.world`, which keeps so many cores of this machine busy."""
-    if cluster.backend == "processes":
-        return SpareCore(cluster, cluster.world, busy_cores)
-    training = nodes_of(cluster)
-    from jobs.extras.async_evaluation.spare_nodes import SpareBundle
-
-    assert not isinstance(training, ThisMachine), training
-    return SpareBundle(training)
 
 
 def start_early(cluster: ClusterConfig) -> None:

@@ -5,7 +5,7 @@
 2. without a connection: join the cluster at RAY_ADDRESS, or, where that is not set, an embedded one (embedded.py): it
    is started here, unless its processes were before the driver's imports.
 
-It does not wait for free places: jobs/cluster/ray_nodes.py does, when a stage needs its workers.
+It does not wait for free places: jobs/cluster/ray_places.py does, when a stage needs its workers.
 
 >>> connect(ClusterConfig(workers=2))
 ClusterInfo(address="127.0.0.1:6379", dashboard="http://127.0.0.1:8265", nodes=1, cpus=2.0, gpus=0.0, embedded=True)

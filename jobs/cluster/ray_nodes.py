@@ -1,133 +1,43 @@
-"""The nodes of a Ray cluster on which a campaign works: the places of its workers, which Ray reserves, and its agents.
+"""The nodes of a Ray cluster on which a campaign works: the places of its workers, its agents, and the nodes to avoid.
 
-1. `reserve` asks Ray for a placement group: for every worker one share of CPUs and GPUs, all shares of a bundle on one
-   node. From then on Ray's scheduler orders the request among all others, and an autoscaler sees what is wanted.
-2. While Ray has no room, a message says for how many workers there is room, and which campaigns hold the rest.
-3. `agents` starts an actor on each of these nodes, or finds it warm: it belongs to the node and not to the places,
-   which may change while the node does not. An actor takes no CPU of Ray's count.
-4. The places are kept when an attempt fails, so that a campaign that waits does not slip in between two attempts. They
-   are asked for anew where one of their nodes is about to leave, or does not answer.
-5. Ray takes all of it back when this process leaves the cluster.
+    nodes = ray_nodes_of(cluster, is_embedded=False)
+    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # jobs/cluster/ray_places.py
+    agents = nodes.agents(world)                                     # jobs/cluster/ray_agents.py
 
-Where `cluster.workers` is a range, the largest number of workers is asked for, so that an autoscaler hears of it. After
-`patience_s` the largest for which there is room is asked for in its place. The places are given up for more as soon as
-there is room for more, between two attempts.
+Which nodes are avoided, because they are about to leave or do not answer, is in jobs/cluster/ray_exclusion.py.
 """
 
-import math
-import secrets
-import socket
-import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from data.errors import ClusterError
-from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
+from jobs.cluster.capacity import ClusterState, room_for, share_of_worker
 from jobs.cluster.every_node import run_on_nodes
 from jobs.cluster.nodes import Log, NodeAgent, NodesStatus, Tick
-from jobs.cluster.ray import WAITING
-from jobs.cluster.ray_agent import RayAgent, call_actor
+from jobs.cluster.ray_agents import RayAgents
+from jobs.cluster.ray_places import RayPlaces, takes_connections
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, identity
 
-POLL_S = 0.1
-FIRST_LINE_S = 3.0  # the places of the last worker group take a moment to come free: no line about that
-NEXT_LINE_S = 10.0  # between two different lines
-SAME_LINE_S = 60.0  # before the same line is logged again
-NEXT_CHOICE_S = 5.0  # for Ray to place a request, before another number of workers is asked for
-AVOID_S = 600.0  # a node that was to leave, and is there after so long, stays
-MISSED_S = 70.0  # Ray has missed a node that is dead after so long; a node that is there is better than none
-TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
-
-WARM_SPARES = 2  # nodes without a worker that have an agent: importing torch takes 4 s of two cores, 0.4 GB
-AGENT_THREADS = 4  # of an agent: a poll, and what is asked of it meanwhile
-IDENTITY_S = 60.0  # for all nodes to say who they are: Ray starts a process on each
-ANSWER_S = 0.5  # for the kernel of a node that is alive to take a connection
-ASKED_TIMES = 2  # one packet may be lost: TCP would ask again after 1 s, a new connection does at once
-ASKED_AT_ONCE = 64  # nodes
+IDENTITY_S = 60.0  # for all nodes to return their identity: Ray starts a process on each
 
 
-@dataclass(frozen=True)
-class Reservation:
-    """Holds what this process has reserved, for how many workers and how much each."""
-
-    group: PlacementGroup
-    sizes: Sequence[int]  # workers of each bundle
-    share: Mapping[str, int]  # of one worker, by Ray's name of the resource
-
-    @property
-    def workers(self) -> int:
-        """Return for how many workers places are reserved."""
-        return sum(self.sizes)
-
-
-def takes_connections(node: Mapping[str, Any]) -> bool:
-    """Ask a node of `ray.nodes()` whether it is there; its kernel answers, however busy its processes are.
-
-    Ray's own health check takes 15 s for a node that refuses, and 65 s for one that is silent.
-    """
-    for _ in range(ASKED_TIMES):
-        with suppress(OSError):
-            socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_S).close()
-            return True
-    return False
-
-
-def without_nodes(node_ids: Set[str], bundles: int) -> list[dict[str, str]] | None:
-    """Return the label selectors of so many bundles that must not lie on these nodes."""
-    if not node_ids:
-        return None
-    # Without a space: Ray takes it for a part of the next id, which then names no node.
-    return [{"ray.io/node-id": f"!in({','.join(sorted(node_ids))})"}] * bundles
-
-
-def bundle_sizes(workers: int, rooms: Iterable[int]) -> list[int]:
-    """Return how many workers each bundle is for, where nodes have room for so many workers each.
-
-    A bundle takes what a node has free: of 1,000 nodes with eight workers each Ray places 1,000 bundles, and not 8,000.
-    For what has no room yet a bundle is a worker's, because nobody knows how large the nodes will be that come free.
-    """
-    sizes: list[int] = []
-    for room in sorted(rooms, reverse=True):
-        size = min(room, workers - sum(sizes))
-        if size:
-            sizes.append(size)
-    return sizes + [1] * (workers - sum(sizes))
-
-
-def largest_within(worlds: Sequence[int], room: int) -> int:
-    """Return the largest world for whose workers there is room; 0 where there is room for none."""
-    return max((world for world in worlds if world <= room), default=0)
-
-
-class RayNodes:
-    """What this process has in the cluster that it has joined; the contract is that of `ThisMachine`."""
+class RayNodes(RayPlaces):
+    """The places and agents of this process in its cluster; the contract is that of `ThisMachine`."""
 
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
-        self.cluster = cluster
-        self.is_embedded = is_embedded
+        super().__init__(cluster, is_embedded=is_embedded)
         self.own_node = str(ray.get_runtime_context().get_node_id())
-        self.reservation: Reservation | None = None
-        self.last_sizes: Sequence[int] = ()  # of the bundles that were asked for last
-        self.lent: list[Reservation] = []  # free places that are given back when anybody wants them
-        self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
-        self.left_out: set[str] = set()  # ids of nodes that are not used any more
-        self.run = ""
-        self.actors: dict[str, Any] = {}  # the agents, by their node's id
-        self.used: Set[str] = frozenset()  # ids of the nodes on which workers were placed last
-        self.actors_started = 0
-        self.gpu_ids: dict[str, str] = {}  # of this reservation, by node: CUDA_VISIBLE_DEVICES
+        self.node_agents = RayAgents(cluster)
+
+    def use(self, cluster: ClusterConfig) -> None:
+        """Use another config from now on, of another stage or attempt."""
+        self.cluster = cluster
+        self.node_agents.cluster = cluster
+
+    # -------------------------------------------------------------------- agents
 
     def warm_up(self) -> None:
         """Start the agents of the nodes on which workers will probably lie, because their imports take seconds.
@@ -136,7 +46,7 @@ class RayNodes:
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
-            self.start_agent(self.own_node)
+            self.node_agents.start(self.own_node)
             return
         # Ray packs the workers on few nodes; an agent that is not needed ends when they are placed.
         share = share_of_worker(self.cluster)
@@ -144,387 +54,22 @@ class RayNodes:
         room = 0
         for node_id in sorted(rooms, key=lambda node_id: -rooms[node_id]):
             if rooms[node_id] and room < self.cluster.most:
-                self.start_agent(node_id)
+                self.node_agents.start(node_id)
                 room += rooms[node_id]
 
-    # -------------------------------------------------------------------- places
-
     def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
-        """Return how many workers have places, when Ray has made room for them.
-
-        Places that this process holds are returned at once, where they fit, none of their nodes is to be left, and
-        there is no room for more. `on_tick` is called several times a second; what it raises ends the wait. Raises
-        ClusterError after `wait_s`, or at once where an embedded cluster will never have the room.
-        """
-        self.run = run
-        share = share_of_worker(self.cluster)
-        if self.is_embedded:
-            # It does not grow: nobody has to wait for more.
-            room = self.refuse_too_few(worlds[-1])
-            worlds = [world for world in worlds if world <= room]
-
-        # What this process holds is kept on nodes that stay. A group that has lost a node is placed anew by Ray; one
-        # may be REMOVED by somebody else.
-        held = self.reservation
-        if held is not None and held.share == share and held.workers in worlds:
-            row = placement_group_table(held.group)
-            state = self.state()
-            leaving = self._avoided_for(worlds[-1], state) | state.draining
-            if row["state"] == "REMOVED" or leaving & set(row["bundles_to_node_id"].values()):
-                held = None
-        else:
-            held = None
-        if held is None:
-            # Ray would place bundles on a node that has just lost its power, and then wait until it misses that.
-            avoided = self.nodes_to_avoid()
-            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
-            with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-                for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
-                    if not is_there:
-                        self.avoid([node["NodeID"]])
-            self._ask(worlds[0], worlds[-1])
-        elif len(worlds) > 1:
-            # Give it up for the places of more workers, where there is room for them.
-            more = largest_within(worlds, self.room())
-            if more > held.workers:
-                self._ask(more, worlds[-1])
-
-        try:
-            self._wait(worlds, log, on_tick)
-        except BaseException:
-            # Who does not wait any more must not be given what others wait for.
-            self.release()
-            raise
-        return self.workers_held
-
-    def state(self) -> ClusterState:
-        """Return what the nodes have that this process may use. Any thread may ask."""
-        return ClusterState.now(without=self.left_out)
-
-    def refuse_too_few(self, least: int) -> int:
-        """Return for how many workers the cluster has room when it is empty.
-
-        Raises ClusterError where that is too few and will be for ever: an embedded cluster does not grow.
-        """
-        share = share_of_worker(self.cluster)
-        room = room_for(share, self.state().total)
-        if self.is_embedded and room < least:
-            reason = "this machine has no more"
-            advice = TOO_FEW
-            if "GPU" in share and not self.gpus_present()[0]:
-                reason = "neither Ray nor torch sees a GPU here"
-                advice = f"type cluster.gpus_per_worker=0 to compute on the CPU; or {TOO_FEW}"
-            raise ClusterError(f"room for {room} of {least} workers of {in_words(share)}\n{reason}\n{advice}")
-        return room
-
-    @property
-    def workers_held(self) -> int:
-        """Return for how many workers this process holds places."""
-        return self.reservation.workers if self.reservation else 0
-
-    def nodes_held(self, world: int) -> set[str]:
-        """Return the ids of the nodes on which the first `world` places lie."""
-        if self.reservation is None:
-            return set()
-        return set(self.places(world))
-
-    def places(self, world: int) -> dict[str, dict[int, int]]:
-        """Return where the first `world` workers have their places: by node, how many in which bundle."""
-        assert self.reservation is not None and self.reservation.workers >= world
-        nodes: dict[str, dict[int, int]] = {}  # in the order of the first bundle
-        left = world
-        for bundle, node_id in sorted(placement_group_table(self.reservation.group)["bundles_to_node_id"].items()):
-            count = min(self.reservation.sizes[bundle], left)
-            left -= count
-            if count:
-                nodes.setdefault(node_id, {})[bundle] = count
-        return nodes
-
-    def release(self) -> None:
-        """Give back the workers' places, where there are any."""
-        reservation = self.reservation
-        self.reservation = None
-        if reservation is not None:
-            remove_placement_group(reservation.group)
-
-    def room(self) -> int:
-        """Return for how many workers there would be room, those counted that have their places. Any thread may ask."""
-        # Another campaign that waits comes before one that wants more.
-        if self.is_anything_asked_for():
-            return self.workers_held
-        state = self.state()
-        return room_for(share_of_worker(self.cluster), self._open_to_us(state, self.nodes_to_avoid()))
-
-    def is_anything_asked_for(self) -> bool:
-        """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
-        total = self.state().total
-        ours = [reservation.group.id.hex() for reservation in [self.reservation, *self.lent] if reservation]
-        for group, row in placement_group_table().items():
-            if row["state"] in ("PENDING", "RESCHEDULING") and group not in ours:
-                requested: Counter[str] = Counter()
-                for bundle in row["bundles"].values():
-                    requested.update(bundle)
-                    if room_for(bundle, total) < 1:
-                        requested["more than any node has"] += 1
-                there: Counter[str] = Counter()
-                for resources in total.values():
-                    there.update(resources)  # type: ignore[arg-type]  # amounts may be fractions
-                if requested <= there:
-                    return True
-        return False
-
-    def _ask(self, workers: int, least: int) -> None:
-        """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
-        share = share_of_worker(self.cluster)
-        state = self.state()
-        avoided = self._avoided_for(least, state)
-        sizes: Sequence[int] = self.sizes(workers, self._open_to_us(state, avoided))
-        # What was given back a moment ago, as when a node was lost, is not yet counted as free.
-        if len(self.last_sizes) < len(sizes) and sum(self.last_sizes) == workers:
-            sizes = self.last_sizes
-        self.release()
-        self.gpu_ids = {}
-        bundles = []
-        for size in sizes:
-            bundles.append({name: amount * size for name, amount in share.items()})
-        group = placement_group(
-            bundles,
-            strategy="PACK",
-            # Of two groups of one name Ray refuses the second; a new one may be asked for before the old one is gone.
-            name=f"{OWNER}{self.run} {secrets.token_hex(4)}",
-            bundle_label_selector=without_nodes(avoided, len(bundles)),
-        )
-        self.reservation = Reservation(group, sizes, share)
-        self.last_sizes = sizes
-
-    def sizes(self, workers: int, nodes: Mapping[str, Mapping[str, float]]) -> list[int]:
-        """Return how many workers each bundle is for, by what the nodes have for us."""
-        share = share_of_worker(self.cluster)
-        return bundle_sizes(workers, [room_for(share, {node: free}) for node, free in nodes.items()])
-
-    def _wait(self, worlds: Sequence[int], log: Log, on_tick: Tick) -> None:
-        """Return when Ray has placed the request; log meanwhile what is missing. Raises what `reserve` raises."""
-        share = share_of_worker(self.cluster)
-        patience_s = self.cluster.patience_s
-        timeout_s = self.cluster.wait_s or math.inf
-        began = time.monotonic()
-        deadline = began + timeout_s
-        patient_until = min(began + patience_s, deadline)
-        next_choice = min(began + NEXT_CHOICE_S, patient_until)
-        next_line = began + FIRST_LINE_S
-        last_line, logged_at = "", 0.0
-        assert self.reservation is not None
-        while not self.reservation.group.wait(timeout_seconds=POLL_S):
-            now = time.monotonic()
-            if now > next_choice:
-                is_patient = now < patient_until
-                next_choice = now + NEXT_CHOICE_S
-                if is_patient:
-                    next_choice = min(next_choice, patient_until)
-                if self._choose(worlds, log, is_patient=is_patient):
-                    deadline = max(deadline, next_choice)
-            if now > deadline:
-                state = self.state()
-                text = missing(worlds[-1], share, self._open_to_us(state, set()), state)
-                raise ClusterError(f"{text}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
-            # Not at once, when it has changed, and now and then. Or a queue looks like a hang.
-            if now > next_line:
-                state = self.state()
-                line = missing(worlds[0], share, self._open_to_us(state, set()), state)
-                if len(worlds) > 1:
-                    line += f"; fewer will do after {patience_s:g} s (cluster.patience_s)"
-                if line != last_line or now > logged_at + SAME_LINE_S:
-                    log(f"{WAITING}{line}")
-                    last_line, logged_at = line, now
-                next_line = now + NEXT_LINE_S
-            on_tick()
-            assert self.reservation is not None
-
-    def _choose(self, worlds: Sequence[int], log: Log, *, is_patient: bool) -> bool:
-        """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most.
-
-        As long as it `is_patient` the number stays, and bundles are only asked for in other sizes.
-        """
-        now = time.monotonic()
-        share = share_of_worker(self.cluster)
-        state = self.state()
-        # Nodes that were to be avoided are taken where only with them there is room.
-        avoided = self._avoided_for(worlds[-1], state)
-        open_to_us = self._open_to_us(state, avoided)
-        room = room_for(share, open_to_us)
-        back = {node for node in avoided - self.left_out if now > self.avoided[node] + MISSED_S}
-        with_them = self._open_to_us(state, avoided - back)
-        has_other_nodes = not is_patient and room < worlds[-1] <= room_for(share, with_them)
-        if has_other_nodes:
-            room = room_for(share, with_them)
-            for node in back:
-                del self.avoided[node]
-
-        # Where none would do, the most is what an autoscaler is to hear of.
-        world = self.workers_held if is_patient else largest_within(worlds, room) or worlds[0]
-        assert self.reservation is not None
-        if has_other_nodes or self.sizes(world, open_to_us) != self.reservation.sizes:
-            if world < worlds[0] and world != self.workers_held and not has_other_nodes:
-                text = missing(worlds[0], share, self._open_to_us(state, set()), state)
-                log(f"goes on with {world} of up to {worlds[0]} workers: {text}")
-            self.last_sizes = ()
-            self._ask(world, worlds[-1])
-        return world < worlds[0]
-
-    def _open_to_us(self, state: ClusterState, avoided: Set[str]) -> dict[str, Counter[str]]:
-        """Return what the nodes have for us, by node: what is free there, and what this process holds."""
-        nodes: dict[str, Counter[str]] = {}
-        for node, resources in state.staying.items():
-            if node not in avoided:
-                nodes[node] = Counter(resources)  # type: ignore[arg-type]  # amounts may be fractions
-        for reservation in [self.reservation, *self.lent]:
-            if reservation is None:
-                continue
-            # A bundle that has lost its node lies on none of these.
-            for bundle, node in placement_group_table(reservation.group)["bundles_to_node_id"].items():
-                if node in nodes:
-                    for name, amount in reservation.share.items():
-                        nodes[node][name] += amount * reservation.sizes[bundle]
-        return nodes
-
-    # -------------------------------------------------------------------- nodes that go
-
-    def status(self) -> NodesStatus:
-        """Return the nodes that Ray was told will go, and those with room for a worker. Any thread may ask.
-
-        Ray is told by hand, by its autoscaler, by SIGTERM to `ray start --block`.
-        """
-        state = ClusterState.now()
-        share = share_of_worker(self.cluster)
-        avoided = self.nodes_to_avoid()
-        spare = set()
-        for node_id, resources in state.staying.items():
-            if node_id not in avoided and room_for(share, {node_id: resources}):
-                spare.add(node_id)
-        return NodesStatus(state.draining, spare)
-
-    def avoid(self, node_ids: Sequence[str]) -> None:
-        """Have worker groups placed without these nodes, as long as the others have the room."""
-        for node_id in node_ids:
-            self.avoided[node_id] = time.monotonic()
-
-    def stay_on(self, node_ids: Set[str]) -> None:
-        """Have the next attempts placed without any other node."""
-        self.avoid([node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids])
-
-    def leave_out(self, node_ids: Set[str], least: int) -> int:
-        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
-
-        Where that is less than `least`, nothing is left out.
-        """
-        others = ClusterState.now(without=self.left_out | node_ids)
-        room = room_for(share_of_worker(self.cluster), others.total)
-        if room >= least:
-            self.left_out |= node_ids
-            for node_id in node_ids:
-                self.end_agent(node_id)
-        return room
-
-    def identities(self) -> dict[str, Identity]:
-        """Return code and packages of every node that answers, by its id."""
-        values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
-        return dict(values)
-
-    def nodes_to_avoid(self) -> set[str]:
-        """Return the nodes that are left out, and those that `avoid` was told of not long ago."""
-        now = time.monotonic()
-        return self.left_out | {node for node, since in self.avoided.items() if now < since + AVOID_S}
-
-    def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
-        """Return the nodes that places must not lie on, where the others have room for `least` workers."""
-        avoided = self.nodes_to_avoid() & set(state.total)
-        others = state.total.copy()
-        for node in avoided:
-            del others[node]
-        # A node that is to be avoided is better than none: its worker may have had a signal that the node had not.
-        if room_for(share_of_worker(self.cluster), others) < least:
-            avoided = set()
-        return avoided | self.left_out
-
-    # -------------------------------------------------------------------- agents
+        """Return how many workers have places, when Ray has made room for them (`RayPlaces.reserve`)."""
+        self.node_agents.run = run
+        return super().reserve(run, worlds, log, on_tick)
 
     def agents(self, world: int) -> list[NodeAgent]:
-        """Return the agents of the nodes of the reservation, in the order of the ranks; start those that lack."""
+        """Return the agents of the nodes of the reservation, in the order of the ranks; start the missing ones."""
         assert self.reservation is not None
-        places = self.places(world)
-        rows = {node["NodeID"]: node for node in ray.nodes()}
-        gpus = self.cluster.gpus_per_worker
-        # Agents of nodes that are not used any more only take up their memory, but for a few.
-        self.used = places.keys()
-        kept = 0
-        for node_id in self.actors.keys() - self.used:
-            is_there = node_id in rows and rows[node_id]["Alive"] and node_id not in self.nodes_to_avoid()
-            if is_there and not gpus and kept < WARM_SPARES:
-                kept += 1
-            else:
-                self.end_agent(node_id)
-        agents = []
-        for node_id, bundles in places.items():
-            # Which GPUs Ray has given to a bundle it tells in no table: a task in each bundle sees its own. They are
-            # the same as long as the bundle lives.
-            if gpus and node_id not in self.gpu_ids:
-                answers = []
-                for bundle, count in bundles.items():
-                    place = PlacementGroupSchedulingStrategy(
-                        self.reservation.group, placement_group_bundle_index=bundle
-                    )
-                    task: Any = ray.remote(num_cpus=0, num_gpus=gpus * count)(ray.get_gpu_ids)
-                    answers.append(task.options(scheduling_strategy=place).remote())
-                ids: list[str] = []
-                for of_bundle in ray.get(answers):
-                    ids += map(str, of_bundle)
-                self.gpu_ids[node_id] = ",".join(ids)
-            agents.append(
-                NodeAgent(
-                    name=rows[node_id]["NodeManagerHostname"],
-                    node_id=node_id,
-                    address=rows[node_id]["NodeManagerAddress"],
-                    slots=sum(bundles.values()),
-                    call=partial(call_actor, self.start_agent(node_id)),
-                    visible_gpus=self.gpu_ids.get(node_id, ""),
-                )
-            )
-        return agents
+        return self.node_agents.on(self.places(world), self.reservation.group, self.exclusion.now())
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which a next attempt may move.
-
-        Those of workers with GPUs import nothing ahead: there is nothing to gain, and an autoscaler takes no node away
-        that has an agent.
-        """
-        if self.cluster.gpus_per_worker:
-            return
-        idle = (self.actors.keys() - self.used) & spare
-        for node_id in sorted(spare - self.actors.keys())[: max(0, WARM_SPARES - len(idle))]:
-            self.start_agent(node_id)
-
-    def start_agent(self, node_id: str) -> Any:
-        """Return the actor that is the agent of a node; where none runs there, one is started and imports."""
-        if node_id not in self.actors:
-            self.actors_started += 1
-            remote: Any = ray.remote(RayAgent).options(
-                # People find it by this name in the dashboard.
-                name=f"{Path(self.run).name} agent {self.actors_started} {secrets.token_hex(2)}",
-                num_cpus=0,
-                max_restarts=0,
-                max_concurrency=AGENT_THREADS,
-                # Not soft: on any other node it would start the workers there.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            )
-            self.actors[node_id] = remote.remote(self.cluster.gpus_per_worker > 0)
-            self.actors[node_id].warm_up.remote()
-        return self.actors[node_id]
-
-    def end_agent(self, node_id: str) -> None:
-        """End the agent of a node, and its workers with it, where there is one."""
-        with suppress(Exception):
-            ray.kill(self.actors[node_id])
-        self.actors.pop(node_id, None)
+        """Start agents on a few of these nodes, to which a next attempt may move."""
+        self.node_agents.warm_up_spares(spare)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         """Say how the node of each agent was lost, or the agent alone, and go on without it; "" where both are there.
@@ -549,14 +94,51 @@ class RayNodes:
             elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                 loss = "its node's agent died (killed, or crashed), and its workers with it"
             if loss:
-                self.end_agent(agent.node_id)
+                self.node_agents.end(agent.node_id)
             losses.append(loss)
         return losses
 
-    def gpus_present(self) -> tuple[int, str]:
-        """Return how many GPUs the cluster has, and whether it is this "machine" or another "cluster"."""
-        place = "machine" if self.is_embedded else "cluster"
-        return int(ray.cluster_resources().get("GPU", 0)), place
+    # -------------------------------------------------------------------- nodes that go
+
+    def status(self) -> NodesStatus:
+        """Return the nodes that Ray was told will go, and those with room for a worker. Any thread may ask.
+
+        Ray is told by hand, by its autoscaler, by SIGTERM to `ray start --block`.
+        """
+        state = ClusterState.now()
+        share = share_of_worker(self.cluster)
+        avoided = self.exclusion.now()
+        spare = set()
+        for node_id, resources in state.staying.items():
+            if node_id not in avoided and room_for(share, {node_id: resources}):
+                spare.add(node_id)
+        return NodesStatus(state.draining, spare)
+
+    def avoid(self, node_ids: Sequence[str]) -> None:
+        """Have worker groups placed without these nodes, as long as the others have the room."""
+        self.exclusion.avoid(node_ids)
+
+    def stay_on(self, node_ids: Set[str]) -> None:
+        """Have the next attempts placed without any other node."""
+        self.avoid([node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids])
+
+    def leave_out(self, node_ids: Set[str], least: int) -> int:
+        """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
+
+        Where that is less than `least`, nothing is left out.
+        """
+        others = ClusterState.now(without=self.exclusion.excluded | node_ids)
+        room = room_for(share_of_worker(self.cluster), others.total)
+        if room >= least:
+            self.exclusion.excluded |= node_ids
+            for node_id in node_ids:
+                self.node_agents.end(node_id)
+        return room
+
+    def identities(self) -> dict[str, Identity]:
+        """Return code and packages of every node that answers, by its id."""
+        values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
+        return dict(values)
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
@@ -572,9 +154,8 @@ def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
         # cluster that was joined again.
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():
-            nodes.avoided |= before.avoided
-            nodes.left_out |= before.left_out
+            nodes.exclusion.add(before.exclusion)
         _joined.clear()
         _joined[connection] = nodes
-    _joined[connection].cluster = cluster
+    _joined[connection].use(cluster)
     return _joined[connection]

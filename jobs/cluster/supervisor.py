@@ -1,36 +1,39 @@
-"""Runs attempts of a stage on a worker group until one succeeds, or until another would not help.
+"""Runs attempts of a stage on a worker group until one succeeds, or until another attempt would not help.
 
     supervise(train, make_task, context, worlds=(4, 2, 1), stall_s=600.0)
-    → {"step": 40, "samples_seen": 640, …}: what `train(task)` returned in rank 0 of the attempt that succeeded
+    → {"step": 40, "samples_seen": 640, …}: the value of `train(task)` in rank 0 of the attempt that succeeded
 
-One attempt, in order:
-0. Reserve a place for every worker: wait until the cluster has the room; somebody who wants this process to end is
-   heard meanwhile. Where the stage may run on several numbers of workers, this says on how many it does.
+One attempt, in order (`supervise`):
+0. Reserve a place for every worker: wait until the cluster has room, or until this process is asked to end. If the
+   stage may run on several numbers of workers, this decides on how many it does.
 1. Claim the next attempt number of the run: from now on no older attempt can commit a checkpoint.
-2. Ask the stage for its task, the one document that all workers are told.
-3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for what the workers leave behind.
-4. Run the worker group. About every 0.5 s, in order: end it where a worker is stuck, and name a worker that is slow;
-   ask the workers to commit and end where there is room for more of them, where a node has given notice, and where
-   somebody wants this process to end; show the log.
-5. It returns a value: done.
+2. Get the task from the stage: the document that all workers receive.
+3. Make the attempt's folder, `<stage>/attempts/attempt-000001`, for the files of the workers.
+4. Run the worker group. About every 0.5 s, in order (`Attempt.look`): report the status; end the attempt if a worker is
+   stuck; name a worker that is slow; request a commit and an end if there is room for more workers, if a node has given
+   notice, or if this process is asked to end.
+5. The worker function returns a value: done.
 
-Where a node has given notice that it will go, or there is room for more workers (elastic.py), the workers commit and
-end as if somebody wanted this process to end; but then the next attempt starts at once, on other nodes or on more. That
-is a move, and neither an incident nor a restart.
+After a notice, or for more workers (elastic.py), the workers commit and end as if this process were asked to end; but
+the next attempt starts at once, on other nodes or on more. This is a move (`move`), neither an incident nor a restart.
 
-Where it raises WorkerGroupError instead, the incident is written down, but not in case a. Then the first case decides
-that applies:
-a. A worker asked for exit code 75, because it has committed and stopped: Preempted.
-b. The attempt had more workers than the last that has committed, and made no checkpoint: the next has fewer again, at
-   once, because a node that has joined may be broken.
-c. A worker asked for another exit code: StageFailed with that code, because a restart does not cure it. But where it
-   did so because nodes are unlike the others, and the others have room for enough workers, the next attempt starts at
-   once without these nodes, and so do all after it.
-d. The exception is the one of the attempt before, or `max_restarts` attempts have failed in a row, and there was no new
-   checkpoint meanwhile: StageFailed.
-e. Somebody wants this process to end: Preempted.
-f. Otherwise wait, and start the next attempt from the newest checkpoint. There is no wait after a new checkpoint;
-   else it is `backoff_s`, doubled with every attempt.
+Otherwise the attempt has failed with WorkerGroupError. The incident is recorded, except in case a, and the first case
+that applies decides (`recover`):
+a. A worker asked for exit code 75, because it committed and stopped: Preempted.
+b. A worker asked for exit code 73, because another command seemed to own the run: RunOwned if one does; otherwise the
+   next attempt starts at once.
+c. Workers refused to start because nodes are unlike the others: if the others have room for enough workers, the next
+   attempt starts at once without these nodes, and so do all later ones; otherwise StageFailed. Not if this process is
+   asked to end.
+d. The attempt had more workers than the last one that committed, and made no checkpoint: the next attempt starts at
+   once on the workers and nodes of that one, because a node that has joined may be broken. Not if this process is asked
+   to end.
+e. A worker asked for another exit code: StageFailed with that code, because a restart does not help.
+f. There was no new checkpoint, and the exception is that of the previous attempt, or more than `max_restarts` attempts
+   have failed in a row: StageFailed.
+g. This process is asked to end: Preempted.
+h. Otherwise wait, then start the next attempt from the newest checkpoint. There is no wait after a new checkpoint; else
+   it is `backoff_s`, doubled with every attempt.
 """
 
 import builtins
@@ -60,7 +63,7 @@ GO_ON = "run the same command again to go on"
 
 # What stands in the message when memory runs out: the kernel's or Ray's killer, CUDA, Python, torch on a CPU, C++.
 OUT_OF_MEMORY = ("out-of-memory", "OutOfMemoryError", "MemoryError", "can't allocate memory", "bad_alloc")
-LESS_MEMORY = "; lower micro_batch, activation_gb or data.processes"
+LESS_MEMORY = "; lower micro_batch or data.processes, or raise checkpoint_blocks"
 STOP_POLL_S = 0.2  # how often a wait looks whether somebody wants this process to end
 
 Accompany = Callable[[Task, Path, ClusterConfig], AbstractContextManager[object]]
@@ -120,14 +123,14 @@ def supervise(
                 value = group.run(function, task, attempt.look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            # Where this process was frozen, and the run is another command's by now, it ends here.
-            context.poll(folder, number, 0)
-            # First: the store may be gone that is asked below, and its error would come out in the place of this one.
-            # A stop that was asked for is no incident, nor is a move.
+            # If this process was frozen, and another command owns the run by now, it ends here.
+            context.poll(number, 0)
+            # Before the store is read: it may be gone, and its error would replace this one. A requested stop is no
+            # incident, nor is a move.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
                 write_incident(context, number, error, group.places())
-            # Where no attempt follows and a worker has said how it ended, the answer would change nothing: the error
-            # is raised below. A store that is gone would be asked for a minute.
+            # If no attempt follows and a worker has reported its end, progress makes no difference: the error is raised
+            # below. Reading a store that is gone takes a minute.
             is_end_of_stage = context.stop_requested() and error.exit_code is not None
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
@@ -137,14 +140,14 @@ def supervise(
             if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
                 move(attempt, nodes, sizes)
                 continue
-            # Asked for by whoever wants this process to end.
+            # This process is asked to end.
             if isinstance(error, Preempted):
                 raise
             failure = error
         finally:
             growth.has_ended.set()
             # The log may have grown since the last look.
-            context.poll(folder, number, 0)
+            context.poll(number, 0)
         recover(context, nodes, history, failure, world, made_progress=made_progress)
 
 
@@ -169,16 +172,16 @@ class Attempt:
     can_commit: bool
 
     def look(self) -> None:
-        """Look at the workers once, as they were last reported, about every 0.5 s.
+        """Check the workers once, as they were last reported, about every 0.5 s.
 
-        Raises WorkerGroupError where a worker is stuck, Preempted where somebody wants this process to end and there is
-        nothing to commit.
+        Raises WorkerGroupError if a worker is stuck, Preempted if this process is asked to end and there is nothing to
+        commit.
         """
         context = self.context
         group = self.group
-        # First: a driver that was frozen may have lost the run meanwhile, and would write into another's.
+        # First: a driver that was frozen may have lost the run meanwhile, and would write into another command's.
         step = min((place.step for place in group.places().values()), default=0)
-        context.poll(group.folder, self.number, step)
+        context.poll(self.number, step)
         # The agents read what workers have left: none has to answer, so a frozen one cannot hold this up. A worker that
         # has ended enters no phase any more: then the cluster is clearing up, which is nobody's fault.
         if not group.have_all_ended():
@@ -302,24 +305,24 @@ def leave_out_unlike(context: Context, nodes: Nodes, failure: WorkerGroupError, 
 def recover(
     context: Context, nodes: Nodes, history: History, failure: WorkerGroupError, world: int, *, made_progress: bool
 ) -> None:
-    """Return when the next attempt is to start behind one of `world` workers that failed: a to f of the module.
+    """Return when the next attempt may start after one of `world` workers failed: a to h of the module.
 
-    Raises Preempted where somebody wants this process to end, before or during a wait, and StageFailed.
+    Raises Preempted, also if this process is asked to end during a wait, RunOwned and StageFailed.
     """
-    # a. The message is that of the exception by which the worker has ended, without the exception's name.
+    # a. The message is that of the worker's exception, without the exception's name.
     message = failure.cause.partition(": ")[2]
     if failure.exit_code == ExitCode.PREEMPTED:
         raise Preempted(message)
-    # A driver that has lost the run may have claimed a number as its last act: this one goes on, or has lost it itself.
+    # b. A driver that lost the run may have claimed an attempt number as its last act; this one then still owns it.
     if failure.exit_code == ExitCode.OWNED:
         context.check_owned()
         context.log(f"{failure}; restarting from {restart_point(context)}")
         return
-    # c, of which b knows less: nodes that are named are left out.
+    # c. Before d, which would not exclude the nodes by name.
     if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
         leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))
         return
-    # b. Back to the workers and nodes of the last attempt that committed.
+    # d. Back to the workers and nodes of the last attempt that committed.
     if not made_progress:
         proven = history.sizes.fall_back(world)
         if proven is not None and not context.stop_requested():
@@ -327,11 +330,11 @@ def recover(
             text = f"no commit with {world} workers: back to {proven.world} on their nodes"
             context.log(f"{failure}; {text}, from {restart_point(context)}")
             return
-    # c. A worker that asks for an exit code knows what it wants.
+    # e.
     if failure.exit_code is not None:
         raise StageFailed(f"{context.stage.name}: {message}", failure.exit_code, failure.kind)
 
-    # d. A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever. One restart is
+    # f. A new checkpoint is progress, however short the attempt: such a stage may be restarted for ever. One restart is
     # enough to know that the same exception comes again; a death, which has no kind, may have been chance.
     history.failures = 0 if made_progress else history.failures + 1
     is_same_again = failure.kind != "" and failure.cause == history.last_cause and history.failures > 0
@@ -347,16 +350,16 @@ def recover(
             f"  the traceback is in {context.directory / 'incidents.txt'}",
             ExitCode.IO if is_os_error else ExitCode.INTERNAL,
         )
-    # e.
+    # g.
     if context.stop_requested():
         raise Preempted(f"{failure}; stopped at {start}; {GO_ON}")
-    # f. After a new checkpoint the next attempt starts at once; without one it perhaps waits for a disk or a node.
+    # h. After a new checkpoint the next attempt starts at once; without one it perhaps waits for a disk or a node.
     wait_s = 0.0
     if history.failures:
         wait_s = context.campaign.cluster.backoff_s * 2 ** (history.failures - 1)
     remark = f" in {wait_s:.0f}s" if wait_s else ""
     context.log(f"{failure}; restarting from {start}{remark}")
-    # In small pieces, so that a signal does not have to wait for the end of the wait.
+    # In short pieces, so that a signal is noticed during the wait.
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if context.stop_requested():

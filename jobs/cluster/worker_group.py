@@ -39,7 +39,7 @@ POLL_S = 1.0  # the period of the heartbeat: an agent without news reports so of
 TOGETHER_S = 0.05  # agents that are polled with one deadline answer within this time
 # Heartbeats that an agent may miss before its node is asked, counted from the poll that it does not answer. That poll
 # may be 1 s old when a link goes: a link that is back after 5 s is whole when the node is asked, which is 5 to 6.5 s
-# after it went, at the next tick. The question takes 1 s (ANSWER_S, ASKED_TIMES in ray_nodes.py): 6 to 7.5 s in all.
+# after it went, at the next tick. The question takes 1 s (ANSWER_S, ASKED_TIMES in ray_places.py): 6 to 7.5 s in all.
 MISSED_BEATS = 6
 # The same, where a worker says that it has lost a peer: at once, because the attempt is judged 1.5 s after that.
 MISSED_BEATS_PEER = 1

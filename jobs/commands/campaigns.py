@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, Run
+from jobs.commands.arguments import WATCHERS, Debug, Fresh, Overrides, Recipe, Run
 from jobs.named_stages import RECORD, find_stage
 
 if TYPE_CHECKING:
-    from jobs.resolved_recipe import Campaign
+    from jobs.resolved_recipe import Campaign, Kinds
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -22,16 +22,19 @@ Only = Annotated[
 
 
 def run(
-    recipe: Recipe, overrides: Overrides = None, only: Only = None, fresh: Fresh = False, _debug: Debug = False
+    context: typer.Context,
+    recipe: Recipe,
+    overrides: Overrides = None,
+    only: Only = None,
+    fresh: Fresh = False,
+    _debug: Debug = False,
 ) -> None:
     """Run a campaign, or resume it with the same command."""
-    campaign = load_campaign(recipe, overrides)
+    campaign = load_campaign(recipe, overrides, kinds_of(context))
     # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
     from jobs.run.session import run_campaign
 
-    if only is not None:
-        only = stage_named(campaign, only)
-    run_campaign(campaign, fresh=fresh, only=only)
+    run_campaign(campaign, watchers=WATCHERS, fresh=fresh, only=only)
 
 
 def status(run: Run, _debug: Debug = False) -> None:
@@ -50,28 +53,19 @@ def status(run: Run, _debug: Debug = False) -> None:
 # ------------------------------------------------------------------------------------------------ which recipe, stage
 
 
-def load_campaign(recipe: str, overrides: list[str] | None) -> "Campaign":
-    """The validated campaign of a recipe and what comes on top. Raises ConfigError or DataError."""
+def kinds_of(context: typer.Context) -> "Kinds":
+    """Return all kinds of stages that the table of a command names."""
+    from jobs.kinds import load_kinds
+
+    return load_kinds(context.obj.kinds)
+
+
+def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "Campaign":
+    """Return the validated campaign of a recipe with its overrides. Raises ConfigError or DataError."""
     path = recipe_path(recipe)
     from jobs.recipe.campaign import load
 
-    return load(path, overrides or [])
-
-
-def stage_named(campaign: "Campaign", name: str) -> str:
-    """Return the name of the stage that --only means: a section of the recipe, or the only stage of a kind.
-
-    Raises ConfigError if there is no such stage, or several stages of that kind.
-    """
-    # All runs of a sweep belong to one section of the recipe, which is run whole.
-    sections = {stage.source for stage in campaign.stages}
-    of_kind = list(dict.fromkeys(stage.source for stage in campaign.stages if stage.kind.name == name))
-    if name not in sections and len(of_kind) > 1:
-        stages = f"{len(of_kind)} stages of kind {name}: {', '.join(of_kind)}"
-        raise ConfigError(f"the recipe has {stages}; --only names one")
-    if name not in sections and of_kind:
-        name = of_kind[0]
-    return campaign.stage(name).name
+    return load(path, overrides or [], kinds)
 
 
 def run_or_stage(path: str) -> Path:

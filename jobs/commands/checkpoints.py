@@ -26,8 +26,8 @@ from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.extras import async_evaluation
-from pipeline.extras.best import scores_of, steps_of_best
-from pipeline.monitoring.telemetry import read_metrics
+from pipeline.extras.best import steps_of_best
+from pipeline.monitoring.telemetry import read_metrics, scores_of
 from pipeline.versions import code_version
 
 if TYPE_CHECKING:  # it imports torch, for which a listing and a refusal do not wait

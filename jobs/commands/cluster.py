@@ -10,7 +10,7 @@ import typer
 from data.checks import check_name
 from data.errors import ClusterError, ExitCode, StorageError, UsageError
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, Run
-from jobs.commands.campaigns import recipe_path
+from jobs.commands.campaigns import kinds_of, recipe_path
 from jobs.terminal import echo
 
 Variables = Annotated[
@@ -25,6 +25,7 @@ KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV, signal.
 
 
 def submit(
+    context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
     fresh: Fresh = False,
@@ -46,13 +47,14 @@ def submit(
             raise UsageError(f"--env {item!r} has no value\n  expected NAME=VALUE, for example --env NCCL_DEBUG=INFO")
         variables[name] = value
     document = read_recipe(recipe_path(recipe), overrides or [])
-    storage = resolve(document).storage  # a wrong recipe stops here, not on the cluster
+    kinds = kinds_of(context)
+    storage = resolve(document, kinds).storage  # a wrong recipe stops here, not on the cluster
     run = storage.address()
     from jobs.submit import submission  # it imports Ray
 
     check_name(Path(run).name, "a run", "give it another folder: run=runs/NAME")
     # A job takes the checkout along. The recipe, which may lie anywhere, travels as text.
-    text, changed = portable(document, run, Path.cwd())
+    text, changed = portable(document, run, Path.cwd(), kinds)
     if changed:
         print(f"relative paths are taken from {Path.cwd()}: {', '.join(changed)}")
     variables[VARIABLE] = text

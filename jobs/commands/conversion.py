@@ -21,10 +21,9 @@ from data.files import whole_file
 from data.index.names import read_class_list, some
 from jobs.named_stages import stage_at, stages_in
 from jobs.progress import activity
-from jobs.stages import any_weights
 from jobs.terminal import echo
 from models.weights.folder import CONFIG
-from pipeline import artifacts
+from pipeline import any_weights, artifacts
 from pipeline.config import differences, require
 from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.versions import code_version

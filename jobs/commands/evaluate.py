@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from data.errors import DataError, UsageError
-from jobs.commands.arguments import Debug
+from jobs.commands.arguments import WATCHERS, Debug
 from jobs.commands.weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
 from jobs.terminal import echo
 from models.checks import did_you_mean
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 STAGE = "evaluate"
 MOST_PROCESSES = 8  # on a machine without GPUs: each holds the whole model
@@ -57,6 +57,7 @@ def evaluate(
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
+    from jobs.kinds import CORE, load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
@@ -98,7 +99,7 @@ def evaluate(
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    campaign = resolve(config.Recipe(values, "the command", folder))
+    campaign = resolve(config.Recipe(values, "the command", folder), load_kinds(CORE))
     stage = campaign.stage(STAGE)
     refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
@@ -111,7 +112,8 @@ def evaluate(
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
     cluster |= values.get("cluster", {})
-    run_campaign(replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster")))
+    campaign = replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster"))
+    run_campaign(campaign, watchers=WATCHERS)
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")

@@ -16,7 +16,7 @@ from jobs.commands.arguments import Debug, stoppable
 from jobs.named_stages import find_set, near_path, stages_in
 from jobs.progress import ProgressMeter
 from jobs.terminal import echo
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 if TYPE_CHECKING:
     from data.index.index import Index

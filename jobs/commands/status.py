@@ -1,74 +1,52 @@
 """The work of `patchline status RUN`: where a run stands, from its directory alone."""
 
-import json
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+from typing import TYPE_CHECKING
 
 from data.errors import CheckpointError, DataError
 from data.storage import Folder, Storage
 from jobs.named_stages import no_run
-from jobs.ownership import RAY_JOB, judge
+from jobs.ownership import RAY_JOB
+from jobs.run.reading import LastCommand, read_command, read_outcome, stage_folders
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
 from pipeline.extras import async_evaluation
-from pipeline.monitoring.telemetry import account, amount, duration, last_metrics, read_metrics
+from pipeline.monitoring.telemetry import account, last_metrics, read_metrics
+from pipeline.values import amount, duration
 
 if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder does not need
     from data.bucket import Bucket
 
 
-class DoneRecord(TypedDict):
-    """What is read here of a finished stage's done.json."""
-
-    seconds: float
-    metrics: NotRequired[dict[str, float]]
-    summary: NotRequired[str]  # of a sweep's table
-    diverged: NotRequired[str]  # of a run of a sweep: how it ended
-    stopped: NotRequired[str]  # of a hopeless stage, why it ended early
-
-
 def status(run: Path, store: "Bucket | None" = None) -> None:
-    """Print one line a stage folder, in the order they were first started; of a stage's folder, that stage alone.
+    """Print one line for each stage of a run, in the order first started; for a stage's folder, only that stage.
 
-    Where the run is in an object store, `run` is a local copy, or a stage's folder in it, and what is printed names the
-    URL. Raises UsageError where there is no run, StorageError.
+    For a run in an object store, `run` is a local copy, or a stage's folder in it, and the printed lines name the URL.
+    Raises UsageError if there is no run, StorageError.
     """
     # 1. The stages. A stage's folder has a stage.json from its very start.
-    folders = sorted((record.parent for record in run.glob("*/stage.json")), key=artifacts.started_s)
-    if (run / "stage.json").exists():
-        folders = [run]
-        run = run.parent
+    run, folders = stage_folders(run)
     if not folders:
         raise no_run(run)
 
     # 2. How the last command ended, or which one is running.
-    path = run / "status.json"
-    has_ended = False
-    try:
-        last = json.loads(path.read_text())
-        if last["exit_code"] is not None:
-            end = f"{last['message']} (exit {last['exit_code']}, {last['time']})"
-            has_ended = True
-        else:
-            end, has_ended = owner(store or Folder(run), last["time"], last["command"])
-    except OSError:
-        end = "unknown: no command has ended yet"
-    except (ValueError, KeyError, TypeError):  # empty, torn or altered
-        end = f"unknown: {path} is torn or altered; the next command writes it anew"
+    def report(text: str) -> None:
+        print(f"status: {text}", file=sys.stderr, flush=True)
 
-    # 3. A line a stage, with what a sweep has chosen for it.
-    label = "end"
-    if end.startswith("running"):
-        label = "now"
-    lines = [f"run  {run}", f"{label}  {end}"]
+    storage = store or Folder(run)
+    last = read_command(run, storage, report)
+    label = "now" if last.state == "running" else "end"
+
+    # 3. A line for each stage, with the values that a sweep has chosen for it.
+    lines = [f"run  {run}", f"{label}  {in_words(last, run, storage)}"]
     width = max(24, *(len(folder.name) for folder in folders))
     for folder in folders:
-        line = f"{folder.name:{width}} {stage_line(folder, has_ended=has_ended)}"
-        with suppress(DataError):  # named in the line already
+        line = f"{folder.name:{width}} {stage_line(folder, has_ended=last.has_ended)}"
+        with suppress(DataError):  # the line tells already that the record was altered
             chosen = artifacts.read_record(folder / "stage.json").get("chosen", {})
             if chosen:
                 line += f"  ({', '.join(f'{field}={value}' for field, value in chosen.items())})"
@@ -79,56 +57,52 @@ def status(run: Path, store: "Bucket | None" = None) -> None:
         echo(line)
 
 
-def owner(storage: Storage, started: str, command: str) -> tuple[str, bool]:
-    """Return how the command stands that has not said how it ended, in words; and whether it has ended.
-
-    A command that was killed, or lost its machine, could not say so: its lease tells (jobs/ownership.py).
-    """
-
-    def report(text: str) -> None:
-        print(f"status: {text}", file=sys.stderr, flush=True)
-
-    state, seen = judge(storage, report)
-    record = seen.record if seen is not None else None
-    if state == "held" and record is not None:
-        job = f", {record['job']}" if record["job"] else ""
-        return f"running, started {started} on {record['host']} (process {record['pid']}{job}): {command}", False
-    if state == "held":
-        return f"running, started {started}: {command}", False
-    if record is None:
+def in_words(last: LastCommand, run: Path, storage: Storage) -> str:
+    """Return how the last command on a run stands, as a sentence."""
+    if last.problem == "missing":
+        return "unknown: no command has ended yet"
+    if last.problem == "altered":
+        return f"unknown: {run / 'status.json'} is torn or altered; the next command writes it anew"
+    if last.exit_code is not None:
+        return f"{last.message} (exit {last.exit_code}, {last.time})"
+    holder = last.lease
+    if holder is None and last.state == "running":
+        return f"running, started {last.time}: {last.command}"
+    if holder is None:
         return (
-            f"stopped without a word, started {started}, and its lease cannot be read; to go on type: {command}",
-            True,
+            f"stopped without a word, started {last.time}, and its lease cannot be read; to go on type: {last.command}"
         )
+    process = f"process {holder['pid']}"
+    job = f", {holder['job']}" if holder["job"] else ""
+    if last.state == "running":
+        return f"running, started {last.time} on {holder['host']} ({process}{job}): {last.command}"
     # The command of a submitted job reads a recipe that only that job has.
-    again = command
-    if record["job"].startswith(RAY_JOB):
+    again = last.command
+    if holder["job"].startswith(RAY_JOB):
         again = f"python -m jobs submit RECIPE run={storage.address()}"
-    job = f", {record['job']}" if record["job"] else ""
     return (
-        f"stopped without a word: process {record['pid']} on {record['host']}{job}, started {started}, was last seen "
-        f"{record['renewed']} by that machine's clock; to go on type: {again}",
-        True,
+        f"stopped without a word: {process} on {holder['host']}{job}, started {last.time}, was last seen "
+        f"{holder['renewed']} by that machine's clock; to go on type: {again}"
     )
 
 
 def stage_line(folder: Path, *, has_ended: bool) -> str:
-    """Return what a stage came to, or how far it is; `has_ended` where no command is running any more."""
+    """Return what a stage resulted in, or how far it is; `has_ended` if no command is running any more."""
     try:
-        outcome = cast(DoneRecord | None, artifacts.read_done(folder))
+        outcome = read_outcome(folder)
     except DataError as error:
         return f"CANNOT TELL: {str(error).splitlines()[0]}"
-    # 1. A finished stage: what it came to.
+    # 1. A finished stage.
     if outcome is not None:
-        took = duration(outcome["seconds"])
-        if "diverged" in outcome:
-            return f"DIVERGED after {took}: {outcome['diverged']}"
+        took = duration(outcome.seconds)
+        if outcome.diverged:
+            return f"DIVERGED after {took}: {outcome.diverged}"
         line = f"done in {took}"
-        if "stopped" in outcome:
-            line = f"STOPPED after {took}: {outcome['stopped']}"
-        if "summary" in outcome:
-            line += f"  {outcome['summary']}"
-        for name, value in async_evaluation.without_single_seeds(outcome.get("metrics", {})).items():
+        if outcome.stopped:
+            line = f"STOPPED after {took}: {outcome.stopped}"
+        if outcome.summary:
+            line += f"  {outcome.summary}"
+        for name, value in outcome.metrics.items():
             line += f"  {name} {value:.4f}"
         return line
 

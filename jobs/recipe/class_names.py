@@ -15,8 +15,8 @@ from data.errors import DataError
 from data.index.names import Names, agreed
 from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
-from jobs.stages import any_weights
 from models.weights.folder import CLASSES, CONFIG
+from pipeline import any_weights
 
 
 def check(stage: Stage, there: Available) -> None:

@@ -17,21 +17,19 @@ from data.errors import ConfigError, DataError
 from data.images.augment import RESIZE_BEFORE_RANDOM_CROP
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from jobs.extras.studies import table
-from jobs.kinds import KINDS
-from jobs.resolved_recipe import Reads, Stage, reference
-from jobs.stages import any_weights
+from jobs.named_stages import TABLE
+from jobs.resolved_recipe import Kinds, Reads, Stage, reference
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
-from pipeline import artifacts, config
+from pipeline import any_weights, artifacts, config
 from pipeline.config import require
 
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
 MISSING = "missing"  # stands for the digest of an input that cannot be read
 
 
-def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Reads, str], str]) -> Stage:
+def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Reads, str], str], kinds: Kinds) -> Stage:
     """Return a parsed stage with its inputs, its model and its key; `earlier` has the stages that it reads.
 
     `digests` keeps those of inputs from outside the campaign: the runs of a sweep start from the same weights, which
@@ -44,7 +42,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     for field_name, (value, reads) in inputs.items():
         link = reference(value)
         if link is not None:
-            check_part(f"{stage.name}.{field_name}", value, reads, earlier)
+            check_part(f"{stage.name}.{field_name}", value, reads, earlier, kinds)
             parent_name, part = link
             keys[field_name] = f"{earlier[parent_name].key}/{part}"
             continue
@@ -53,7 +51,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             if (reads, value) not in digests:
                 # A stage logs the check of its weights when it starts from them; reading a recipe prints nothing.
                 if reads is Reads.TABLE:
-                    digest = hashlib.sha256((Path(value) / table.DOCUMENT).read_bytes()).hexdigest()
+                    digest = hashlib.sha256((Path(value) / TABLE).read_bytes()).hexdigest()
                 elif reads is Reads.FILE:
                     digest = hashlib.sha256(Path(value).read_bytes()).hexdigest()
                 elif reads is Reads.WEIGHTS:
@@ -82,8 +80,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         missing.append(f"{stage.name}.{message}")
 
     # 2. The inputs that the key is of: those that may not change on resume. A test set may change half way: it is
-    # tagged otherwise. A value that a sweep is still to choose stands in the config as the first of its grid, and here
-    # with the key of the table that chooses.
+    # tagged otherwise. A value that another stage determines is in the key by that stage's key, and by the placeholder.
     forbidden = config.tagged(stage.config, "forbid")
     inputs_in_key: dict[str, str] = {}
     eval_inputs: dict[str, str] = {}
@@ -92,11 +89,12 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
             inputs_in_key[name] = key
         else:
             eval_inputs[name] = key
-    for name, value in stage.chosen.items():
-        require(name not in keys, f"{stage.name}: {name} names an input, which a grid with held_out cannot choose")
-        inputs_in_key[name] = f"{earlier[value[1:]].key}/{name}"
-    # The numbers of a sweep's run depend on more than its weights: it is there to be compared. And evaluations choose
-    # the weights that a stage with keep_best hands on.
+    for name, value in stage.references.items():
+        link = reference(value)
+        assert link is not None, "only references are kept as such"
+        inputs_in_key[name] = f"{earlier[link[0]].key}/{link[1]}"
+    # Runs of one section are compared with each other: their key is of how they are evaluated, too. And evaluations
+    # choose the weights that a stage with keep_best exports.
     warned: dict[str, object] = {}
     chooses_weights = getattr(stage.config, "keep_best", None) is not None
     if stage.is_run or chooses_weights:
@@ -132,7 +130,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
         parents[name] = value
     stage = replace(
         stage,
-        parents={**parents, **stage.chosen},
+        parents={**parents, **stage.references},
         key=config.digest(identity),
         inputs=inputs_in_key,
         eval_inputs=eval_inputs,
@@ -143,7 +141,7 @@ def resolve(stage: Stage, earlier: Mapping[str, Stage], digests: dict[tuple[Read
     return replace(stage, missing=tuple(missing))
 
 
-def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage]) -> None:
+def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, Stage], kinds: Kinds) -> None:
     """Raise ConfigError unless the stage that a field names makes what the field reads."""
     link = reference(value)
     assert link is not None, "of references alone"
@@ -151,7 +149,7 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
     parent = earlier[parent_name]
     if reads in (Reads.WEIGHTS, Reads.ANY_WEIGHTS):
         # The table of a sweep is what people name when they mean one of its runs.
-        if Reads.OUTCOME in parent.kind.inputs.values():
+        if parent.kind.reads_outcomes:
             runs = ", ".join(parent.parents.values())
             raise ConfigError(
                 f"{field_name} is {value}: that is the table of a sweep\n  expected one of its runs: {runs}\n"
@@ -159,7 +157,7 @@ def check_part(field_name: str, value: str, reads: Reads, earlier: Mapping[str, 
             )
         if not parent.kind.makes_weights or part:
             makers = []
-            for kind in KINDS.values():
+            for kind in kinds.values():
                 if kind.makes_weights:
                     makers.append(kind.name)
             raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 
 import models
 from jobs.recipe.key import MISSING
+from jobs.recipe.references import known_values
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -34,8 +35,9 @@ def stage_record(stage: Stage) -> dict[str, Any]:
         "warn": config.tagged(stage.config, "warn"),
         "eval_inputs": dict(stage.eval_inputs),
     }
-    if stage.known:
-        record["chosen"] = dict(stage.known)
+    known = known_values(stage)
+    if known:
+        record["chosen"] = known
     return record
 
 
@@ -63,7 +65,10 @@ def changed_warnings(directory: Path, stage: Stage) -> dict[str, str]:
     record = artifacts.read_record(record_path)
     contents = record.get("eval_inputs", {})
     changes: dict[str, str] = {}
-    for text in config.differences(record["warn"], config.tagged(stage.config, "warn")):
+    now = config.tagged(stage.config, "warn")
+    # A key of an earlier version that has gone and held null changes nothing.
+    before = {name: value for name, value in record["warn"].items() if name in now or value is not None}
+    for text in config.differences(before, now):
         changes[text.partition(":")[0]] = text
     for field, content in stage.eval_inputs.items():
         # A finished stage is skipped also where the set that it was judged on is gone.

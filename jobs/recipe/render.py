@@ -14,16 +14,14 @@ what a `pack` stage reads is in its key by path.
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
-from jobs.extras.studies import expand
-from jobs.kinds import KINDS
 from jobs.recipe.campaign import NOT_STAGES
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.references import in_words
+from jobs.recipe.sections import flat, with_fields
+from jobs.resolved_recipe import Campaign, Kinds, MakeAbsolute, Stage
 from pipeline import config
 from pipeline.config import Recipe
 
@@ -33,21 +31,21 @@ VARIABLE = "PATCHLINE_RECIPE"  # of the environment in which a recipe travels
 def resolved(campaign: Campaign) -> str:
     """Return the campaign as YAML with every default written out.
 
-    Of the runs of a sweep the first is written out; of the others, what is different.
+    If a section has become several stages, the first is written out; the others show what is different.
     """
     sections: dict[str, object] = {
         "cluster": config.plain(campaign.cluster),
         "trackers": config.plain(campaign.trackers),
     }
-    first_runs: dict[tuple[str, str], Stage] = {}  # by the sweep and the kind
+    first_runs: dict[tuple[str, str], Stage] = {}  # by the section and the kind
     for stage in campaign.stages:
         first = first_runs.setdefault((stage.source, stage.kind.name), stage)
         values = config_as_known(campaign, stage)
-        if first is stage or not stage.is_run or stage.kind.name == expand.TABLE:
+        if first is stage or not stage.is_run or stage.kind.reads_outcomes:
             sections[stage.name] = {"kind": stage.kind.name, **values}
             continue
-        before = expand.flat(config_as_known(campaign, first), stage.name)
-        after = expand.flat(values, stage.name)
+        before = flat(config_as_known(campaign, first), stage.name)
+        after = flat(values, stage.name)
         changed = {}
         for field in {**before, **after}:
             value = after.get(field, "absent")
@@ -58,50 +56,39 @@ def resolved(campaign: Campaign) -> str:
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
-    """Return a stage's config as nested plain values, with a text for what is still to be chosen."""
+    """Return a stage's config as nested plain values, with a text in place of values that are not known yet."""
     values = config.plain(stage.config)
-    for field in stage.chosen:
-        if field not in stage.known:
-            values = expand.with_fields(values, {field: choice_text(campaign, stage, field)}, stage.name)
+    for field in stage.pending:
+        values = with_fields(values, {field: in_words(campaign, stage, field)}, stage.name)
     return values
-
-
-def choice_text(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Return a chosen field of a stage in words: a value, or the best of several that is not known yet."""
-    table = expand.table_of(campaign, stage.chosen[field])
-    values = []
-    for run in table.config.runs.values():
-        value = str(run.values[field])
-        if value not in values:
-            values.append(value)
-    best = f"the best of {', '.join(values)} by {table.config.best}"
-    if field in stage.known:
-        return f"{stage.known[field]}, {best} ({table.name})"
-    return f"{best}, known after {table.name}"
 
 
 # ------------------------------------------------------------------------ for a submitted job
 
 
-def portable(recipe: Recipe, run: str, folder: Path) -> tuple[str, list[str]]:
+def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str, list[str]]:
     """Return the text of a valid recipe as it travels, and the keys whose relative paths were taken from `folder`.
 
-    `run` is where the run goes. Raises ConfigError where the recipe holds a secret.
+    `run` is where the run goes. Raises ConfigError if the recipe holds a secret.
     """
     values = {**copy.deepcopy(dict(recipe.values)), "run": run}
     changed: list[str] = []
+
+    def absolute(key: str, path: str) -> str:
+        if path.startswith(("@", "/")) or "://" in path:
+            return path
+        changed.append(key)
+        return os.path.abspath(folder / path)
+
     for name, section in values.items():
         if name in NOT_STAGES:
             continue
-        kind = KINDS[section.get("kind", name)]
+        kind = kinds[section.get("kind", name)]
         patterns = (*kind.inputs, *kind.files)
         for pattern in patterns:
-            make_absolute(section, pattern.split("."), name, folder, changed)
-        # What varies may be a path too: at any depth of these three, with and without dots in a key.
-        for part in ("each", "grid", "held_out"):
-            fields = (section.get("sweep") or {}).get(part)
-            if fields:
-                section["sweep"][part] = absolute_fields(fields, patterns, f"{name}.sweep.{part}", folder, changed)
+            make_absolute(section, pattern.split("."), name, absolute)
+        for other in kinds.values():
+            other.make_absolute(name, section, patterns, absolute)
     text = config.to_yaml(values)
     # An environment variable of the recipe stands there in clear now.
     if SECRET_VALUE.search(text):
@@ -113,8 +100,8 @@ def portable(recipe: Recipe, run: str, folder: Path) -> tuple[str, list[str]]:
     return text, changed
 
 
-def make_absolute(section: object, parts: list[str], where: str, folder: Path, changed: list[str]) -> None:
-    """Make the paths absolute that a pattern names in a section, where it has them; append their keys to `changed`."""
+def make_absolute(section: object, parts: list[str], where: str, absolute: MakeAbsolute) -> None:
+    """Make the paths absolute that a pattern names in a section, as far as the section has them."""
     # What the section leaves to its defaults is no path.
     if not isinstance(section, dict):
         return
@@ -124,37 +111,6 @@ def make_absolute(section: object, parts: list[str], where: str, folder: Path, c
     for name in names:
         value = section.get(name)
         if len(parts) > 1:
-            make_absolute(value, parts[1:], f"{where}.{name}", folder, changed)
-        elif isinstance(value, str) and is_relative(value):
-            section[name] = os.path.abspath(folder / value)
-            changed.append(f"{where}.{name}")
-
-
-def absolute_fields(
-    fields: Mapping[str, object], patterns: Sequence[str], where: str, folder: Path, changed: list[str]
-) -> dict[str, object]:
-    """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
-    values = expand.flat(fields, where)
-    for key, value in values.items():
-        # Below `each` a field stands under a name, and may stand under held_out.
-        is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
-        if not is_path:
-            continue
-        # A field of `each` has a path, a field of `grid` a list of them.
-        paths = [value]
-        if isinstance(value, list):
-            paths = list(value)
-        for number, path in enumerate(paths):
-            if isinstance(path, str) and is_relative(path):
-                paths[number] = os.path.abspath(folder / path)
-                changed.append(f"{where}.{key}")
-        values[key] = paths[0]
-        if isinstance(value, list):
-            values[key] = paths
-    return expand.with_fields({}, values, where)
-
-
-def is_relative(value: str) -> bool:
-    """Return whether a value is a path that depends on the folder in which a command is typed."""
-    is_elsewhere = value.startswith(("@", "/")) or "://" in value
-    return not is_elsewhere
+            make_absolute(value, parts[1:], f"{where}.{name}", absolute)
+        elif isinstance(value, str):
+            section[name] = absolute(f"{where}.{name}", value)

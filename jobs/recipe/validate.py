@@ -6,7 +6,7 @@ Of a stage that has not finished:
 1. inputs from outside the campaign that are missing;
 2. whether it is half done with another config;
 3. whether a class id means the same in all its sets, and in the weights whose head it keeps (class_names.py);
-4. whether a sweep would choose by samples that its runs have learned from, or that its result is of;
+4. what the kinds of the stages that read it check of it, as a sweep by which samples it chooses;
 5. what its kind checks (jobs/stages): its config against the cluster, its sets, its memory.
 Of a finished stage: whether what it handed on is what it wrote.
 
@@ -17,17 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from data.checks import few
 from data.errors import DataError, ExitCode, PatchlineError
-from data.index.index import shared_samples
-from jobs.extras.studies import table as sweep
 from jobs.named_stages import RECORD, stages_in
 from jobs.recipe import class_names
 from jobs.recipe.records import forbidden_fields, half_done_folder
-from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Reads, Stage, reference
+from jobs.resolved_recipe import INPUTS, Available, Campaign, CheckResult, Stage, reference
 from pipeline import artifacts, config
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 
 MOST_NAMED = 8  # missing inputs, or changed keys, that a message names
-MOST_COPIES = 0.01  # share of a held-out set whose bytes may be in another set, as images that are there twice
 
 
 def validate(stage: Stage, there: Available, *, fresh: bool = False) -> list[CheckResult]:
@@ -73,54 +70,10 @@ def checks(stage: Stage, there: Available, *, fresh: bool) -> Iterator[CheckResu
                 "  undo the change to resume it, or pass --fresh to start this stage over (the old one is kept)",
                 ExitCode.CONFIG,
             )
-        check_held_out(stage, there)
+        for reader in there.readers(stage):
+            reader.kind.check_parent(reader, stage, there)
     class_names.check(stage, there)
     yield from stage.kind.checks(stage, there)
-
-
-def check_held_out(stage: Stage, there: Available) -> None:
-    """Raise DataError where a run of a grid is judged on samples that it learns from, or that the final runs are
-    judged on: the result would be of values that were chosen by it.
-
-    Sets that have not been made yet are compared when the run is about to start.
-    """
-    campaign = there.campaign
-    for table in campaign.stages:
-        if table.kind is not sweep.KIND or stage.name not in table.config.runs or not table.config.chooses:
-            continue
-        final_runs = [run for run in campaign.stages if f"@{table.name}" in run.chosen.values()]
-        if not final_runs or campaign.stage(stage.source).config.chosen_on_test:
-            continue
-        # The set that the metric is of: accuracy is of data.evaluate, few-shot accuracy of the probe's.
-        judged: dict[str, str] = {}
-        others: dict[str, str] = {}
-        for field, (path, reads) in stage.kind.inputs_of(stage.config).items():
-            if reads is not Reads.SET:
-                continue
-            if field.endswith("train"):
-                others[f"{stage.name}.{field}"] = path
-            elif not stage.kind.trains or (field == "data.evaluate") == (table.config.best == "accuracy"):
-                judged[f"{stage.name}.{field}"] = path
-        for field, (path, reads) in final_runs[0].kind.inputs_of(final_runs[0].config).items():
-            if reads is Reads.SET and not field.endswith("train"):
-                others[f"{final_runs[0].name}.{field}"] = path
-        for field, path in judged.items():
-            for other_field, other_path in others.items():
-                index = there.index(path)
-                other = there.index(other_path)
-                if index is None or other is None:
-                    continue
-                same_places, same_bytes = shared_samples(index, other)
-                # Many sets hold a few images twice, which a split by samples parts: that is a matter of `jobs leaks`.
-                if same_places or same_bytes > MOST_COPIES * index.samples:
-                    raise DataError(
-                        f"{field} ({path}) chooses for {stage.source}, and {max(same_places, same_bytes):,} of its "
-                        f"{index.samples:,} samples are in {other_field} ({other_path}) too\n"
-                        "  expected held-out samples, which no run learns from and no result is of: parts of the "
-                        "training set (docs/sweeps.md)\n"
-                        f"  type {stage.source}.sweep.held_out.data.evaluate=…, or "
-                        f"{stage.source}.sweep.chosen_on_test=true, which the table then says"
-                    )
 
 
 def validate_all(campaign: Campaign, stages: Sequence[Stage], *, fresh: bool = False) -> list[CheckResult]:

@@ -1,9 +1,9 @@
 """What a command on a run shows, and keeps in the run directory.
 
-- `RunLog` shows the lines of the workers, the driver's own, and what it waits for; log.txt keeps them.
-- `status_file` keeps status.json: that the command runs, or how it has ended. That is needed beside the exit code,
-  because Ray Jobs reduce it to 0 and 1.
-- `log_table` logs the closing table of a campaign.
+- `RunLog` prints the lines of the workers and of the driver, and keeps them in log.txt.
+- `status_file` keeps status.json: whether the command runs, or how it ended. The exit code alone is not enough, because
+  Ray Jobs reduce it to 0 and 1.
+- `log_table` logs the closing table of a campaign, `log_next` the commands to type next.
 """
 
 import json
@@ -19,15 +19,17 @@ from typing import Any
 from data.checks import printable_lines
 from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
-from jobs.extras.monitor.status_poller import size_of
-from jobs.extras.studies.table import DIVERGED, STOPPED
 from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
 from jobs.progress import activity
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.run.reading import StatusMessage, outcome_of, size_of
+from jobs.run.watchers import Watcher
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
-from pipeline.extras.async_evaluation import without_single_seeds
-from pipeline.monitoring.telemetry import append_whole, counted, duration, last_metrics
+from pipeline.artifacts import DIVERGED, STOPPED
+from pipeline.checkpoints.manifest import attempt_folder
+from pipeline.monitoring.telemetry import append_whole
+from pipeline.values import counted, duration
 
 QUIET_S = 10.0  # silence after which a wait says what it waits for
 DRIVER_MARK = "[driver] "  # before the driver's own lines in a log.txt, as "[worker 2] " is before a worker's
@@ -37,28 +39,29 @@ LONGEST_MESSAGE = 600  # characters of status.json's message; as JSON each may t
 MOST_VALUES = 6  # that a row of the closing table shows
 
 
-class RunLog:
-    """Prints what workers write into a stage's log.txt, writes there what the driver prints, keeps both in the run's.
+class RunLog(Watcher):
+    """The log of a command: prints lines to the terminal, and keeps them in the run's log.txt and in the stage's.
 
-    There is one a campaign.
+    The lines that workers write into a stage's log.txt are printed and kept too. As a watcher it comes first, so that
+    it shows what the others log.
     """
 
     def __init__(self, quiet: bool = False, start_timeout_s: float = 300.0, file: Path | None = None) -> None:
-        self.file = file  # the run's log.txt, with every line that is printed, of all stages and commands
+        self.file = file  # the run's log.txt, with every printed line of all stages and commands
         self.start_timeout_s = start_timeout_s
         self.stage_file: Path | None = None  # log.txt of the stage that runs; None between stages
-        self.last_wait: tuple[str, Path] | None = None  # the wait that was reported last, and in which attempt
+        self.last_wait: tuple[str, int] | None = None  # the wait that was reported last, and in which attempt
         self.shown_bytes: dict[Path, int] = {}  # log.txt → how much of it has been shown
-        self.spoke = time.monotonic()
-        # What the command has shown of itself until now ends: a terminal has one bar.
+        self.last_line_at = time.monotonic()
+        # End the bar of the command so far: a terminal has only one.
         activity.end()
         self.terminal = None if quiet else Terminal(sys.stdout)
 
     def __call__(self, text: str) -> None:
-        """Print the driver's line to the terminal, and keep it in the logs of the run and of the stage that runs."""
+        """Print a line of the driver, and keep it in the logs of the run and of the stage that runs."""
         if self.stage_file is not None:
             lines = "".join(f"{DRIVER_MARK}{line}\n" for line in text.splitlines())
-            # A full disk costs the line in the log; the terminal has it.
+            # A full disk costs the line in the log; the terminal shows it.
             append_whole(self.stage_file, lines.encode())
         self.keep(text)
         self.show(text)
@@ -69,78 +72,80 @@ class RunLog:
             append_whole(self.file, f"{printable_lines(text)}\n".encode())
 
     def show(self, text: str) -> None:
-        """Print a line to the terminal, above the bar where there is one."""
-        self.spoke = time.monotonic()
-        # It returns at once: a terminal that takes no line must not hold up the watchdog, nor a stop.
+        """Print a line to the terminal, above its bar if there is one."""
+        self.last_line_at = time.monotonic()
+        # This returns at once: a terminal that takes no line must not hold up the watchdog or a stop.
         if self.terminal is not None:
             self.terminal.write(printable_lines(text))
 
     def show_progress(self, done: int, total: int | None, text: str) -> bool:
-        """Move the bar, which is the sign of life; returns whether there is one."""
+        """Move the bar; return whether there is one."""
         if self.terminal is None or not self.terminal.has_bar:
             return False
         self.terminal.move_bar(done, total, text)
         return True
 
-    def skip(self, directory: Path) -> None:
-        """Count what a stage's log holds now as shown: earlier commands have shown it."""
-        log = directory / "log.txt"
-        self.shown_bytes.setdefault(log, size_of(log))
+    # -------------------------------------------------------------------- as a watcher
 
-    def poll(self, attempt_folder: Path, number: int, step: int = 0) -> None:
-        """Show what an attempt has logged since the last call and how far it is; after a silence, what it waits for.
+    def stage(self, context: Context) -> None:
+        """Log into this stage's folder from now on; what earlier commands logged there has been shown already."""
+        self.stage_file = context.directory / "log.txt"
+        self.shown_bytes.setdefault(self.stage_file, size_of(self.stage_file))
 
-        `step` is the last whole one that the workers have told of, which may be behind the newest report.
-        """
-        # The stage's folder: an attempt's is <stage>/attempts/attempt-000001.
-        directory = attempt_folder.parents[1]
-        stage = directory.name
-        # On the terminal a stage goes by its name, which no other of the campaign has; log.txt has the key too.
-        name = stage
-        if parts := STAGE_FOLDER.fullmatch(stage):
-            name = parts["name"]
-        last = last_metrics(directory)
-        log = directory / "log.txt"
-        shown = self.shown_bytes.get(log, 0)
-        if size_of(log) > shown:
-            with open(log, "rb") as file:
-                file.seek(shown)
-                added = file.read()
-            # The last line may be half written; the next call shows it.
-            whole = added[: added.rfind(b"\n") + 1]
-            self.shown_bytes[log] = shown + len(whole)
-            for line in whole.decode(errors="replace").splitlines():
-                # The driver's own lines were shown when they were logged.
-                if not line.startswith(DRIVER_MARK):
-                    self.keep(f"[{stage}] {line}")
-                    self.show(f"[{name}] {line}")
-        # The newest report may be of the attempt before, which says nothing about these workers.
-        is_working = last is not None and last["attempt"] == number
-        if last is not None and is_working:
-            text = f"{name}  loss {last['loss']:.4f}"
-            # The time is that of rank 0's clock, which may be ahead of this one.
-            age = time.time() - last["time"]
-            if age > QUIET_S:
-                text += f"  {duration(age)} ago"
-            self.show_progress(max(step, last["step"]), last["steps"], text)
+    def status(self, message: StatusMessage) -> None:
+        """Show new lines of the stage's log and its progress; after a silence, what the attempt waits for."""
+        if message.state == "waiting":
+            return
+        self.show_new_lines(message)
+        if message.state == "ended":
+            self.stage_file = None
+            return
+        report = message.report
+        # The newest report may come from the previous attempt, and says nothing about these workers.
+        if report is not None and report["attempt"] == message.attempt:
+            text = f"{message.stage}  loss {report['loss']:.4f}"
+            # Rank 0's clock may be ahead of this one.
+            age_s = message.time - report["time"]
+            if age_s > QUIET_S:
+                text += f"  {duration(age_s)} ago"
+            self.show_progress(max(message.step, report["step"]), report["steps"], text)
             return
 
-        # Of a group without a step: what it waits for, on the bar at once, as a line after a silence, each once.
-        started = len(list(attempt_folder.glob("rank-*.json")))
+        # Before the first report: what the workers wait for, on the bar at once, as a line after a silence, each once.
+        started = len(list(attempt_folder(message.directory, message.attempt).glob("rank-*.json")))
         wait = f"{started} workers are up, waiting for the first step"
         if not started:
             limit = duration(self.start_timeout_s)
             wait = f"waiting for the workers to start, for up to {limit} (cluster.start_timeout_s)"
-        self.show_progress(0, None, f"{name}: {wait.partition(', for up to')[0]}")
-        if time.monotonic() - self.spoke <= QUIET_S:
+        self.show_progress(0, None, f"{message.stage}: {wait.partition(', for up to')[0]}")
+        if time.monotonic() - self.last_line_at <= QUIET_S:
             return
-        wait = f"[{name}] {wait}"
-        if (wait, attempt_folder) != self.last_wait:
+        wait = f"[{message.directory.name}] {wait}"
+        if (wait, message.attempt) != self.last_wait:
             self(wait)
-        self.last_wait = (wait, attempt_folder)
+        self.last_wait = (wait, message.attempt)
+
+    def show_new_lines(self, message: StatusMessage) -> None:
+        """Show and keep what the workers have added to the stage's log.txt."""
+        log = message.directory / "log.txt"
+        shown = self.shown_bytes.get(log, 0)
+        if size_of(log) <= shown:
+            return
+        with open(log, "rb") as file:
+            file.seek(shown)
+            added = file.read()
+        # An incomplete last line is shown next time.
+        whole = added[: added.rfind(b"\n") + 1]
+        self.shown_bytes[log] = shown + len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            # The driver's own lines were shown when they were logged.
+            if not line.startswith(DRIVER_MARK):
+                # log.txt has the stage's key too; the terminal shows the name, which is unique in a campaign.
+                self.keep(f"[{message.directory.name}] {line}")
+                self.show(f"[{message.stage}] {line}")
 
     def close(self) -> None:
-        """Take the bar away, and give the terminal a few seconds for the lines that it has not taken yet."""
+        """Remove the bar, and give the terminal a few seconds for its remaining lines."""
         if self.terminal is None:
             return
         lost = self.terminal.close()
@@ -155,23 +160,23 @@ class RunLog:
 
 @contextmanager
 def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lease) -> Iterator[None]:
-    """Keep status.json true: running while the block works, then done, or the code and message of what it raised.
+    """Keep status.json up to date: running during the block, then done, or the exit code and message of its error.
 
-    `keep` is given the command and its end, for the run's log. Raises RunOwned in the place of any other end where
-    another command has taken the run over: then the file is that command's.
+    `keep` receives the command and its end, for the run's log. Raises RunOwned instead of any other error if another
+    command has taken the run over: the file is that command's then.
     """
     write_status(run, None, "running", command)
     keep(f"{time.strftime(CLOCK)} started: {command}")
     try:
         yield
     except BaseException as error:
-        # A worker may have failed at its commit, or have stopped as it was asked to. Neither exit code would say that
-        # another command goes on with the run, and a batch system would start one that asks to be run again.
+        # A worker may have failed at its commit, or stopped on request. With either exit code a batch system would
+        # start the command again, although another one continues the run.
         lease.check_at_end()
         text = explain(error) if isinstance(error, OSError) else str(error)
         message = text.strip() or type(error).__name__
         keep(f"{time.strftime(CLOCK)} ended with exit code {exit_code(error)}: {message}")
-        with suppress(OSError):  # a full disk may be why we end: say that, not that it is full
+        with suppress(OSError):  # a full disk may be why we end: report that error, not this one
             write_status(run, exit_code(error), message.splitlines()[0], command)
         raise
     lease.check_at_end()
@@ -180,9 +185,9 @@ def status_file(run: Path, command: str, keep: Callable[[str], None], lease: Lea
 
 
 def write_status(run: Path, code: int | None, message: str, command: str) -> None:
-    """Write status.json: how a command on this run ended, or, with code None, that it is running.
+    """Write status.json: how a command on this run ended, or, if `code` is None, that it is running.
 
-    The end can be written on a full disk too, into the room that "running" has kept.
+    The end fits on a full disk too, into the space that "running" has reserved.
     """
     record = {
         "exit_code": code,
@@ -194,52 +199,52 @@ def write_status(run: Path, code: int | None, message: str, command: str) -> Non
 
 
 def log_table(rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log the closing table: of each stage the images seen, its result and its time; `rows` are their outcomes."""
+    """Log the closing table: each stage's images seen, result and time; `rows` are the stages' outcomes."""
     width = max([12, *(len(row["stage"]) for row in rows)])
     log(f"{'stage':{width}} {'images seen':>12} {'result':44} {'time':>8}")
     for row in rows:
-        # 1. The result: accuracies, what a sweep has chosen, the shards written, or the parameters carried over. Of a
-        # few-shot probe people see the means; the single draws ("…seed…") are in metrics.json.
-        metrics = without_single_seeds(row.get("metrics", {}))
-        parts: list[str] = []
-        if metrics:
-            parts = [f"{name} {value:.1%}" for name, value in metrics.items()]
-            if len(parts) > MOST_VALUES:
-                parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
-        elif DIVERGED in row:
-            parts = ["diverged"]
-        elif "summary" in row:
-            parts = [row["summary"]]
-        elif STOPPED in row:
-            parts = ["not run"]
-        elif "sets" in row:
-            shards = sum(packed["shards"] for packed in row["sets"].values())
-            parts = [f"{counted(len(row['sets']), 'set')}, {counted(shards, 'shard')}"]
-        else:
-            for name in ("kept", "resized", "new", "dropped"):
-                if row.get(name):
-                    parts.append(f"{row[name]} {name}")
-
-        if STOPPED in row and metrics:
-            parts.append("stopped")
-
-        # 2. The line.
         images_seen = "-"
-        # Sets that are parts of others, or tars that are indexed, have had no image opened.
+        # Subsets and indexed tars are made without opening an image.
         if row.get("samples_seen"):
             images_seen = f"{row['samples_seen']:,}"
         time_text = duration(row["seconds"])
         if row["skipped"]:
             time_text += "*"
-        log(f"{row['stage']:{width}} {images_seen:>12} {'  '.join(parts):44} {time_text:>8}")
+        log(f"{row['stage']:{width}} {images_seen:>12} {'  '.join(result_parts(row)):44} {time_text:>8}")
     if any(row["skipped"] for row in rows):
         log("* finished earlier, skipped now")
 
 
-def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
-    """Log where the run is and, where it has made weights, what to type next with those of the last section.
+def result_parts(row: Mapping[str, Any]) -> list[str]:
+    """Return the parts of a stage's result: accuracies, a sweep's choice, shards written, or parameters kept."""
+    outcome = outcome_of(row)
+    parts: list[str] = []
+    if outcome.metrics:
+        parts = [f"{name} {value:.1%}" for name, value in outcome.metrics.items()]
+        if len(parts) > MOST_VALUES:
+            parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
+        if outcome.stopped:
+            parts.append("stopped")
+    elif outcome.diverged:
+        parts = ["diverged"]
+    elif outcome.summary:
+        parts = [outcome.summary]
+    elif outcome.stopped:
+        parts = ["not run"]
+    elif "sets" in row:
+        shards = sum(packed["shards"] for packed in outcome.sets.values())
+        parts = [f"{counted(len(outcome.sets), 'set')}, {counted(shards, 'shard')}"]
+    else:
+        for name in ("kept", "resized", "new", "dropped"):
+            if row.get(name):
+                parts.append(f"{row[name]} {name}")
+    return parts
 
-    Of the runs of a sweep the one with the best accuracy is named.
+
+def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callable[[str], None]) -> None:
+    """Log where the run is and, if it has made weights, what to type next with those of the last section.
+
+    For a sweep, these are the weights of the run with the best accuracy.
     """
     address = campaign.storage.address()
     log(f"run: {address}")

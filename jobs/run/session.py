@@ -1,15 +1,17 @@
-"""One command's life on a run: own the directory, listen for signals, walk the stages, leave status.json behind.
+"""One command's life on a run: own the directory, listen for signals, run the stages, leave status.json for others.
 
-In order (`run_campaign`):
-1. the run's lease is taken (jobs/ownership.py): a second command on it ends with exit code 73; where the run is kept
-   in an object store, its small files are fetched, and put there again as they change (jobs/run/sync.py);
-2. SIGTERM, SIGHUP and Ctrl-C are caught: the first asks for a commit and exit code 75, a second Ctrl-C ends at once;
-3. what would be refused later is refused now, before anything starts: inputs outside the campaign that are missing,
-   sets that cannot be used, files of finished stages that have changed;
-4. the Ray cluster is started or joined, where a stage that is still to be run needs workers;
-5. the stages are walked in order; a finished one is skipped, and the reason is printed;
-6. a table says what each stage did; status.json says how the command ended, whichever way it did;
-7. meanwhile a page shows how the run stands, and in the end how it ended (jobs/extras/report/kept.py).
+`run_campaign`, in order:
+1. take the run's lease (jobs/ownership.py): a second command on the run ends with exit code 73;
+2. for a run in an object store: fetch its small files, and store them again as they change (jobs/run/sync.py);
+3. start the watchers, such as the page and the gauges (jobs/run/watchers.py), and write status.json: running;
+4. catch SIGTERM, SIGHUP and Ctrl-C: the first requests a commit and exit code 75, a second Ctrl-C ends at once;
+5. refuse now what would be refused later: missing inputs from outside the campaign, sets that cannot be used, changed
+   files of finished stages;
+6. start or join the Ray cluster, or start the fork server, if an unfinished stage needs workers;
+7. run the stages in order; skip finished ones and log the reason;
+8. log a table of what each stage did and the commands to type next;
+9. write to status.json how the command ended, in any case, then let the watchers show it;
+10. close the watchers and the terminal, and leave the cluster.
 """
 
 import os
@@ -17,206 +19,178 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from data.errors import Preempted
+from data.errors import ConfigError, Preempted
 from jobs.cluster.placement import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
-from jobs.extras.monitor.status_poller import StatusPoller
-from jobs.extras.monitor.trackers import facts_of, start_trackers
-from jobs.extras.report.kept import kept_page
-from jobs.extras.studies.expand import resolve_sweep
-from jobs.extras.studies.table import DIVERGED
 from jobs.ownership import Lease
 from jobs.recipe.records import changed_warnings
+from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.run.changed_evaluations import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.log import RunLog, log_next, log_table, status_file
 from jobs.run.stage_run import run_stage
-from jobs.run.stale_evaluations import ACCURACY_FIELDS, PROBE_FIELDS, with_new_evaluations
 from jobs.run.sync import synced
+from jobs.run.watchers import Watcher, Watchers
 from jobs.terminal import typed_command
-from pipeline.monitoring.telemetry import counted
-
-Poll = Callable[[Path, int], None]  # given an attempt's folder and number
+from models.checks import did_you_mean
+from pipeline.artifacts import DIVERGED
+from pipeline.values import counted
 
 
 def run_campaign(
     campaign: Campaign,
     *,
+    watchers: Sequence[Watcher | str] = (),
     fresh: bool = False,
     only: str | None = None,
-    also: Poll | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run a campaign under this process's name, or go on with it, and print the closing table; returns its rows.
+    """Run a campaign, or resume it, and log the closing table; return its rows.
 
-    `fresh` starts a half-done stage over where its config changed. `only` runs one stage, whose inputs must exist.
-    `also` is called with every poll of a worker group. `quiet` prints nothing, log.txt has the lines; and it keeps no
-    page, which costs a replay of ten steps a fifth of its time.
+    `watchers` follow the run; a text "module:Class" names one that is created here. `fresh` restarts a half-done stage
+    whose config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` prints
+    nothing to the terminal; log.txt has the lines.
     """
+    stages_of(campaign, only)  # an unknown name is refused before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
-    # What the lease has to say is shown, and not kept: the log.txt of a run that another command owns is not ours.
+    # Its lines are shown and not kept: the log.txt of a run that another command owns is not ours.
     lease = Lease(campaign.storage, log.show)
-    session = Session(campaign, log, lease, fresh=fresh, also=also)
-    kept = nullcontext() if quiet else kept_page(campaign.run, log)
+    watching = Watchers([log, *watchers], log)
     try:
-        # The lease comes first: the status.json of a run that another process owns is not ours to write.
         with (
-            lease,
-            synced(campaign.storage, lease, log) as put_files,
-            kept as page,
+            lease,  # 1, first: the status.json of a run that another command owns is not ours to write
+            synced(campaign.storage, lease, log) as put_files,  # 2
+            watching.of_command(campaign, lease),  # 3 and 9
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
-            if page is not None:
-                session.pollers.append(StatusPoller("page", [page.show], log))
-            return session.run(only, put_files)
+            stopper = Stopper(log, lease)  # 4
+            stages = checked_stages(campaign, only, log, fresh=fresh)  # 5
+            unfinished = [stage for stage in stages if campaign.done(stage) is None]
+            if any(stage.kind.needs_workers for stage in unfinished):
+                start_workers(campaign.cluster, log)  # 6, once for all stages
+            session = Session(campaign, log, lease, watching, stopper, put_files, fresh=fresh)
+            rows = [session.run_or_skip(stage.name) for stage in stages]  # 7
+            log_table(rows, log)  # 8
+            log_next(session.campaign, rows, log)
+            return rows
     finally:
-        for poller in session.pollers:
-            poller.close()
-        log.close()
+        watching.close()  # 10
         disconnect()
 
 
-class Session:
-    """The flow of one command: the campaign as far as it is known, its log, its pollers, and the signals it hears."""
+def checked_stages(campaign: Campaign, only: str | None, log: RunLog, *, fresh: bool) -> list[Stage]:
+    """Return the stages of a command after checking them. Raises the error of a check that fails."""
+    stages = stages_of(campaign, only)
+    results = validate_all(campaign, stages, fresh=fresh)
+    refuse(results)
+    for result in results:
+        log(result.text)
+    return stages
 
-    def __init__(self, campaign: Campaign, log: RunLog, lease: Lease, *, fresh: bool, also: Poll | None) -> None:
+
+def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
+    """Start or join the Ray cluster, or start the fork server of plain processes."""
+    # Importing what stages use takes a second, mostly for torch. Meanwhile the fork server of plain processes, or the
+    # processes of an embedded Ray cluster, start on another core.
+    start_early(cluster)
+    import_module("pipeline.train")
+    if cluster.backend == "ray":
+        info = connect(cluster)
+        kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
+        log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
+        if info.dashboard:
+            log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
+    nodes_of(cluster).warm_up()
+    load = os.getloadavg()[0]
+    if cluster.backend == "processes" and load > 2 * cores():
+        log(f"busy: other programs run here (load {load:.0f} on {cores()} cores), it will take longer than planned")
+    warn_of_unused_gpus(cluster, log)
+
+
+class Session:
+    """The stages of one command, as they are run one after the other."""
+
+    def __init__(
+        self,
+        campaign: Campaign,
+        log: RunLog,
+        lease: Lease,
+        watching: Watchers,
+        stopper: "Stopper",
+        put_files: Callable[[], None],
+        *,
+        fresh: bool,
+    ) -> None:
+        """`put_files` stores what has changed in the run's store; raises RunOwned if the run is not ours any more."""
         self.campaign = campaign
         self.log = log
         self.lease = lease
+        self.watching = watching
+        self.stopper = stopper
+        self.put_files = put_files
         self.fresh = fresh
-        self.also = also
-        self.pollers: list[StatusPoller] = []  # show the run elsewhere; a thread each
 
-    def run(self, only: str | None, put_files: Callable[[], None]) -> list[dict[str, Any]]:
-        """Walk the stages, once the run is ours; returns the rows of the closing table.
+    def run_or_skip(self, name: str) -> dict[str, Any]:
+        """Run a stage unless it has finished; return its row of the closing table."""
+        # Values that an earlier stage has just determined.
+        self.campaign = with_values(self.campaign)
+        stage = self.campaign.stage(name)
+        outcome = self.campaign.done(stage)
+        if outcome is not None:
+            self.report_skipped(stage, outcome)
+            return {"stage": name, "skipped": True, **outcome}
+        context = Context(
+            campaign=self.campaign,
+            stage=stage,
+            log=self.log,
+            show_progress=self.log.show_progress,
+            poll=self.poll,
+            stop_requested=self.stopper.is_asked,
+            check_owned=self.put_files,  # it checks first that the run is still ours
+        )
+        # Before the stopper is asked: a signal between the two would take effect only after the stage.
+        self.stopper.works_here = not stage.kind.needs_workers
+        if self.stopper.is_asked():
+            raise Preempted(f"stopped before {name}; run the same command again to go on")
+        with self.watching.of_stage(context):
+            outcome = run_stage(context, fresh=self.fresh)
+        self.put_files()
+        self.stopper.works_here = False
+        return {"stage": name, "skipped": False, **outcome}
 
-        `put_files` puts what has changed into the run's store; it raises RunOwned where the run is ours no more.
-        """
-        log = self.log
-        stopper = Stopper(log, self.lease)
-        # Once more: of a run in a store, the files of the last owner are here only now.
-        self.campaign = with_new_evaluations(resolve_sweep(self.campaign))
-        stages = stages_of(self.campaign, only)
-        # What would be refused later is refused now, before anything starts.
-        results = validate_all(self.campaign, stages, fresh=self.fresh)
-        refuse(results)
-        for result in results:
-            log(result.text)
+    def poll(self, attempt: int, step: int) -> None:
+        """Send the watchers how an attempt stands; called about twice a second while its workers run.
 
-        # Once for all stages: an embedded cluster took 6 to 14 s to start (measured).
-        unfinished = [stage for stage in stages if self.campaign.done(stage) is None]
-        if any(stage.kind.needs_workers for stage in unfinished):
-            self.start_workers()
-        facts: dict[Path, dict[str, Any]] = {}  # of each stage that has begun, for the trackers
-        self.pollers += start_trackers(self.campaign.trackers, facts, log)
-        # What earlier commands logged has been shown already.
-        for stage in self.campaign.stages:
-            log.skip(self.campaign.directory(stage))
-
-        rows = []
-        for name in [stage.name for stage in stages]:
-            # What the table of a sweep has just chosen is in the configs that waited for it.
-            self.campaign = resolve_sweep(self.campaign)
-            stage = self.campaign.stage(name)
-            # Before the stopper is asked, or a signal between the two would be heard after the stage.
-            stopper.works_here = not stage.kind.needs_workers
-            outcome = self.campaign.done(stage)
-            is_skipped = outcome is not None
-            if outcome is not None:
-                self.report_skipped(stage, outcome)
-            elif stopper.is_asked():
-                raise Preempted(f"stopped before {name}; run the same command again to go on")
-            else:
-                # Shown from here to the end of the stage; what raises ends the command, and with it the pollers.
-                directory = self.campaign.directory(stage)
-                log.stage_file = directory / "log.txt"
-                if self.campaign.trackers.used():
-                    facts[directory] = facts_of(self.campaign, stage)
-                for poller in self.pollers:
-                    if stage.kind.needs_workers:
-                        poller.show_stage(directory)
-                context = Context(
-                    campaign=self.campaign,
-                    stage=stage,
-                    log=log,
-                    show_progress=log.show_progress,
-                    poll=self.poll,
-                    stop_requested=stopper.is_asked,
-                    check_owned=put_files,  # it looks first whether the run is still ours
-                )
-                outcome = run_stage(context, fresh=self.fresh)
-                log.stage_file = None
-                for poller in self.pollers:
-                    poller.leave_stage()
-                put_files()
-            stopper.works_here = False
-            rows.append({"stage": name, "skipped": is_skipped, **outcome})
-        log_table(rows, log)
-        log_next(self.campaign, rows, log)
-        return rows
-
-    def start_workers(self) -> None:
-        """Start or join the Ray cluster and show the run there, or start the fork server of plain processes."""
-        log = self.log
-        cluster = self.campaign.cluster
-        # What stages import here takes a second, of torch above all. On another core the fork server of plain processes
-        # imports it meanwhile, or the processes of an embedded Ray cluster start.
-        start_early(cluster)
-        import_module("pipeline.train")
-        if cluster.backend == "ray":
-            info = connect(cluster)
-            kind = "embedded, ends with this command" if info.embedded else f"joined at {info.address}"
-            log(f"ray: {counted(info.nodes, 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs ({kind})")
-            if info.dashboard:
-                log(f"dashboard: {info.dashboard} (its token: ray get-auth-token)")
-            from jobs.extras.monitor.gauges import Gauges  # ray takes seconds to import
-
-            gauges = Gauges(self.campaign.run, self.lease)
-            self.pollers.append(StatusPoller("monitoring", [gauges.show], log, show_run=gauges.show_run))
-        nodes_of(cluster).warm_up()
-        load = os.getloadavg()[0]
-        if cluster.backend == "processes" and load > 2 * cores():
-            log(f"busy: other programs run here (load {load:.0f} on {cores()} cores), it will take longer than planned")
-        warn_of_unused_gpus(cluster, log)
-
-    def poll(self, attempt_folder: Path, number: int, step: int) -> None:
-        """Show how an attempt goes; called about twice a second while its workers work, who have told of this step.
-
-        Raises RunOwned where this process was frozen and another command has taken the run over meanwhile.
+        Raises RunOwned if another command took the run over while this process was frozen.
         """
         self.lease.confirm()
-        watchers: list[Poll] = [partial(self.log.poll, step=step), *(poller.poll for poller in self.pollers)]
-        if self.also is not None:
-            watchers.append(self.also)
-        for watcher in watchers:
-            # A closed terminal, or a stale handle of a shared folder, costs the look and never the run.
-            with suppress(OSError):
-                watcher(attempt_folder, number)
+        self.watching.status("working", attempt, step)
 
     def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
-        """Report why a finished stage is not run again, what it did otherwise than asked, and what evaluates it."""
+        """Log why a finished stage is skipped, which changed settings it ignores, and what evaluates it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
         warnings = changed_warnings(directory, stage)
-        evaluations = [other for other in self.campaign.stages if other.judges == stage.name]
-        if evaluations:
-            for field in (*ACCURACY_FIELDS, *PROBE_FIELDS):
-                warnings.pop(field, None)
+        commands = evaluation_commands(self.campaign, stage, warnings)
+        changes = [warnings.pop(field) for field in EVALUATION_FIELDS if commands and field in warnings]
         if warnings:
             line += f", but for {'; '.join(warnings.values())}; move {directory} away to do it over"
         self.log(line)
-        for evaluation in evaluations:
-            self.log(f"{stage.name}: asked to be judged otherwise than it was: {evaluation.name} does it")
+        if commands:
+            self.log(f"{stage.name}: evaluation settings changed since it finished: {'; '.join(changes)}")
+            self.log("  to evaluate its weights with them, type")
+            for command in commands:
+                self.log(f"  {command}")
 
 
 class Stopper:
@@ -265,15 +239,27 @@ class Stopper:
 
 
 def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
-    """Return the stages of a command: all, or those of one section of the recipe with the evaluations behind them."""
-    stages = []
-    for stage in campaign.stages:
-        names = [None, stage.name, stage.source]
-        if stage.judges:
-            names += [stage.judges, campaign.stage(stage.judges).source]
-        if only in names:
-            stages.append(stage)
-    return stages
+    """Return the stages of a command: all, or those that `only` names.
+
+    `only` is a section of the recipe, a stage, or a kind that only one section has. Raises ConfigError otherwise.
+    """
+    if only is None:
+        return list(campaign.stages)
+    stages = [stage for stage in campaign.stages if only in (stage.name, stage.source)]
+    if stages:
+        return stages
+    of_kind = [stage for stage in campaign.stages if stage.kind.name == only]
+    sections = list(dict.fromkeys(stage.source for stage in of_kind))
+    if len(sections) > 1:
+        found = f"{len(sections)} stages of kind {only}: {', '.join(sections)}"
+        raise ConfigError(f"the recipe has {found}; --only names one")
+    if not sections:
+        known = list(dict.fromkeys(stage.source for stage in campaign.stages))
+        names = [*known, *(stage.name for stage in campaign.stages), *(stage.kind.name for stage in campaign.stages)]
+        raise ConfigError(
+            f"the recipe has no stage {only!r}{did_you_mean(only, names)}\n  its stages: {', '.join(known)}"
+        )
+    return [stage for stage in campaign.stages if stage.source in sections]
 
 
 def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 
 from data.errors import ConfigError, Diverged
 from jobs.cluster.failure import StageFailed
-from jobs.extras.studies import table
 from jobs.recipe import class_names
 from jobs.recipe.records import changed_warnings, environment, stage_record
+from jobs.recipe.references import source_of
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.terminal import typed_command
 from pipeline import artifacts
-from pipeline.extras.best import STOPPED
+from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.versions import code_version
 
@@ -53,10 +53,10 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
-        if table.DIVERGED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
-            reason = parent_outcome[table.DIVERGED]
+        if DIVERGED in parent_outcome and not stage.kind.reads_outcomes:
+            reason = parent_outcome[DIVERGED]
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {reason}")
-        if STOPPED in parent_outcome and Reads.OUTCOME not in stage.kind.inputs.values():
+        if STOPPED in parent_outcome and not stage.kind.reads_outcomes:
             stopped = f"{parent} was stopped"
     # 2. Once more: data that stages before it made is there only now.
     there = Available(campaign)
@@ -93,7 +93,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
             raise
         message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
         context.log(f"{stage.name}: {message}\n  the sweep goes on without this run")
-        outcome = {table.DIVERGED: message}
+        outcome = {DIVERGED: message}
 
     # A driver that was frozen, and woke up after another has taken the run over, must not say that its stage is done.
     context.check_owned()
@@ -134,6 +134,8 @@ def inputs_of(context: Context, there: Available) -> dict[str, dict[str, str | N
     inputs: dict[str, dict[str, str | None]] = {}
     for field, value in stage.parents.items():
         path = context.campaign.path_of(value)
+        if field in stage.references:
+            path = str(context.campaign.directory(source_of(context.campaign, value)[0]))
         inputs[field] = {"path": path}
         _value, reads = kinds_of_input.get(field, (value, Reads.OUTCOME))
         index = there.index(value) if reads is Reads.SET else None

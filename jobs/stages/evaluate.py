@@ -31,9 +31,9 @@ from data.index.document import load_index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
-from jobs.stages import any_weights, training
+from jobs.stages import training
 from models import ModelConfig
-from pipeline import artifacts
+from pipeline import any_weights, artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
@@ -68,7 +68,7 @@ class EvaluatedSet:
 
 
 @dataclass(frozen=True)
-class Config:
+class EvaluateConfig:
     """Which weights are evaluated on which sets, and how."""
 
     init: str = "???"  # weights: a folder of ours, timm or Hugging Face, an official .npz, or "@stage"
@@ -150,82 +150,160 @@ class LeaksFile:
     leaks: Leaks
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Compute the results that no earlier evaluation of this run has, and write the document."""
-    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-    from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
+class Evaluate(StageKind):
+    """The kind of stage that evaluates weights on sets by protocols."""
 
-    init = context.campaign.path_of(cfg.init)
-    weights_digest = any_weights.digest_of(init, context.log)
-    leaks = None
-    leaks_path = context.campaign.path_of(cfg.leaks)
-    if leaks_path is not None:
-        leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
-    # The pixels that the weights were judged on, where their maker recorded that and the recipe says nothing else.
-    preprocess = f"resize({context.model.image_size})"
-    reason = "the squash: nothing is recorded with the weights"
-    recorded = any_weights.recorded_preprocessing(init)
-    if recorded is not None:
-        preprocess = recorded.ops
-        reason = "as recorded with the weights"
-    if cfg.preprocess is not None:
-        reason = f"as preprocess says; otherwise {preprocess}, {reason}"
-        preprocess = cfg.preprocess
-    check_shape(preprocess, context.model, f"{context.stage.name}.preprocess")
-    context.log(f"{context.stage.name}: images by {preprocess}, {reason}")
-    all_named = requests_of(cfg, context, preprocess, leaks)
-
-    # Results that an earlier evaluation has are carried over; the workers compute the others.
-    results = earlier_results(context, weights_digest)
-    unanswered: list[NamedRequest] = []
-    for named in all_named:
-        if named.digests in results:
-            source = results[named.digests]["from"]
-            context.log(f"{context.stage.name}: {named.name} {named.request.protocol.name} carried over from {source}")
-        else:
-            unanswered.append(named)
-    if unanswered:
-        worker_config = WorkerConfig(
-            preprocess=preprocess,
-            max_labels=cfg.max_labels,
-            micro_batch=cfg.micro_batch,
-            precision=cfg.precision,
-            stall_s=cfg.stall_s,
-            cache=cfg.cache,
-            model=cfg.model,
-        )
-        requests = []
-        for named in unanswered:
-            requests.append(named.request)
-        computed = evaluate_on_workers(worker_config, init, requests, context)
-        for named, result in zip(unanswered, computed, strict=True):
-            results[named.digests] = {**result, "code": code_version()}
-
-    # The document has them in the order of the recipe, under today's names.
-    trained_on, unknown = any_weights.training_sets(init)
-    in_order = []
-    for named in all_named:
-        in_order.append(with_names(results[named.digests], named, leaks, trained_on))
-    written: Entry = {
-        "schema": document.SCHEMA,
-        "weights": {
-            "path": init,
-            "digest": weights_digest,
-            "model": models.to_dict(context.model),
-            "trained_on": {"sets": trained_on, "unknown": unknown},
-        },
-        "results": in_order,
+    name = "evaluate"
+    config = EvaluateConfig
+    inputs: ClassVar = {
+        "init": Reads.ANY_WEIGHTS,
+        "sets.*.test": Reads.SET,
+        "sets.*.train": Reads.SET,
+        "leaks": Reads.FILE,
     }
-    write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
-    log_warnings(cfg, context, written["results"])
-    document.log_table(written, context.log)
-    metrics = {}
-    for name, entry in document.entries_of(written).items():
-        metrics[name] = entry["value"]
-    return {"metrics": metrics}
+
+    def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
+        """Compute the results that no earlier evaluation of this run has, and write the document."""
+        # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+        from jobs.stages.evaluation_worker import evaluate_on_workers
+        from pipeline.evaluation_task import WorkerConfig
+
+        init = context.campaign.path_of(cfg.init)
+        weights_digest = any_weights.digest_of(init, context.log)
+        leaks = None
+        leaks_path = context.campaign.path_of(cfg.leaks)
+        if leaks_path is not None:
+            leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
+        # The pixels that the weights were judged on, where their maker recorded that and the recipe says nothing else.
+        preprocess = f"resize({context.model.image_size})"
+        reason = "the squash: nothing is recorded with the weights"
+        recorded = any_weights.recorded_preprocessing(init)
+        if recorded is not None:
+            preprocess = recorded.ops
+            reason = "as recorded with the weights"
+        if cfg.preprocess is not None:
+            reason = f"as preprocess says; otherwise {preprocess}, {reason}"
+            preprocess = cfg.preprocess
+        check_shape(preprocess, context.model, f"{context.stage.name}.preprocess")
+        context.log(f"{context.stage.name}: images by {preprocess}, {reason}")
+        all_named = requests_of(cfg, context, preprocess, leaks)
+
+        # Results that an earlier evaluation has are carried over; the workers compute the others.
+        results = earlier_results(context, weights_digest)
+        unanswered: list[NamedRequest] = []
+        for named in all_named:
+            if named.digests in results:
+                source = results[named.digests]["from"]
+                context.log(
+                    f"{context.stage.name}: {named.name} {named.request.protocol.name} carried over from {source}"
+                )
+            else:
+                unanswered.append(named)
+        if unanswered:
+            worker_config = WorkerConfig(
+                preprocess=preprocess,
+                max_labels=cfg.max_labels,
+                micro_batch=cfg.micro_batch,
+                precision=cfg.precision,
+                stall_s=cfg.stall_s,
+                cache=cfg.cache,
+                model=cfg.model,
+            )
+            requests = []
+            for named in unanswered:
+                requests.append(named.request)
+            computed = evaluate_on_workers(worker_config, init, requests, context)
+            for named, result in zip(unanswered, computed, strict=True):
+                results[named.digests] = {**result, "code": code_version()}
+
+        # The document has them in the order of the recipe, under today's names.
+        trained_on, unknown = any_weights.training_sets(init)
+        in_order = []
+        for named in all_named:
+            in_order.append(with_names(results[named.digests], named, leaks, trained_on))
+        written: Entry = {
+            "schema": document.SCHEMA,
+            "weights": {
+                "path": init,
+                "digest": weights_digest,
+                "model": models.to_dict(context.model),
+                "trained_on": {"sets": trained_on, "unknown": unknown},
+            },
+            "results": in_order,
+        }
+        write_whole(context.directory / document.NAME, json.dumps(written, indent=1))
+        log_warnings(cfg, context, written["results"])
+        document.log_table(written, context.log)
+        metrics = {}
+        for name, entry in document.entries_of(written).items():
+            metrics[name] = entry["value"]
+        return {"metrics": metrics}
+
+    def model(self, cfg: EvaluateConfig, source_model: SourceModel) -> ModelConfig | None:
+        """Return the architecture of the weights, which may be of another project; None where they are missing."""
+        if any_weights.is_foreign(cfg.init):
+            return any_weights.load(cfg.init, cfg.model).config
+        return source_model(cfg.init)
+
+    def shared_classes(self, cfg: EvaluateConfig) -> list[SharedClasses]:
+        """Return each set with the head that it is of, and with the set that protocols of features learn from."""
+        shared = []
+        for name, evaluated in cfg.sets.items():
+            test = {f"sets.{name}.test": evaluated.test}
+            shared.append(SharedClasses(test, with_head=cfg.uses_head()))
+            # What it learns from needs no head: these may be other classes than the weights'.
+            if evaluated.train is not None:
+                shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
+        return shared
+
+    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+        """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
+
+        Names of classes are compared in jobs/recipe/class_names.py.
+        """
+        cfg: EvaluateConfig = stage.config
+        model = stage.model
+        name = stage.name
+        if model is not None:
+            check_shape(cfg.preprocess, model, f"{name}.preprocess")
+        if model is not None and cfg.uses_head():
+            require(
+                model.classes > 0,
+                f"{name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
+                f"  expected protocols of features: {', '.join(FEATURES)}",
+            )
+            for protocol in cfg.protocols:
+                most_guesses = PROTOCOLS[protocol].best
+                require(
+                    most_guesses <= model.classes,
+                    f"{name}: {protocol} needs {most_guesses} classes, the weights have {model.classes}\n"
+                    f"  leave it out of {name}.protocols",
+                )
+            for set_name, evaluated in cfg.sets.items():
+                index = there.index(evaluated.test)
+                if index is not None and index.classes > model.classes:
+                    unknown = range(model.classes, index.classes)[:5]
+                    more = ", ".join(map(index.class_name, unknown))
+                    raise DataError(
+                        f"{name}.sets.{set_name}: {evaluated.test} has {index.classes} classes, the weights "
+                        f"{model.classes}: they know no {more}\n"
+                        "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
+                    )
+        if there.looks_at_files:
+            require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
+            learns = any(protocol in FEATURES for protocol in cfg.protocols)
+            sets = {}
+            for set_name, evaluated in cfg.sets.items():
+                sets[f"{name}.sets.{set_name}"] = (evaluated.test, evaluated.train if learns else None)
+            training.check_evaluated(sets, there)
+        return ()
+
+    def metrics(self, cfg: EvaluateConfig) -> Iterable[str]:
+        """Return the names of the values of all sets and protocols."""
+        return cfg.metrics()
 
 
-def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
+def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: LeaksFile | None) -> list[NamedRequest]:
     """Return the requests set by set and protocol by protocol, in the order of the recipe.
 
     Raises DataError where a leaks.json is not about a set, or a test set is the training set.
@@ -260,7 +338,7 @@ def requests_of(cfg: Config, context: Context, preprocess: str, leaks: LeaksFile
             train = None
             train_digest = None
             if not protocol.kind.best:  # the head has learned already
-                assert evaluated.train is not None, "Config refuses it for protocols that learn"
+                assert evaluated.train is not None, "EvaluateConfig refuses it for protocols that learn"
                 train = context.campaign.path_of(evaluated.train)
                 train_digest = load_index(train).digest
             request = Request(test, train, protocol, leaked=leaked)
@@ -335,7 +413,7 @@ def with_names(
     return signed
 
 
-def log_warnings(cfg: Config, context: Context, results: Iterable[Entry]) -> None:
+def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]) -> None:
     """Log which sets have samples that could not be read, and where labels are taken on trust."""
     # A set has a result for every protocol, and is named once.
     sets: dict[str, Entry] = {}
@@ -354,80 +432,3 @@ def log_warnings(cfg: Config, context: Context, results: Iterable[Entry]) -> Non
             nameless.append(f"the set {name}")
         if nameless and cfg.uses_head():
             context.log(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def model_of(cfg: Config, source_model: SourceModel) -> ModelConfig | None:
-    """Return the architecture of the weights, which may be of another project; None where they are missing."""
-    if any_weights.is_foreign(cfg.init):
-        return any_weights.load(cfg.init, cfg.model).config
-    return source_model(cfg.init)
-
-
-def shared_classes(cfg: Config) -> list[SharedClasses]:
-    """Return each set with the head that it is of, and with the set that protocols of features learn from."""
-    shared = []
-    for name, evaluated in cfg.sets.items():
-        test = {f"sets.{name}.test": evaluated.test}
-        shared.append(SharedClasses(test, with_head=cfg.uses_head()))
-        # What it learns from needs no head: these may be other classes than the weights'.
-        if evaluated.train is not None:
-            shared.append(SharedClasses({**test, f"sets.{name}.train": evaluated.train}))
-    return shared
-
-
-def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
-    """Refuse sets and protocols that do not fit the weights, and sets that cannot be read.
-
-    Names of classes are compared in jobs/recipe/class_names.py.
-    """
-    cfg: Config = stage.config
-    model = stage.model
-    name = stage.name
-    if model is not None:
-        check_shape(cfg.preprocess, model, f"{name}.preprocess")
-    if model is not None and cfg.uses_head():
-        require(
-            model.classes > 0,
-            f"{name}: the weights have no head, which {', '.join(set(cfg.protocols) - set(FEATURES))} need\n"
-            f"  expected protocols of features: {', '.join(FEATURES)}",
-        )
-        for protocol in cfg.protocols:
-            most_guesses = PROTOCOLS[protocol].best
-            require(
-                most_guesses <= model.classes,
-                f"{name}: {protocol} needs {most_guesses} classes, the weights have {model.classes}\n"
-                f"  leave it out of {name}.protocols",
-            )
-        for set_name, evaluated in cfg.sets.items():
-            index = there.index(evaluated.test)
-            if index is not None and index.classes > model.classes:
-                unknown = range(model.classes, index.classes)[:5]
-                more = ", ".join(map(index.class_name, unknown))
-                raise DataError(
-                    f"{name}.sets.{set_name}: {evaluated.test} has {index.classes} classes, the weights "
-                    f"{model.classes}: they know no {more}\n"
-                    "  expected a set of the weights' classes, or protocols of features: " + ", ".join(FEATURES)
-                )
-    if there.looks_at_files:
-        require(bool(cfg.sets), "sets is empty: on which sets?\n  expected sets: {NAME: {test: INDEX}}")
-        learns = any(protocol in FEATURES for protocol in cfg.protocols)
-        sets = {}
-        for set_name, evaluated in cfg.sets.items():
-            sets[f"{name}.sets.{set_name}"] = (evaluated.test, evaluated.train if learns else None)
-        training.check_evaluated(sets, there)
-    return ()
-
-
-KIND = StageKind(
-    name="evaluate",
-    config=Config,
-    run=run,
-    inputs={"init": Reads.ANY_WEIGHTS, "sets.*.test": Reads.SET, "sets.*.train": Reads.SET, "leaks": Reads.FILE},
-    model=model_of,
-    shared_classes=shared_classes,
-    checks=checks,
-    metrics=Config.metrics,
-)

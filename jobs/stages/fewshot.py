@@ -12,16 +12,17 @@ from typing import ClassVar, Literal
 from data.checks import at_least, more_than_0
 from data.files import write_whole
 from data.remote.cache import CacheConfig
-from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
+from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import training
+from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
-from pipeline.extras.async_evaluation import without_single_seeds
+from pipeline.monitoring.telemetry import without_single_seeds
 
 
 @dataclass(frozen=True)
-class Config:
+class FewShotStageConfig:
     """Which weights are probed on which sets."""
 
     init: str = "???"  # weights: a folder, or "@stage"
@@ -40,62 +41,69 @@ class Config:
         more_than_0(self, "stall_s")
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
-    # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-    from jobs.stages.evaluation_worker import WorkerConfig, evaluate_on_workers
-    from pipeline.evaluation.worker import Request
+class FewShot(StageKind):
+    """The kind of stage that evaluates frozen features by few-shot linear regression."""
 
-    worker_config = WorkerConfig(
-        preprocess=cfg.preprocess or f"resize({context.model.image_size})",
-        max_labels=1,
-        micro_batch=cfg.micro_batch,
-        precision=cfg.precision,
-        stall_s=cfg.stall_s,
-        cache=cfg.cache,
-    )
-    assert cfg.probe.test is not None, "`checks` refuses a probe without sets"
-    init = context.campaign.path_of(cfg.init)
-    test = context.campaign.path_of(cfg.probe.test)
-    train = context.campaign.path_of(cfg.probe.train)
-    request = Request(test, train, cfg.probe.protocol(), first_label=True)
-    (result,) = evaluate_on_workers(worker_config, init, [request], context)
-    metrics = document.metrics_with_seeds(result)
-    results = {
-        "metrics": metrics,
-        "train_samples": result["train"]["used"],
-        "test_samples": result["set"]["judged"],
-        "probe": asdict(cfg.probe),
-    }
-    write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
+    name = "fewshot"
+    config = FewShotStageConfig
+    inputs: ClassVar = {"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET}
 
-    # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
-    means = []
-    for name, value in without_single_seeds(metrics).items():
-        means.append(f"{name} {value:.4f}")
-    context.log("  ".join(means))
-    return results
+    def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
+        """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
+        # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+        from jobs.stages.evaluation_worker import evaluate_on_workers
+        from pipeline.evaluation.worker import Request
+        from pipeline.evaluation_task import WorkerConfig
 
+        worker_config = WorkerConfig(
+            preprocess=cfg.preprocess or f"resize({context.model.image_size})",
+            max_labels=1,
+            micro_batch=cfg.micro_batch,
+            precision=cfg.precision,
+            stall_s=cfg.stall_s,
+            cache=cfg.cache,
+        )
+        assert cfg.probe.test is not None, "`checks` refuses a probe without sets"
+        init = context.campaign.path_of(cfg.init)
+        test = context.campaign.path_of(cfg.probe.test)
+        train = context.campaign.path_of(cfg.probe.train)
+        request = Request(test, train, cfg.probe.protocol(), first_label=True)
+        (result,) = evaluate_on_workers(worker_config, init, [request], context)
+        metrics = document.metrics_with_seeds(result)
+        results = {
+            "metrics": metrics,
+            "train_samples": result["train"]["used"],
+            "test_samples": result["set"]["judged"],
+            "probe": asdict(cfg.probe),
+        }
+        write_whole(context.directory / "metrics.json", json.dumps(results, indent=1))
 
-def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
-    """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
-    cfg: Config = stage.config
-    # A single check is enough: ProbeConfig takes both sets or neither.
-    require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
-    if stage.model is not None:
-        check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
-    if there.looks_at_files:
-        training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, there)
-    return ()
+        # The single draws of the shots ("…seed…") are in metrics.json; a person sees their means.
+        means = []
+        for name, value in without_single_seeds(metrics).items():
+            means.append(f"{name} {value:.4f}")
+        context.log("  ".join(means))
+        return results
 
+    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+        """Refuse a probe without sets, of other images than the model's, or on sets that cannot be read."""
+        cfg: FewShotStageConfig = stage.config
+        # A single check is enough: ProbeConfig takes both sets or neither.
+        require(cfg.probe.train is not None, f"{stage.name}.probe.train and .test are missing: which sets?")
+        if stage.model is not None:
+            check_shape(cfg.preprocess, stage.model, f"{stage.name}.preprocess")
+        if there.looks_at_files:
+            training.check_evaluated({f"{stage.name}.probe": (cfg.probe.test, cfg.probe.train)}, there)
+        return ()
 
-KIND = StageKind(
-    name="fewshot",
-    config=Config,
-    run=run,
-    inputs={"init": Reads.WEIGHTS, "probe.train": Reads.SET, "probe.test": Reads.SET},
-    model=lambda cfg, source_model: source_model(cfg.init),
-    shared_classes=lambda cfg: [training.classes_of_probe(cfg.probe)],
-    checks=checks,
-    metrics=lambda cfg: training.metrics_of_probe(cfg.probe),
-)
+    def model(self, cfg: FewShotStageConfig, source_model: SourceModel) -> ModelConfig | None:
+        """Return the architecture of the weights; None if they are missing."""
+        return source_model(cfg.init)
+
+    def shared_classes(self, cfg: FewShotStageConfig) -> list[SharedClasses]:
+        """Return the two sets of the probe."""
+        return [training.classes_of_probe(cfg.probe)]
+
+    def metrics(self, cfg: FewShotStageConfig) -> Iterable[str]:
+        """Return the names of the few-shot accuracies."""
+        return training.metrics_of_probe(cfg.probe)

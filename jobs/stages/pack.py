@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,13 +35,13 @@ from jobs.stages.sets import (
 )
 from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 UNREADABLE = "torn or altered"  # what is wrong with an index that packing again would stop at
 
 
 @dataclass(frozen=True)
-class Config:
+class PackConfig:
     """A pack stage: its sets by name, and how large their shards are."""
 
     sets: dict[str, SetConfig] = field(default_factory=dict)  # one or more, by name
@@ -92,89 +92,198 @@ def problems_of_set(index_path: Path, digest: str, dropped: Sequence[str]) -> di
     return problems
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Pack every set into a folder of its own; safe to kill and to run again."""
-    sets = {}
-    for name, set_config in cfg.sets.items():
-        sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
-        if set_config.source == "subset":
-            sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
-    numberings = numberings_of(sets, context.log)
-    packed: dict[str, PackedSet] = {}
-    samples_seen = 0
-    subsets: dict[str, Index] = {}  # those that are made, by name
-    # The set that gives the numbering comes first: the names of tars are known when they have been indexed.
-    names_of_tars: Names = ()
-    for name in sorted(sets, key=lambda name: name != "train"):
-        set_config = sets[name]
-        numbering = numberings.get(name, Numbering())
-        folder = context.directory / name
-        if set_config.source == "subset":
-            # The index of some of another set's samples; nothing is packed.
-            assert set_config.path is not None, "SetConfig refuses a subset without a path"
-            parent = load_index(set_config.path)
-            # All subsets of this set are made in one pass over it.
-            if name not in subsets:
-                parts = []
-                for other, other_config in sets.items():
-                    if other_config.source == "subset" and other_config.path == set_config.path:
-                        parts.append(Part(context.directory / other, subset_rule(other_config), other))
-                names = [part.name for part in parts]
+class Pack(StageKind):
+    """The kind of stage that packs sets of images."""
+
+    name = "pack"
+    config = PackConfig
+    inputs: ClassVar = {
+        "sets.*.classes_of": Reads.SET,
+        "sets.*.path": Reads.SET,
+        "sets.*.only": Reads.FILE,
+        "sets.*.but": Reads.FILE,
+    }
+    files = ("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names")
+    needs_workers = False
+
+    def run(self, cfg: PackConfig, context: Context) -> dict[str, object]:
+        """Pack every set into a folder of its own; safe to kill and to run again."""
+        sets = {}
+        for name, set_config in cfg.sets.items():
+            sets[name] = replace(set_config, classes_of=context.campaign.path_of(set_config.classes_of))
+            if set_config.source == "subset":
+                sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
+        numberings = numberings_of(sets, context.log)
+        packed: dict[str, PackedSet] = {}
+        samples_seen = 0
+        subsets: dict[str, Index] = {}  # those that are made, by name
+        # The set that gives the numbering comes first: the names of tars are known when they have been indexed.
+        names_of_tars: Names = ()
+        for name in sorted(sets, key=lambda name: name != "train"):
+            set_config = sets[name]
+            numbering = numberings.get(name, Numbering())
+            folder = context.directory / name
+            if set_config.source == "subset":
+                # The index of some of another set's samples; nothing is packed.
+                assert set_config.path is not None, "SetConfig refuses a subset without a path"
+                parent = load_index(set_config.path)
+                # All subsets of this set are made in one pass over it.
+                if name not in subsets:
+                    parts = []
+                    for other, other_config in sets.items():
+                        if other_config.source == "subset" and other_config.path == set_config.path:
+                            parts.append(Part(context.directory / other, subset_rule(other_config), other))
+                    names = [part.name for part in parts]
+                    progress = ProgressMeter(
+                        f"shards looked at for {', '.join(names)}",
+                        log=context.log,
+                        show=context.show_progress,
+                        every_s=10.0,
+                    )
+                    indexes = make_subsets(parent, parts, workers=cfg.workers, report=progress.of)
+                    subsets |= dict(zip(names, indexes, strict=True))
+                index = subsets[name]
+                for line in summary(index, parent):
+                    context.log(f"{name}: {line}")
+            elif set_config.source == "shards":
+                assert set_config.path is not None, "SetConfig refuses shards without a path"
+                progress = ProgressMeter(f"shards of {name}", log=context.log, show=context.show_progress, every_s=10.0)
+                tars: str | list[str] = set_config.path
+                if not Path(set_config.path).is_dir():
+                    tars = list(map(str, files_of(set_config.path, "*.tar")))
+                index = build_index(
+                    tars,
+                    output=folder,
+                    name=name,
+                    classes=set_config.classes,
+                    names=() if set_config.unlabelled else numbering.names or names_of_tars,
+                    unlabelled=set_config.unlabelled,
+                    workers=cfg.workers,
+                    report=progress.of,
+                )
+                names_of_tars = names_of_tars or index.names
+                report_set(name, index, context)
+            else:
+                check_apart(set_config, folder)
                 progress = ProgressMeter(
-                    f"shards looked at for {', '.join(names)}",
+                    f"samples of {name}",
+                    expected_samples(set_config),
                     log=context.log,
                     show=context.show_progress,
                     every_s=10.0,
                 )
-                indexes = make_subsets(parent, parts, workers=cfg.workers, report=progress.of)
-                subsets |= dict(zip(names, indexes, strict=True))
-            index = subsets[name]
-            for line in summary(index, parent):
-                context.log(f"{name}: {line}")
-        elif set_config.source == "shards":
-            assert set_config.path is not None, "SetConfig refuses shards without a path"
-            progress = ProgressMeter(f"shards of {name}", log=context.log, show=context.show_progress, every_s=10.0)
-            tars: str | list[str] = set_config.path
-            if not Path(set_config.path).is_dir():
-                tars = list(map(str, files_of(set_config.path, "*.tar")))
-            index = build_index(
-                tars,
-                output=folder,
-                name=name,
-                classes=set_config.classes,
-                names=() if set_config.unlabelled else numbering.names or names_of_tars,
-                unlabelled=set_config.unlabelled,
-                workers=cfg.workers,
-                report=progress.of,
-            )
-            names_of_tars = names_of_tars or index.names
-            report_set(name, index, context)
-        else:
-            check_apart(set_config, folder)
-            progress = ProgressMeter(
-                f"samples of {name}",
-                expected_samples(set_config),
-                log=context.log,
-                show=context.show_progress,
-                every_s=10.0,
-            )
-            # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
-            index = pack(
-                samples_of(set_config, numbering),
-                folder,
-                name=name,
-                names=numbering.names,
-                shard_samples=cfg.shard_samples,
-                shard_bytes=cfg.shard_bytes,
-                classes=set_config.classes,
-                restarts=cfg.restarts,
-                workers=cfg.workers,
-                report=progress.packed,
-            )
-            samples_seen += index.samples
-            report_set(name, index, context)
-        packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
-    return {"sets": packed, "samples_seen": samples_seen}
+                # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
+                index = pack(
+                    samples_of(set_config, numbering),
+                    folder,
+                    name=name,
+                    names=numbering.names,
+                    shard_samples=cfg.shard_samples,
+                    shard_bytes=cfg.shard_bytes,
+                    classes=set_config.classes,
+                    restarts=cfg.restarts,
+                    workers=cfg.workers,
+                    report=progress.packed,
+                )
+                samples_seen += index.samples
+                report_set(name, index, context)
+            packed[name] = {"samples": index.samples, "shards": len(index.shards), "digest": index.digest}
+        return {"sets": packed, "samples_seen": samples_seen}
+
+    def is_input(self, cfg: PackConfig, field_name: str) -> bool:
+        """Return whether a field names an input by its content: a subset's set does, a path to images does not."""
+        _, name, key = field_name.split(".")
+        return key != "path" or cfg.sets[name].source == "subset"
+
+    def sets(self, cfg: PackConfig) -> Collection[str]:
+        """Return the names of the sets."""
+        return cfg.sets
+
+    def set_classes(self, cfg: PackConfig, name: str) -> int | str | None:
+        """Return the minimum number of classes of a set: of its folders, or as published; None if it is unknown.
+
+        For a subset, return the set of which it is a part. The number is unknown before packing for sets that take
+        another numbering, or that exclude classes.
+        """
+        set_config = cfg.sets[name]
+        if set_config.keep or set_config.names or set_config.classes_of or set_config.rename:
+            return None
+        if set_config.source == "subset":
+            return set_config.path
+        giver = "train" if "train" in cfg.sets else next(iter(cfg.sets))
+        known = known_set(set_config)
+        if known is not None and not set_config.partial:
+            return known.published[set_config.split].classes
+        if set_config.source not in ("folder", "digits") or name != giver:
+            return None
+        try:
+            return len(source_names(set_config))
+        except (DataError, OSError):  # that it is missing is said elsewhere
+            return None
+
+    def missing(self, cfg: PackConfig) -> Iterator[str]:
+        """Iterate a message for every path of the stage's sources at which there is nothing."""
+        for name, set_config in cfg.sets.items():
+            for key, path in paths_of(set_config).items():
+                if not is_there(path):
+                    yield (
+                        f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}\n"
+                        f"  expected images: paths begin at {Path.cwd()}"
+                    )
+            has_class_folders = set_config.source == "folder" and not set_config.unlabelled
+            if has_class_folders and set_config.path is not None and Path(set_config.path).is_dir():
+                try:
+                    folder_classes(set_config.path)
+                except DataError as error:
+                    yield f"sets.{name}.path: {error}"
+
+    def check_outputs(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
+
+        Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read. Warn where a
+        folder has got or lost images since it was packed.
+        """
+        campaign = there.campaign
+        folder = campaign.directory(stage)
+        done = campaign.done(stage)
+        assert done is not None, "of finished stages alone"
+        dropped: list[str] = []
+        for other in campaign.stages:
+            if other.kind.trains:
+                dropped += other.config.data.drop
+        packed: Mapping[str, PackedSet] = done["sets"]
+        problems: dict[Path, str] = {}  # path → what is wrong with it
+        for name, record in packed.items():
+            problems |= problems_of_set(folder / name / f"{name}{SUFFIX}", record["digest"], dropped)
+        if problems:
+            # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
+            lines = [f"{folder.name} has packed {len(problems)} files that cannot be used:"]
+            for path in list(problems)[:MOST_LINES]:
+                lines.append(f"  {path}: {problems[path]}")
+            if len(problems) > MOST_LINES:
+                lines.append(f"  … and {len(problems) - MOST_LINES} more")
+            # An index that cannot be read would stop the packing as well: it has to go first.
+            unreadable = []
+            for path, problem in problems.items():
+                if problem == UNREADABLE:
+                    unreadable.append(str(path))
+            removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
+            lines.append("  expected the set as the stage packed it")
+            lines.append(f"  bring them back from a copy, or {removal}")
+            lines.append("  and run its recipe again: the stage packs the same set anew")
+            raise DataError("\n".join(lines))
+        packed_at = recorded_s(folder / DONE, "finished")
+        for name, set_config in stage.config.sets.items():
+            if set_config.source != "folder" or set_config.keep:
+                continue
+            # The stage needs its source no more: one that cannot be looked at must not stop what reads the set.
+            with suppress(OSError):
+                images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
+                before = packed[name]["samples"]  # those counted that cannot be decoded
+                if images is not None and images != before:
+                    found = f"{set_config.path} holds {counted(images, 'image')}, and held {before} when it was packed"
+                    text = f"{stage.name}: {found}: {name} stays as it is; for another set type run=FOLDER"
+                    yield CheckResult("WARN", "files", text)
 
 
 def report_set(name: str, index: Index, context: Context) -> None:
@@ -188,101 +297,6 @@ def report_set(name: str, index: Index, context: Context) -> None:
 # ------------------------------------------------------------------------ what is known before it runs
 
 
-def is_input(cfg: Config, field: str) -> bool:
-    """Return whether a field names an input by its content: a subset's set does, a path to images does not."""
-    _, name, key = field.split(".")
-    return key != "path" or cfg.sets[name].source == "subset"
-
-
-def set_classes(cfg: Config, name: str) -> int | str | None:
-    """Return how many classes a set will have at the least: by its folders, or as published; None where it is unknown.
-
-    Of a subset it is the set that it is a part of. Sets that are numbered as another one, or that leave classes out,
-    are looked at when they are made.
-    """
-    set_config = cfg.sets[name]
-    if set_config.keep or set_config.names or set_config.classes_of or set_config.rename:
-        return None
-    if set_config.source == "subset":
-        return set_config.path
-    giver = "train" if "train" in cfg.sets else next(iter(cfg.sets))
-    known = known_set(set_config)
-    if known is not None and not set_config.partial:
-        return known.published[set_config.split].classes
-    if set_config.source not in ("folder", "digits") or name != giver:
-        return None
-    try:
-        return len(source_names(set_config))
-    except (DataError, OSError):  # that it is missing is said elsewhere
-        return None
-
-
-def missing_sources(cfg: Config) -> Iterator[str]:
-    """Iterate a message for every path of the stage's sources at which there is nothing."""
-    for name, set_config in cfg.sets.items():
-        for key, path in paths_of(set_config).items():
-            if not is_there(path):
-                yield (
-                    f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}\n"
-                    f"  expected images: paths begin at {Path.cwd()}"
-                )
-        has_class_folders = set_config.source == "folder" and not set_config.unlabelled
-        if has_class_folders and set_config.path is not None and Path(set_config.path).is_dir():
-            try:
-                folder_classes(set_config.path)
-            except DataError as error:
-                yield f"sets.{name}.path: {error}"
-
-
-def check_outputs(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Raise DataError where an index, table or shard that a finished stage packed is gone, or has another size.
-
-    Shards in `data.drop` of any stage may be lost. The content of a shard is compared when it is read. Warn where a
-    folder has got or lost images since it was packed.
-    """
-    campaign = there.campaign
-    folder = campaign.directory(stage)
-    done = campaign.done(stage)
-    assert done is not None, "of finished stages alone"
-    dropped: list[str] = []
-    for other in campaign.stages:
-        if other.kind.trains:
-            dropped += other.config.data.drop
-    packed: Mapping[str, PackedSet] = done["sets"]
-    problems: dict[Path, str] = {}  # path → what is wrong with it
-    for name, record in packed.items():
-        problems |= problems_of_set(folder / name / f"{name}{SUFFIX}", record["digest"], dropped)
-    if problems:
-        # A lost disk takes thousands of shards with it: the message names a few and counts the rest.
-        lines = [f"{folder.name} has packed {len(problems)} files that cannot be used:"]
-        for path in list(problems)[:MOST_LINES]:
-            lines.append(f"  {path}: {problems[path]}")
-        if len(problems) > MOST_LINES:
-            lines.append(f"  … and {len(problems) - MOST_LINES} more")
-        # An index that cannot be read would stop the packing as well: it has to go first.
-        unreadable = []
-        for path, problem in problems.items():
-            if problem == UNREADABLE:
-                unreadable.append(str(path))
-        removal = shlex.join(["rm", "-f", *unreadable, str(folder / DONE)])
-        lines.append("  expected the set as the stage packed it")
-        lines.append(f"  bring them back from a copy, or {removal}")
-        lines.append("  and run its recipe again: the stage packs the same set anew")
-        raise DataError("\n".join(lines))
-    packed_at = recorded_s(folder / DONE, "finished")
-    for name, set_config in stage.config.sets.items():
-        if set_config.source != "folder" or set_config.keep:
-            continue
-        # The stage needs its source no more: one that cannot be looked at must not stop what reads the set.
-        with suppress(OSError):
-            images = images_if_newer(Path(set_config.path), packed_at, set_config.unlabelled)
-            before = packed[name]["samples"]  # those counted that cannot be decoded
-            if images is not None and images != before:
-                found = f"{set_config.path} holds {counted(images, 'image')}, and held {before} when it was packed"
-                text = f"{stage.name}: {found}: {name} stays as it is; for another set type run=FOLDER"
-                yield CheckResult("WARN", "files", text)
-
-
 def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
     """Return how many images a folder holds; None where it has not changed since a moment, in seconds since 1970."""
     # A folder's time changes with what it holds; to list a million images takes long.
@@ -293,23 +307,3 @@ def images_if_newer(root: Path, moment: float, unlabelled: bool) -> int | None:
     for path in [root] if unlabelled else folders[1:]:
         images += len(images_below(path, Counter()))
     return images
-
-
-KIND = StageKind(
-    name="pack",
-    config=Config,
-    run=run,
-    inputs={
-        "sets.*.classes_of": Reads.SET,
-        "sets.*.path": Reads.SET,
-        "sets.*.only": Reads.FILE,
-        "sets.*.but": Reads.FILE,
-    },
-    is_input=is_input,
-    files=("sets.*.root", "sets.*.wnids", "sets.*.real", "sets.*.names"),
-    missing=missing_sources,
-    sets=lambda cfg: cfg.sets,
-    set_classes=set_classes,
-    check_outputs=check_outputs,
-    needs_workers=False,
-)

@@ -43,12 +43,14 @@ from data.errors import CheckpointError, RunOwned, StorageError
 from data.files import DISK_BLOCK, free_bytes, make_folder, refusal, size_text
 from data.storage import Folder
 from models import ModelConfig
+from pipeline.arithmetic import BYTES_FP32
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
-from pipeline.monitoring.telemetry import Telemetry, amount
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
-from pipeline.training_config import BYTES_FP32, TrainConfig
+from pipeline.training_config import SavingConfig, TrainConfig
+from pipeline.values import amount
 
 METRICS = "metrics.jsonl"
 HEADER_BYTES = 4096  # of a worker's file and of the manifest, roughly
@@ -67,20 +69,18 @@ class Saver:
         checkpoints: StageCheckpoints,
         telemetry: Telemetry,
         phases: Phases,
+        saving: SavingConfig,
         *,
-        keep: int,
-        keep_every: int,
-        max_failed_saves: int,
+        saves_evaluated: bool = False,
         expected_bytes: int = 0,
-        needed: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.checkpoints = checkpoints
         self.telemetry = telemetry
         self.phases = phases
-        self.keep = keep
-        self.keep_every = keep_every
-        self.max_failed_saves = max_failed_saves
-        self.needed = needed  # steps whose checkpoints stay: until they have been judged, or as the best
+        self.saving = saving
+        self.saves_evaluated = saves_evaluated  # each evaluated step becomes a checkpoint
+        # Each returns steps whose checkpoints stay for now: until they have been evaluated, or as the best.
+        self.needed: list[Callable[[], Collection[int]]] = []
         self.expected_bytes = expected_bytes  # of a checkpoint; from the first commit on, those of the last one
 
         self.last_committed: int | None = None  # step
@@ -104,6 +104,26 @@ class Saver:
     def written(self) -> bool:
         """Return whether this worker's thread has ended, well or badly."""
         return self.thread is not None and not self.thread.is_alive()
+
+    def is_due(self, step: int, *, is_evaluated: bool, is_finite: bool) -> bool:
+        """Return whether to save this step, which is evaluated or not, and whose gradient was finite or not."""
+        is_planned = step % self.saving.save_every == 0 or (is_evaluated and self.saves_evaluated)
+        # A commit amid non-finite steps would pass for progress since the last time that the run went back.
+        return is_planned and is_finite
+
+    def ensure_committed(self, step: int, begin: Callable[[], None], *, retries: bool = False) -> bool:
+        """Collective: commit this step unless it is; return whether that has succeeded.
+
+        `begin` begins a save of this step, if none has been tried; with `retries` until one succeeds. Raises as
+        `finish`.
+        """
+        was_tried = self.in_flight and self.manifest.step == step
+        self.finish(step)
+        while self.last_committed != step and (retries or not was_tried):
+            begin()
+            self.finish(step)
+            was_tried = True
+        return self.last_committed == step
 
     def begin(self, fragments: Iterable[tuple[str, int, Mapping[str, Tensor]]], manifest: Manifest) -> None:
         """Copy this worker's fragments to host memory and start writing them; the caller has finished the save before.
@@ -162,14 +182,16 @@ class Saver:
             self.result = WrittenFile(file, error=str(error))  # which names the object
 
     def finish(self, step: int) -> Manifest | None:
-        """Collective: wait for every worker's file, commit, report and prune; the loop has come to this step.
+        """Collective: commit the save in flight, if there is one: wait for all files, commit, report and prune.
 
-        Returns the manifest, or None on every worker where the save failed. Raises, on all workers alike, RunOwned
-        where a newer attempt owns the run, CheckpointError after `max_failed_saves` failures in a row.
+        The loop is at this step. Returns the manifest, or None on every worker if the save failed. Raises, on all
+        workers alike, RunOwned if a newer attempt owns the run, CheckpointError after `max_failed_saves` failures in a
+        row.
         """
-        # 1. Every worker's file is written. What is said of them is gathered in the loop's thread: a thread of its own
-        #    inside a collective would wait for ever for a dead worker.
-        assert self.thread is not None
+        if self.thread is None:
+            return None
+        # 1. Every worker's file is written. The results are gathered in the loop's thread: a thread of its own inside a
+        #    collective would wait for ever for a dead worker.
         self.phases.enter("save", step)
         finish_began = time.monotonic()
         self.thread.join()
@@ -229,12 +251,13 @@ class Saver:
                 "checkpoint_failed",
                 {"step": failed_step, "stalled_s": stalled_s, "took_s": took_s, "error": self.failure},
                 f"checkpoint step {failed_step} FAILED ({self.failure}); the weights are still in memory, the one "
-                f"before it stays; {self.failures_in_a_row} of {self.max_failed_saves} failures in a row",
+                f"before it stays; {self.failures_in_a_row} of {self.saving.max_failed_saves} failures in a row",
             )
-            if self.failures_in_a_row >= self.max_failed_saves:
+            if self.failures_in_a_row >= self.saving.max_failed_saves:
                 raise CheckpointError(
                     f"{self.failures_in_a_row} saves in a row failed, the last: {self.failure}\n"
-                    f"  expected: a disk that can be written, with room for keep={self.keep} checkpoints and one more\n"
+                    "  expected: a disk that can be written, with room for "
+                    f"keep={self.saving.keep} checkpoints and one more\n"
                     f"  make room under {self.checkpoints.address}, or lower keep, then run the same command again"
                 )
         else:
@@ -269,7 +292,8 @@ class Saver:
         try:
             if before is not None:
                 before.join()
-            self.checkpoints.prune(self.keep, self.keep_every, self.needed())
+            steps = {step for needed in self.needed for step in needed()}
+            self.checkpoints.prune(self.saving.keep, self.saving.keep_every, steps)
         except (OSError, StorageError) as error:
             self.telemetry.log(f"old checkpoints stay: {error}")
         except Exception as error:  # a thread has no caller that would hear of it
@@ -356,16 +380,15 @@ def bytes_to_come(cfg: TrainConfig, model: ModelConfig, checkpoints: StageCheckp
     whole. What the next start sweeps away before its first save is room already.
     """
     kept = max(cfg.keep, LEAST_KEPT) if checkpoints.storage.has_sets_here else 1
-    # Of this disk alone: what lies in an object store needs no room here.
-    if cfg.keep_best is not None:
-        kept += 1  # the best may be older than all of them
+    # On this disk alone: what lies in an object store needs no room here.
+    kept += cfg.exempt_checkpoints
     existing = Folder(checkpoints.local).published("")
     to_come = kept + 1 - min(len(existing), kept)
     # A short stage makes fewer.
     if cfg.steps is not None:
         last_step = step_of(Path(existing[0])) if existing else 0
         saves = math.ceil((cfg.steps - last_step) / cfg.save_every)
-        if cfg.keep_best is not None:
+        if cfg.saves_evaluated:
             saves += math.ceil((cfg.steps - last_step) / cfg.evaluate_every)
         to_come = min(to_come, saves)
     one_checkpoint = checkpoint_bytes(cfg, model)

@@ -31,7 +31,9 @@ from torch import Tensor, nn
 from pipeline.engine.deepspeed import STATES, Part, import_deepspeed, one_optimizer_class
 from pipeline.engine.flat_blocks import FlatBlocks
 from pipeline.engine.settings import Settings, bucket_size
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization import STATE, OptimConfig, build_optimizer
+from pipeline.training_config import TrainConfig
 
 # (parameter name, "master" or a state's name, first element, how many) → flat fp32 tensor
 ReadState: TypeAlias = Callable[[str, str, int, int], Tensor]
@@ -47,6 +49,14 @@ class Fragment(NamedTuple):
     name: str
     start: int
     tensors: dict[str, Tensor]  # "master" and the optimizer's per-element state
+
+
+class Trace(NamedTuple):
+    """Describes what a step was made of, to the bit."""
+
+    losses: list[float]  # of every part
+    gradients: list[float]  # checksum of every part's
+    states: list[float]  # checksum of the masters and moments of every worker, before the step
 
 
 class Engine:
@@ -80,6 +90,7 @@ class Engine:
         self.updates = 0  # of the optimizer so far; skipped steps are none
         # The global norm of the last step's averaged gradient before clipping; not finite where the step was skipped.
         self.gradient_norm = 0.0
+        self.trace: Trace | None = None  # of the last step; None: the sums have no fixed order, and no two runs agree
         self.sizes: dict[str, int] = {}  # elements of every parameter, by its name in the plain model
         # DeepSpeed rounds the weights in place to bf16, so the fp32 values are copied before it sees the model.
         masters: dict[str, Tensor] = {}
@@ -178,6 +189,13 @@ class Engine:
         if is_finite:
             self._count_update()
         return sums
+
+    def mean_loss(self, loss_sum: float, samples: int) -> float:
+        """Return the last step's mean loss over so many samples; the sum is that over all workers."""
+        return loss_sum / samples
+
+    def report_start(self, cfg: TrainConfig, telemetry: Telemetry, step: int) -> None:
+        """Collective: measure and report, at the start of an attempt, what depends on this cluster."""
 
     @torch.no_grad()
     def _count_update(self) -> None:

@@ -11,8 +11,8 @@ gathering. The 392 of H/14 become 72, and a step costs the host little more than
 3. Nothing outside the engine knows of it: `members` says which elements of which parameter are those of today.
 
 In:  a block "blocks.0" with norm1.weight and norm1.bias of 32 elements, attention.qkv.weight (96, 32), …
-Out: parameters "blocks.0.flat_decayed", "blocks.0.flat_rest", and {"blocks.0.norm1.weight": Member(rest, 0, 32),
-     "blocks.0.norm1.bias": Member(rest, 32, 32), "blocks.0.attention.qkv.weight": Member(decayed, 0, 3072), …}
+Out: parameters "blocks.0.flat_decayed", "blocks.0.flat_rest", and {"blocks.0.norm1.weight": FlatMember(rest, 0, 32),
+     "blocks.0.norm1.bias": FlatMember(rest, 32, 32), "blocks.0.attention.qkv.weight": FlatMember(decayed, 0, 3072), …}
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Member:
+class FlatMember:
     """Says which elements of a parameter that the engine holds are a parameter of the model as it was."""
 
     holder: str  # name of the parameter that the engine holds; the model's own, where it was left alone
@@ -96,9 +96,9 @@ class FlatBlocks:
 
     def __init__(self, model: nn.Module, decayed: Set[str]) -> None:
         """`decayed` names the parameters with weight decay as they are in the model."""
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, FlatMember] = {}
         for name, parameter in model.named_parameters():
-            self.members[name] = Member(name, 0, parameter.numel())
+            self.members[name] = FlatMember(name, 0, parameter.numel())
         self.decayed = set(decayed)
         self._views: list[tuple[nn.Module, Views]] = []  # of each block
         for block_name, block in models.blocks(model).items():
@@ -128,7 +128,7 @@ class FlatBlocks:
             delattr(layer, own_name)
             spot.fill(NOTHING)
             flat.spots.append(spot)
-            self.members[f"{block_name}.{name}"] = Member(holder, start, parameter.numel())
+            self.members[f"{block_name}.{name}"] = FlatMember(holder, start, parameter.numel())
             self.decayed.discard(f"{block_name}.{name}")
             start += parameter.numel()
         if flat_name == DECAYED:

@@ -71,7 +71,7 @@ INSTEAD: dict[str, str] = {
     "scheduler": "write the section optim.schedule in the recipe",
     "zero_allow_untested_optimizer": "write optim.name in the recipe",
     "zero_force_ds_cpu_optimizer": "write optim.name in the recipe",
-    "activation_checkpointing": "write checkpoint_blocks or activation_gb in the recipe",
+    "activation_checkpointing": "write checkpoint_blocks in the recipe",
     "compile": "write compile=true in the recipe",
     "checkpoint": ONLY_PATCHLINE,
     "nebula": ONLY_PATCHLINE,

@@ -24,14 +24,15 @@ its index's; that of a protocol is the sha256 of {"fields": …, "protocol": nam
 """
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from pipeline.evaluation import intervals
 from pipeline.evaluation.protocols import Protocol
+from pipeline.monitoring.telemetry import without_single_seeds
 
 if TYPE_CHECKING:  # both import torch
     from pipeline.evaluation.features import FeatureStore
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # both import torch
 SCHEMA = 2  # 1 had other intervals
 NAME = "evaluation.json"
 NOT_CHECKED = "not checked"  # for leaks
+OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records in metrics.jsonl
 
 Entry = dict[str, Any]  # JSON
 
@@ -168,6 +170,45 @@ def metrics_with_seeds(result: Entry) -> dict[str, float]:
             metrics[f"{name}-seed-{seed}"] = value
         metrics[name] = entry["value"]
     return metrics
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+class EvaluationRecord(TypedDict):
+    """Holds the outcome of an evaluation during training: the kind, values and line of its record in metrics.jsonl."""
+
+    kind: str  # of OUTCOMES
+    values: dict[str, float | int | str]
+    line: str
+
+
+def evaluation_record(
+    step: int, values: Mapping[str, float | int], where: Mapping[str, float | str], remark: str = ""
+) -> EvaluationRecord:
+    """Return the record of an evaluation; it has every seed of the few-shot probe, the line their mean."""
+    scores = {name: value for name, value in values.items() if isinstance(value, float)}
+    shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(scores).items()]
+    line = f"evaluate step {step}  {'  '.join(shown)}{remark}"
+    return {"kind": "evaluate", "values": {"step": step, **values, **where}, "line": line}
+
+
+def skipped_record(step: int, reason: str) -> EvaluationRecord:
+    """Return the record of a step that is not evaluated."""
+    line = f"evaluate step {step} SKIPPED: {reason}"
+    return {"kind": "evaluate_skipped", "values": {"step": step, "reason": reason}, "line": line}
+
+
+def recorded_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the steps whose evaluation has an outcome in metrics.jsonl: a value, an error, or a reason for neither."""
+    steps: set[int] = set()
+    for record in records:
+        if record["kind"] == "start":
+            # Steps after the one that an attempt starts from are taken, and evaluated, again.
+            steps = {step for step in steps if step <= record["step"]}
+        elif record["kind"] in OUTCOMES:
+            steps.add(record["step"])
+    return steps
 
 
 # ------------------------------------------------------------------------------------------------ the whole

@@ -1,7 +1,7 @@
 """Evaluates weights by protocols on sets, in each worker: the only place where sets meet a model in evaluation.
 
 The training loop and an asynchronous evaluation (pipeline/evaluate.py) and the stages `evaluate` and `fewshot`
-(jobs/stages/evaluation_worker.py) all call `Evaluator.evaluate`:
+(pipeline/evaluation_task.py) all call `Evaluator.evaluate`:
 
 1. Each set passes through the model once, for all the protocols that use it. A worker reads its part of the set and
    sends labels, predictions and features to rank 0 (features.py).
@@ -38,8 +38,8 @@ from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
 from pipeline.evaluation.probes import COMPUTE, Inputs
 from pipeline.evaluation.protocols import Protocol
-from pipeline.monitoring.telemetry import duration
 from pipeline.monitoring.watchdog import Phases
+from pipeline.values import duration
 
 Result = TypeVar("Result")
 

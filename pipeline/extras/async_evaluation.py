@@ -1,7 +1,6 @@
 """Asynchronous evaluation (`evaluate_on: spare`): how rank 0 requests it, and how its outcome reaches metrics.jsonl.
 
-An evaluation has an outcome, or it is due: at the start of an attempt, of each commit that has none recorded
-(`recorded`), by whichever workers.
+An evaluation has an outcome (`recorded`), or it is due at the start of the next attempt.
 
 The driver and rank 0 leave each other files, because neither may wait for the other:
 
@@ -13,30 +12,38 @@ As long as a step is requested its checkpoint stays, also after a kill.
 """
 
 import json
-import re
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import ClassVar, Literal
 
 from data.files import write_whole
+from pipeline.config import Tags, tags
+from pipeline.evaluation.document import EvaluationRecord, recorded_steps, skipped_record
 from pipeline.monitoring.telemetry import read_metrics
+from pipeline.training_config import TrainConfig
 
 SPARE_FILE = "spare"
 FOLDER = "evaluations"  # of a stage
 REQUESTED = ".requested"
-OUTCOMES = ("evaluate", "evaluate_failed", "evaluate_skipped")  # kinds of records
-OF_ONE_SEED = re.compile(r"-seed-\d+$")  # the name of a value that is of a single draw of the shots: "5shot-seed-0"
 
 
-class EvaluationRecord(TypedDict):
-    """Holds the outcome of an evaluation: the kind, values and line of its record in metrics.jsonl."""
+@dataclass(frozen=True)
+class AsyncConfig(TrainConfig):
+    """Adds `evaluate_on` to a trained stage."""
 
-    kind: str  # of OUTCOMES
-    values: dict[str, float | int | str]
-    line: str
+    # in between: the workers that train, who stop for it; or a spare one beside them (docs/design/cluster.md); for it
+    # every such step is a checkpoint, and counts for keep
+    evaluate_on: Literal["training", "spare"] = "training"
+
+    RESUME: ClassVar[Tags] = tags(free="evaluate_on")
+
+    @property
+    def saves_evaluated(self) -> bool:
+        """Return whether each evaluated step becomes a checkpoint."""
+        is_asynchronous = self.evaluate_on == "spare" and self.evaluate_every > 0
+        return is_asynchronous or super().saves_evaluated
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -69,13 +76,7 @@ def requested(stage: Path) -> list[int]:
 
 def recorded(stage: Path) -> set[int]:
     """Return the steps whose evaluation has an outcome: a value, an error, or a reason why there is none."""
-    steps: set[int] = set()
-    for record in read_metrics(stage, None):
-        if record["kind"] == "start":
-            # Steps behind the one that an attempt starts from are taken, and evaluated, again.
-            steps = {step for step in steps if step <= record["step"]}
-        elif record["kind"] in OUTCOMES:
-            steps.add(record["step"])
+    steps = recorded_steps(read_metrics(stage, None))
     for path in records(stage):
         steps.add(int(path.stem.removeprefix("step-")))
     return steps
@@ -91,8 +92,7 @@ def put_record(stage: Path, step: int, record: EvaluationRecord) -> None:
 
 def skip(stage: Path, step: int, reason: str) -> None:
     """Record that a step is not evaluated. Raises OSError."""
-    line = f"evaluate step {step} SKIPPED: {reason}"
-    put_record(stage, step, {"kind": "evaluate_skipped", "values": {"step": step, "reason": reason}, "line": line})
+    put_record(stage, step, skipped_record(step, reason))
 
 
 def records(stage: Path) -> list[Path]:
@@ -108,36 +108,3 @@ def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str
             record: EvaluationRecord = json.loads(path.read_text())
             if report(record["kind"], record["values"], record["line"]):
                 path.unlink()
-
-
-# ------------------------------------------------------------------------------------------------ values and lines
-
-
-def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the values that people see: the mean over the draws of the shots, "5shot", and not each draw."""
-    return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
-
-
-def evaluation_record(
-    step: int, values: Mapping[str, float | int], where: Mapping[str, float | str], remark: str = ""
-) -> EvaluationRecord:
-    """Return the record of an evaluation; it has every seed of the few-shot probe, the line their mean."""
-    scores = {name: value for name, value in values.items() if isinstance(value, float)}
-    shown = [f"{name} {value:.4f}" for name, value in without_single_seeds(scores).items()]
-    line = f"evaluate step {step}  {'  '.join(shown)}{remark}"
-    return {"kind": "evaluate", "values": {"step": step, **values, **where}, "line": line}
-
-
-@dataclass
-class LoopPrice:
-    """Measures how much of the loop's time its evaluations take; reported once an attempt."""
-
-    first_step: int = 0  # whole steps when the attempt began to train
-    began: float = field(default_factory=time.monotonic)
-    evaluated_s: float = 0.0  # of all evaluations since
-    is_reported: bool = False
-
-    def begin(self, step: int) -> None:
-        """Count from here: building and restoring are not training."""
-        self.first_step = step
-        self.began = time.monotonic()

@@ -1,28 +1,28 @@
 """The best evaluation of a trained stage, and when its patience has run out: functions of the stage's metrics.jsonl.
 
-Nothing of this is stored a second time: a stage that was killed and goes on reads the same records, and comes to the
-same best and the same end as a stage that nothing befell.
+Nothing of this is stored a second time: a stage that was killed and resumed reads the same records, and has the same
+best and the same end as an undisturbed one.
 
 In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at step 60
 Out: {"accuracy": {"value": 0.93, "step": 40}}; with patience 1 the stage ends at step 60, and keep_best keeps step 40
-
-What a law foretells of these evaluations (`Foretold`) is compared here too, by the same records.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, ClassVar, TypedDict
 
-from pipeline.extras.async_evaluation import OF_ONE_SEED
-from pipeline.monitoring.telemetry import Record, read_metrics
+from data.checks import at_least
+from data.errors import CheckpointError
+from pipeline.config import Tags, require, tags
+from pipeline.hooks import Choice, Hook
+from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
+from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
-NOT_SCORES = ("time", "seconds")  # of a record, the numbers that say when and how long
-STOPPED = "stopped"  # the entry of a done.json that says why a stage ended before its last step, as hopeless
-MOST_BELOW = 2  # evaluations in a row too far below what was foretold: the stage is hopeless; one may be chance
-# Too far is so many times as far below as the interval reaches. The interval takes each point of a law for a draw of
-# its own, and the evaluations of one run share their luck: docs/scaling.md has how often a good run is stopped.
-TOO_FAR = 3.0
+if TYPE_CHECKING:
+    from pipeline.worker import Progress, Setup
 
 
 class Best(TypedDict):
@@ -32,15 +32,6 @@ class Best(TypedDict):
     step: int
 
 
-def scores_of(record: Record) -> dict[str, float]:
-    """Return the metrics of a record of an evaluation; a few-shot probe's are means over its seeds."""
-    scores = {}
-    for name, value in record.items():
-        if isinstance(value, float) and name not in NOT_SCORES and not OF_ONE_SEED.search(name):
-            scores[name] = value
-    return scores
-
-
 def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
     """Return the metrics of each evaluated step that the stage has kept, by step in ascending order."""
     evaluations: dict[int, dict[str, float]] = {}
@@ -48,7 +39,7 @@ def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
         if record["kind"] == "evaluate":
             evaluations[record["step"]] = scores_of(record)
         elif record["kind"] == "start":
-            # Steps behind the one that an attempt starts from are taken, and evaluated, again.
+            # Steps after the one that an attempt starts from are taken, and evaluated, again.
             for step in list(evaluations):
                 if step > record["step"]:
                     del evaluations[step]
@@ -90,49 +81,96 @@ def evaluations_since_best(stage: Path, metric: str) -> tuple[int, Best] | None:
     return len(later), best
 
 
+# ------------------------------------------------------------------------------------------------ the hook
+
+
 @dataclass(frozen=True)
-class Foretold:
-    """Holds what a law foretells of a stage's evaluations: the value at each of the steps, and its 90 % interval."""
+class BestConfig(TrainConfig):
+    """Adds `keep_best` and `patience` to a trained stage."""
 
-    metric: str
-    law: str  # its figure.json
-    stops: bool  # it is a law of curves: a stage that stays below it is hopeless
-    steps: Sequence[int]
-    values: Sequence[float]
-    lows: Sequence[float]
-    highs: Sequence[float]
+    # metric, such as accuracy or 5shot: the weights of the evaluation with the highest are handed on, instead of the
+    # last ones; for it every evaluated step is a checkpoint, and the best stays whatever keep says; null: the last
+    keep_best: str | None = None
+    patience: int = 0  # evaluations in a row without a better keep_best, after which the stage ends; 0: never
 
-    def hopeless(self, stage: Path) -> str:
-        """Return why a stage is to end early, in a sentence; "" while there is hope."""
-        below: list[int] = []
-        evaluations = evaluations_of(read_metrics(stage, None))
-        for step, foretold, low in zip(self.steps, self.values, self.lows, strict=True):
-            value = evaluations.get(step, {}).get(self.metric)
-            if value is None or not self.stops:
-                continue
-            bound = foretold - TOO_FAR * (foretold - low)
-            if value >= bound:
-                below.clear()
-                continue
-            below.append(step)
-            if len(below) == MOST_BELOW:
-                return (
-                    f"hopeless: {self.metric} {value:.4f} at step {step}, foretold {foretold:.4f}, stopped below "
-                    f"{bound:.4f}; it was too low at step {below[0]} too"
-                )
-        return ""
+    RESUME: ClassVar[Tags] = tags(forbid="keep_best patience")
+    LATER: ClassVar[tuple[str, ...]] = ("keep_best", "patience")
 
-    def score(
-        self, step: int, metrics: Mapping[str, float], log: Callable[[str], None]
-    ) -> dict[str, float | bool | str]:
-        """Return, and log, whether the last evaluation, of the step with which the stage ended, lies as foretold."""
-        number = self.steps.index(step)
-        was = metrics[self.metric]
-        value, low, high = self.values[number], self.lows[number], self.highs[number]
-        is_inside = low <= was <= high
-        verdict = "OUTSIDE"
-        if is_inside:
-            verdict = "inside"
-        log(f"foretold {self.metric} {value:.4f} [{low:.4f}, {high:.4f}] at step {step}, was {was:.4f}: {verdict}")
-        score: dict[str, float | bool | str] = {"metric": self.metric, "value": value, "low": low}
-        return {**score, "high": high, "was": was, "is_inside": is_inside}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 0, "patience")
+        require(
+            self.patience == 0 or self.keep_best is not None,
+            f"patience is {self.patience} and keep_best names no metric that it waits for\n"
+            "  add keep_best=accuracy, or patience=0",
+        )
+        if self.keep_best is None:
+            return
+        require(
+            self.evaluate_every > 0,
+            f"keep_best is {self.keep_best} and evaluate_every 0: there is one evaluation alone, at the end\n"
+            "  set evaluate_every, or keep_best=null",
+        )
+        # A key of asynchronous evaluation, which may be missing here.
+        evaluate_on = getattr(self, "evaluate_on", "training")
+        require(
+            evaluate_on == "training",
+            f"keep_best is {self.keep_best} and evaluate_on {evaluate_on}: the stage would hand weights on "
+            "before their evaluations are there\n  set evaluate_on=training, or keep_best=null",
+        )
+        require(
+            self.polyak == 0,
+            f"keep_best is {self.keep_best} and polyak {self.polyak}: evaluations amid the steps are of weights "
+            "that are not averaged, and others would be handed on\n  set polyak=0, or keep_best=null",
+        )
+
+    @property
+    def saves_evaluated(self) -> bool:
+        """Return whether each evaluated step becomes a checkpoint."""
+        return self.keep_best is not None or super().saves_evaluated
+
+    @property
+    def exempt_checkpoints(self) -> int:
+        """Return how many checkpoints may stay besides the usual ones: the best may be older than all of them."""
+        return super().exempt_checkpoints + (self.keep_best is not None)
+
+
+class KeepBest(Hook):
+    """Exports the weights of the best evaluation, and ends the stage if the next ones are not better."""
+
+    Config = BestConfig
+
+    def begin(self, worker: "Setup", progress: "Progress") -> None:
+        """Keep the checkpoint of the best evaluation."""
+        self.stage = Path(self.job.directory)
+        self.committed_steps = worker.saver.checkpoints.committed_steps
+        worker.saver.needed.append(partial(steps_of_best, self.stage, self.cfg.keep_best, self.committed_steps))
+
+    def is_over(self, progress: "Progress") -> str:
+        """Return why the stage ends here, if its patience has run out; the records alone decide."""
+        metric = self.cfg.keep_best
+        patience = self.cfg.patience
+        since = None
+        if patience and metric is not None:
+            since = evaluations_since_best(self.stage, metric)
+        if since is None or since[0] < patience:
+            return ""
+        count, best = since
+        return (
+            f"{counted(count, 'evaluation')} without a better {metric} than {best['value']:.4f} at step "
+            f"{best['step']}, patience is {patience}"
+        )
+
+    def choose(self) -> Choice | None:
+        """Return the step of the best evaluation. Raises CheckpointError if none is on record."""
+        metric = self.cfg.keep_best
+        if metric is None:
+            return None
+        best = best_commit(self.stage, metric, self.committed_steps())
+        # The last step is committed and has been evaluated, but a full disk may have refused all records of it.
+        if best is None:
+            raise CheckpointError(
+                f"no evaluation is on record in {self.stage / 'metrics.jsonl'}, of which keep_best={metric} could take "
+                "the best\n  make room on its disk, then run the same command again: it goes on with the evaluation"
+            )
+        return {"metric": metric, **best}

@@ -1,8 +1,8 @@
-"""Fewer operations for the same features, where a recipe asks for it: patches that are left out, small images at first.
+"""Fewer operations for the same features, if a recipe requests it: dropped patches, and smaller images at first.
 
-1. `phases` cuts the steps of a stage where the size of the images or the share of the patches changes.
-2. The loader makes images of the phase's size, and `phase_at` tells the loss how many patches a step keeps.
-3. `kept_patches` draws which: for each image by itself, from the seed, the step and the sample's id alone.
+1. `phases` cuts the steps of a stage at each change of the image size or of the share of patches.
+2. The loader makes images of the phase's size, and the loss passes the kept patches to the model.
+3. `kept_patches` draws these for each image by itself, from the seed, the step and the sample's id alone.
 
 All are pure functions of the step: a resume repeats them, at any world size, and evaluation sees whole images.
 
@@ -12,8 +12,8 @@ Out: steps 0 … 699: 128 px, 32 of 64 patches; 700 … 899: 224 px, 98 of 196; 
 docs/fewer-flops.md says what it does to accuracy, and what was measured.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,6 +23,9 @@ import models
 from data.draws import key_of, mix
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
+from pipeline.hooks import Hook
+from pipeline.phases import Phase
+from pipeline.training_config import TrainConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,24 +75,37 @@ class TokenDroppingConfig:
         """Tell whether anything is left out."""
         return bool(self.patch_dropout or self.image_sizes)
 
-    @property
-    def has_whole_images(self) -> bool:
-        """Tell whether any step sees whole images: the last ones do, unless patches are left out to the end."""
-        return not self.patch_dropout or self.patch_dropout_until < 1
-
 
 @dataclass(frozen=True)
-class Phase:
-    """Steps, counted from 0, whose images have one size and keep one number of patches."""
+class ThinnedConfig(TrainConfig):
+    """Adds the section `thinning` to a trained stage."""
 
-    steps: range
-    image_size: int  # pixels of a side
-    patches: int  # of an image; 0 for a model without
-    kept: int | None  # patches of an image; None: all
+    # of what a step computes (fewer-flops.md)
+    thinning: TokenDroppingConfig = field(default_factory=TokenDroppingConfig)
+
+    RESUME: ClassVar[Tags] = tags(forbid="thinning")
+    LATER: ClassVar[tuple[str, ...]] = ("thinning",)
+
+    def phases(self, steps: int, model: ModelConfig) -> list[Phase]:
+        """Return the phases of the stage in order."""
+        if not self.thinning.is_on:
+            return super().phases(steps, model)
+        return phases(self.thinning, steps, model, self.seed)
+
+    def check_architecture(self, model: ModelConfig, prefix: str = "") -> None:
+        """Raise ConfigError if the stage cannot train this model."""
+        super().check_architecture(model, prefix)
+        check_token_dropping(self.thinning, model, self.objective, f"{prefix}thinning")
 
 
-def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig) -> list[Phase]:
-    """Return the phases of a stage in order; one where nothing changes. A phase too short for a step is left out."""
+class TokenDropping(Hook):
+    """Names the config of a stage with `thinning` to its workers."""
+
+    Config = ThinnedConfig
+
+
+def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig, seed: int = 0) -> list[Phase]:
+    """Return the phases of a stage in order, one if nothing changes; a phase too short for a step is dropped."""
     size_ends = [round(share * steps) for share in cfg.image_sizes_until]
     dropout_end = round(cfg.patch_dropout_until * steps)
     edges = sorted({0, *size_ends, dropout_end, steps})
@@ -104,33 +120,14 @@ def phases(cfg: TokenDroppingConfig, steps: int, model: ModelConfig) -> list[Pha
         is_dropping = cfg.patch_dropout > 0 and first < dropout_end
         patches = 0
         kept = None
+        draw_patches = None
         if isinstance(model, models.ViTConfig):
             patches = (image_size // model.stride[0]) * (image_size // model.stride[1])
             if is_dropping:
                 kept = max(1, round(patches * (1 - cfg.patch_dropout)))
-        result.append(Phase(range(first, stop), image_size, patches, kept))
+                draw_patches = partial(kept_patches, seed, patches=patches, kept=kept)
+        result.append(Phase(range(first, stop), image_size, patches, kept, draw_patches))
     return result
-
-
-def phase_at(step: int, in_order: Sequence[Phase]) -> Phase:
-    """Return the phase of a step, counted from 0; the last one for a step behind the end."""
-    for phase in in_order:
-        if step < phase.steps.stop:
-            return phase
-    return in_order[-1]
-
-
-def flops_of(in_order: Sequence[Phase], model: ModelConfig, steps: range, batch_size: int) -> int:
-    """Return the operations of these steps of a stage, counted from 0."""
-    total = 0
-    for phase in in_order:
-        common = range(max(steps.start, phase.steps.start), min(steps.stop, phase.steps.stop))
-        if common:
-            of_phase = model
-            if phase.image_size != model.image_size[0]:  # else the model's own, which need not be a square
-                of_phase = replace(model, image_size=(phase.image_size, phase.image_size))
-            total += models.training_flops(of_phase, len(common) * batch_size, phase.kept)
-    return total
 
 
 def check_token_dropping(cfg: TokenDroppingConfig, model: ModelConfig, objective: str, key: str) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 from data.checks import printable_lines
 from data.errors import DataError
 from data.files import sync
+from pipeline.values import amount, duration, significant
 
 if TYPE_CHECKING:  # the driver reads metrics without loading torch
     import torch
@@ -48,59 +50,8 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 TENSORBOARD_GROUPS = {"train": "1 train", "evaluate": "2 evaluate"}
 # The newest record is looked for in so many bytes at the end of metrics.jsonl; a record of 50 steps has about 3 KB.
 TAIL_BYTES = 1 << 20
-
-
-# ------------------------------------------------------------------------------------------------ numbers for people
-
-
-def amount(value: float) -> str:
-    """Return a number as people say it: 41234.0 → "41.2k"."""
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{suffix}"
-    has_fraction = value % 1 != 0
-    if value < 100 and has_fraction:
-        return f"{value:.1f}"
-    return f"{value:.0f}"
-
-
-def significant(value: float, digits: int) -> str:
-    """Return a number with so many digits, whatever its size: 0.4230, 2.841, 12.3k."""
-    if 1000 <= value < math.inf:
-        return amount(value)
-    return f"{value:#.{digits}g}".rstrip(".")
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as "3d04h", "2h05m", "4m10s" or "12s"."""
-    total = int(seconds)
-    days = total // 86400
-    hours = total // 3600 % 24
-    minutes = total // 60 % 60
-    if days:
-        return f"{days}d{hours:02}h"
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    if minutes:
-        return f"{minutes}m{total % 60:02}s"
-    return f"{total}s"
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a short time as people say it: 0.31 ms, 412 ms, 3.2 s."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    if seconds >= 0.01:
-        return f"{1000 * seconds:.0f} ms"
-    return f"{1000 * seconds:.2f} ms"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number of things as people say it: 1 node, 3 nodes, 2 stretches."""
-    if number == 1:
-        return f"1 {noun}"
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{ending}"
+OF_ONE_SEED = re.compile(r"-seed-\d+$")  # ends the name of a value of a single few-shot draw: "5shot-seed-0"
+NOT_SCORES = ("time", "seconds")  # of an evaluation's record, the numbers that tell when and how long
 
 
 def log_line(report: Record) -> str:
@@ -398,6 +349,20 @@ def last_metrics(directory: Path) -> Record | None:
         if record["kind"] == "train":
             return record
     return None
+
+
+def without_single_seeds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the values to show: the mean over few-shot draws, "5shot", without the single draws."""
+    return {name: value for name, value in metrics.items() if not OF_ONE_SEED.search(name)}
+
+
+def scores_of(record: Record) -> dict[str, float]:
+    """Return the metrics of an evaluation's record; those of a few-shot probe are means over its seeds."""
+    scores = {}
+    for name, value in record.items():
+        if isinstance(value, float) and name not in NOT_SCORES:
+            scores[name] = value
+    return without_single_seeds(scores)
 
 
 def records_in(lines: Iterable[bytes], path: Path) -> Iterator[MetricsRecord]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jobs.cluster_config import ClusterConfig
 from jobs.resolved_recipe import Campaign, Context, Stage
-from jobs.stages.training import PRETRAIN
+from jobs.stages.training import Pretrain
 
 
 def pretrain_context(
@@ -14,9 +14,9 @@ def pretrain_context(
     *,
     remote: str | None = None,
     log: Callable[[str], None] = print,
-    poll: Callable[[Path, int, int], None] = lambda folder, number, step: None,
+    poll: Callable[[int, int], None] = lambda attempt, step: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Context:
     """Return the context of a stage `pretrain` with its defaults, whose folder in the run is pretrain-1."""
-    stage = Stage("pretrain", PRETRAIN, PRETRAIN.defaults, "pretrain", key="1")
+    stage = Stage("pretrain", Pretrain(), Pretrain.defaults, "pretrain", key="1")
     return Context(Campaign(run, cluster, (stage,), remote=remote), stage, log, poll, stop_requested)

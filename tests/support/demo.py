@@ -22,12 +22,15 @@ import torch
 
 from data.errors import ExitCode
 from jobs.cluster.worker import records
-from jobs.recipe import campaign
+from jobs.commands.arguments import WATCHERS
 from jobs.resolved_recipe import Campaign
+from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
-from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
+from jobs.run.watchers import Watcher
+from pipeline.checkpoints.manifest import Manifest, attempt_folder, committed, read_manifest, step_of
 from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
+from tests.support import campaigns
 
 RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 WORKERS = 2  # at most
@@ -41,7 +44,7 @@ def overrides_for(gpus: int) -> list[str]:
     return [f"cluster.workers={workers}", "cluster.gpus_per_worker=1", f"pretrain.exact_parts={WORKERS}"]
 
 
-class Killer:
+class Killer(Watcher):
     """Kills one worker, once, between two commits of pretraining."""
 
     def __init__(self, loaded: Campaign) -> None:
@@ -52,20 +55,19 @@ class Killer:
         self.victim = self.world - 1  # rank of the worker that is killed
         self.killed_at: int | None = None
 
-    def tick(self, folder: Path, number: int) -> None:
+    def status(self, message: StatusMessage) -> None:
         """Kill the worker once the reports are a quarter of the way from one commit to the next."""
-        if self.killed_at is not None or folder.parents[1] != self.directory:
+        if self.killed_at is not None or message.directory != self.directory or message.state != "working":
             return
-        # Not right after a commit: steps must be lost, so that computing them again is part of the proof.
-        reports = read_metrics(self.directory)
+        # Not right after a commit: steps must be lost, so that repeating them is part of the proof.
         saved = max((step_of(path) for path in committed(self.directory / "checkpoints")), default=-1)
         # Before the first commit a restart would begin anew, and show nothing about checkpoints.
-        if saved <= 0 or not reports:
+        if saved <= 0 or message.report is None:
             return
-        reported = reports[-1]["step"]
+        reported = message.report["step"]
         if reported < saved + self.save_every // 4:
             return
-        pid = records(folder, self.world)[self.victim]["pid"]
+        pid = records(attempt_folder(self.directory, message.attempt), self.world)[self.victim]["pid"]
         print(
             f"demo: SIGKILL to worker {self.victim} (pid {pid}) after step {reported}, last commit step {saved}",
             flush=True,
@@ -80,13 +82,13 @@ def demo(parent: Path) -> int:
     began = time.monotonic()
     gpus = torch.cuda.device_count() * workers_per_gpu()
     overrides = overrides_for(gpus)
-    loaded = campaign.load(RECIPE, [f"run={run}", *overrides])
+    loaded = campaigns.load(RECIPE, [f"run={run}", *overrides])
     killer = Killer(loaded)
     place = f" on {torch.cuda.device_count()} GPUs" if gpus else ""
     print(f"demo: {RECIPE.name} with {loaded.cluster.most} Ray workers{place} in {run}", flush=True)
-    run_campaign(loaded, also=killer.tick)
+    run_campaign(loaded, watchers=[killer, *WATCHERS])
 
-    twin = campaign.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
+    twin = campaigns.load(RECIPE, [f"run={run / 'twin'}", "cluster.backend=processes", *overrides])
     print("demo: the same pretraining again, uninterrupted and without Ray, to compare", flush=True)
     # Pretraining alone is compared: the twin needs the shards for it, and none of the stages after it.
     for only in ("shards", "pretrain"):

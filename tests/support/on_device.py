@@ -18,6 +18,7 @@ from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 from tests.support.ranks import settings_of
 
 BATCH = 8  # images a step, of all workers together
@@ -95,7 +96,7 @@ def train_save_and_restore(task: dict[str, Any]) -> list[dict[str, Any]]:
         checkpoints = checkpoints_in(folder / "checkpoints")
         telemetry = Telemetry(folder, rank, 1)
         phases = Phases(folder, rank, 120.0)
-        saver = Saver(checkpoints, telemetry, phases, keep=2, keep_every=0, max_failed_saves=1)
+        saver = Saver(checkpoints, telemetry, phases, SavingConfig(keep=2, keep_every=0, max_failed_saves=1))
         described = {"samples_seen": 4 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(engine.fragments(), manifest.Manifest(4, updates=4, attempt=1, world=world, zero=zero, **described))
         saver.finish(4)

@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.recipe import campaign
 from jobs.recipe.records import stage_record
 from jobs.run.log import write_status
 from pipeline import artifacts
 from pipeline.config import plain
+from tests.support import campaigns
 from tests.support.recipes import TINY
 
 KEY = "1a2b3c4d" * 8
@@ -32,7 +32,7 @@ def make_run(
     recipe = run.parent / f"{run.name}.yaml"
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(TINY.format(run=run, shards=shards))
-    stage = campaign.load(recipe, []).stage("pretrain")
+    stage = campaigns.load(recipe, []).stage("pretrain")
     folder = run / "pretrain-1a2b3c4d"
     (folder / "attempts" / "attempt-000001").mkdir(parents=True)
     artifacts.write_record(folder / "stage.json", {**stage_record(stage), "key": KEY, "started": EPOCH})

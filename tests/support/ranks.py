@@ -27,6 +27,7 @@ from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 
 LINEAR = F.linear
 BATCH, MICRO, FEATURES, CLASSES = 8, 2, 12, 7
@@ -249,7 +250,7 @@ def save_or_go_on(task: dict[str, Any]) -> dict[str, Any]:
         steps(engine, 0, 3)
         quiet = Telemetry(folder.parent, 1, 1)  # of a rank that writes nothing
         phases = Phases(folder.parent, dist.get_rank(), 120.0)
-        saver = Saver(checkpoints_in(folder), quiet, phases, keep=2, keep_every=0, max_failed_saves=1)
+        saver = Saver(checkpoints_in(folder), quiet, phases, SavingConfig(keep=2, keep_every=0, max_failed_saves=1))
         described = {"samples_seen": 3 * BATCH, "ledger": "", "config": {}, "key": "", "code": ""}
         saver.begin(
             engine.fragments(), manifest.Manifest(3, updates=3, attempt=1, world=2, zero=task["zero"], **described)

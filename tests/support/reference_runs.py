@@ -24,11 +24,12 @@ from data.shards.packing import pack
 from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
+from pipeline.architecture import model_config, trained_model
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.start import Job
-from pipeline.training_config import DataConfig, TrainConfig, model_config, trained_model
+from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
+from pipeline.worker import Job
 from tests.support.reference_loop import Plan
 
 CLASSES = 5
@@ -175,13 +176,13 @@ def task_of(case: Case, name: str, sets: Path, init: Path, run: Path) -> dict[st
         init=cfg.init,
         probe_train=str(sets / "shots"),
         probe_test=str(sets / "test"),
-        masked=case.masked,
     )
     job.stop_file.parent.mkdir(parents=True)
     # The claim of the attempt, which a driver makes.
     (run / "attempts").mkdir(parents=True, exist_ok=True)
     (run / "attempts" / "000001.json").touch()
-    return {"config": config.plain(cfg), "job": asdict(job)}
+    hooks = {"pipeline.extras.replays.spikes:Masking": {"masked": case.masked}} if case.masked else {}
+    return {"config": config.plain(cfg), "job": asdict(job), "hooks": hooks}
 
 
 def train_all(task: dict[str, Any]) -> list[float]:

@@ -46,7 +46,7 @@ from pipeline.batches import OBJECTIVES
 from pipeline.checkpoints.saver import host_memory
 from pipeline.evaluation.features import normalise
 from pipeline.extras.plan.memory_traces import Kind
-from pipeline.extras.plan.tracer import LiveBytes, TracedWorker, fake_workers, fused_attention
+from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, fake_workers, fused_attention
 from pipeline.start import Worker, build_engine
 from pipeline.train import finish_step
 from pipeline.training_config import TrainConfig
@@ -164,13 +164,10 @@ def is_pinned(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RehearsedWorker(TracedWorker):
-    """Has beside what an objective asks for what the end of a step does."""
+    """Has the fields that the end of a step needs, too."""
 
-    world: int = 1
     saver: Any = field(default_factory=lambda: SimpleNamespace(written=False))
-
-    def wants_stop(self) -> bool:
-        return False
+    stop: Any = field(default_factory=lambda: SimpleNamespace(is_made=lambda: False))
 
 
 def loaded_batch(cfg: TrainConfig, micro_batch: int, size: tuple[int, int]) -> Batch:
@@ -186,11 +183,11 @@ def take_step(
 ) -> None:
     """Take a step as `pipeline.train` does; `enter` hears where it is."""
     as_worker = cast(Worker, worker)
-    loss_sum = torch.zeros((), device=worker.device)
+    loss_sum = torch.zeros((), device=worker.group.device)
     for number in range(accumulation):
         enter("batch")
         batch = next(batches)
-        inputs = normalise(batch.images, worker.engine.dtype, worker.device)
+        inputs = normalise(batch.images, worker.engine.dtype, worker.group.device)
         enter("forward")
         loss = OBJECTIVES[worker.cfg.objective](as_worker, 0, inputs, batch)
         enter("backward")
@@ -250,7 +247,8 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
             network = module(model_config)
         network.recomputed_blocks = step["recomputed"]
         engine = build_engine(cfg, network, step["accumulation"])
-        worker = RehearsedWorker(cfg, GPU, model_config, engine, world=step["world"])
+        data = TracedData(cfg.phases(1, model_config))
+        worker = RehearsedWorker(cfg, TracedGroup(GPU, step["world"]), model_config, engine, data)
         note_outputs(engine.model, outputs)
         batches = moved_ahead(iter(lambda: batch, None), GPU)
         for _ in range(2):

@@ -29,7 +29,7 @@ from data.loader import Batch
 from jobs import ownership, terminal
 from jobs.cluster import agent, worker_group
 from pipeline import batches as training_batches
-from pipeline import start, train
+from pipeline import evaluate, start, train
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.evaluation import features, protocols
@@ -177,7 +177,7 @@ def at(attempt: int, steps: int | None = None, rank: int | None = None) -> Calla
 
     def is_there(worker: start.Worker, *args: Any) -> bool:
         whole_steps = worker.health.recent[-1].step if worker.health.recent else 0
-        return worker.job.attempt == attempt and steps in (None, whole_steps) and rank in (None, worker.rank)
+        return worker.job.attempt == attempt and steps in (None, whole_steps) and rank in (None, worker.group.rank)
 
     return is_there
 
@@ -189,7 +189,7 @@ def hanging(places: str) -> None:
     before(start, "build_model", lambda *args: args[-1].attempt == attempts.get("build") and on_rank_1(), sleep)
     before(StageCheckpoints, "choose", lambda checkpoints, attempt, *args: attempt == attempts.get("restore"), sleep)
     before(train, "finish_step", at(attempts.get("collective", 0), 31), sleep)
-    before(train, "hand_on", at(attempts.get("finish", 0)), sleep)
+    before(train, "export_weights", at(attempts.get("finish", 0)), sleep)
     batches, agreed = train.micro_batches, evaluation.Evaluator.together
 
     def micro_batches(worker: start.Worker, start_step: int) -> Any:
@@ -255,7 +255,7 @@ def driver_killed_before_the_evaluation_of(step: int) -> None:
             os.kill(driver, signal.SIGKILL)
         sleep()
 
-    before(train, "evaluate_between", lambda worker, progress: progress.step == step, strike)
+    before(evaluate.LoopEvaluator, "evaluate_between", lambda *args: args[-1].step == step, strike)
 
 
 def driver_killed_at_the_end() -> None:
@@ -266,7 +266,7 @@ def driver_killed_at_the_end() -> None:
         os.kill(driver, signal.SIGKILL)
         sleep()
 
-    before(train, "hand_on", lambda *args: True, strike)
+    before(train, "export_weights", lambda *args: True, strike)
 
 
 def spare_core() -> None:
@@ -447,7 +447,7 @@ def infinite_in_one_micro_batch(step: int) -> None:
 
     def poisoned_loss(worker: start.Worker, at_step: int, *args: Any) -> torch.Tensor:
         loss = original(worker, at_step, *args)
-        if at_step == step and worker.rank == 1 and not seen:
+        if at_step == step and worker.group.rank == 1 and not seen:
             seen.append(at_step)
             loss = loss * torch.inf
         return loss
@@ -459,8 +459,8 @@ def all_in_one_step(step: int) -> None:
     """In the step after `step` one worker's gradient is infinite, it alone is told to stop, and a save is written."""
 
     def stop(worker: start.Worker, at_step: int, *args: Any) -> None:
-        if at_step == step and worker.rank == 1:
-            worker.sigterm.set()
+        if at_step == step and worker.group.rank == 1:
+            worker.stop.signal.set()
 
     infinite_in_one_micro_batch(step)
     hold_saves_until(step)

@@ -28,6 +28,7 @@ from pipeline.engine.engine import Engine, Fragment, ReadState
 from pipeline.engine.settings import deepspeed_config
 from pipeline.optimization import OptimConfig
 from pipeline.process_group import join_group
+from pipeline.training_config import SavingConfig
 
 
 def known(name: str, kind: str, start: int, count: int) -> torch.Tensor:
@@ -96,7 +97,9 @@ class Quiet:
 
 def saver_of(checkpoints: StageCheckpoints, telemetry: Any = None, keep: int = 1000) -> Saver:
     """A Saver that says nothing, keeps everything and goes on after any failure, unless told otherwise."""
-    return Saver(checkpoints, telemetry or Quiet(), Quiet(), keep=keep, keep_every=0, max_failed_saves=1000)
+    return Saver(
+        checkpoints, telemetry or Quiet(), Quiet(), SavingConfig(keep=keep, keep_every=0, max_failed_saves=1000)
+    )
 
 
 class WorkerGroup:

@@ -1,7 +1,7 @@
 """What Prometheus would scrape from the metrics ports of the connected Ray cluster, and what the dashboard's API says.
 
 scraper = Scraper()
-run_campaign(loaded, also=scraper.tick)
+run_campaign(loaded, watchers=[scraper, "jobs.extras.monitor.gauges:Gauges"])
 scraper.seen["ray_patchline_loss"]  →  {"run": "digits", "stage": "pretrain", …}
 """
 
@@ -10,11 +10,12 @@ import time
 import urllib.request
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 import ray
 
 from jobs.cluster.embedded import token_path
+from jobs.run.reading import StatusMessage
+from jobs.run.watchers import Watcher
 
 EVERY_S = 0.5
 HOLD_S = 40.0
@@ -23,8 +24,8 @@ SAMPLE = re.compile(r"^(ray_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-class Scraper:
-    """Scrapes every node again and again, as the `also` of a campaign.
+class Scraper(Watcher):
+    """Scrapes every node repeatedly, as a watcher of a campaign.
 
     Ray exports a metric up to EXPORT_EVERY after it was set (without that variable up to 10 s), which is longer than a
     small stage trains. So the driver is held in the attempt `held_attempt`, whose workers go on, until all metrics in
@@ -37,10 +38,10 @@ class Scraper:
         self.held_attempt = held_attempt
         self.next_look = 0.0
 
-    def tick(self, attempt_folder: Path, number: int) -> None:
-        """Look now and then; the cluster may be coming or going."""
+    def status(self, message: StatusMessage) -> None:
+        """Scrape now and then; the cluster may be coming or going."""
         deadline = time.monotonic() + HOLD_S
-        while number == self.held_attempt and self.wanted - self.seen.keys() and time.monotonic() < deadline:
+        while message.attempt == self.held_attempt and self.wanted - self.seen.keys() and time.monotonic() < deadline:
             self.scrape()
             time.sleep(EVERY_S)
         if time.monotonic() >= self.next_look:

@@ -15,7 +15,7 @@ from data.loader import Batch, Wait
 from pipeline import batches, train
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
-from pipeline.start import Job
+from pipeline.worker import Job
 
 PARAMETERS_AFTER = (2, 10, 100)  # steps after which the trace holds the parameters
 

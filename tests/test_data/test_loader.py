@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from copy import copy
@@ -28,7 +27,7 @@ from hypothesis import strategies as st
 
 import data.evaluation
 import data.loader
-from data.decoder import BadSample, Layout, images_per_cpu_s
+from data.decoder import BadSample, BatchLayout, images_per_cpu_s
 from data.errors import DataError
 from data.evaluation import EvaluationSet
 from data.images.augment import AugmentConfig
@@ -39,6 +38,7 @@ from data.order import Order
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from pipeline.batches import once_the_first_is_there
+from pipeline.worker import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_batch_is_uint8_images_labels_and_ids(index, order):
     [(1, 1, 1, 1), (1, 36, 23, 1), (1, 36, 24, 2), (2, 32, 1, 2), (3, 36, 22, 3), (64, 224, 1, 2353)],
 )
 def test_a_micro_batch_takes_whole_pages_and_its_arrays_share_nothing(b, image_size, max_labels, pages):
-    layout = Layout(b, image_size, max_labels)
+    layout = BatchLayout(b, image_size, max_labels)
     assert layout.bytes == pages * 4096
     memory = bytearray(2 * layout.bytes)
     arrays = layout.arrays(memory, layout.bytes)
@@ -361,8 +361,8 @@ def test_a_batch_is_not_overwritten_while_a_part_of_it_is_held_and_others_are_no
 def test_the_training_loop_is_lent_all_its_batches(index, order, tmp_path):
     # The waiting for the first batch must not hold it: of its process's two places one would never be free again.
     loader = TrainLoader(index, order, processes=1, image_size=32, seed=5, slots=range(24), micro_batch=24)
-    job = SimpleNamespace(stop_file=tmp_path / "stop")
-    worker: Any = SimpleNamespace(device=torch.device("cpu"), sigterm=threading.Event(), job=job)
+    stop = StopRequest(tmp_path / "stop", reads_file=True)
+    worker: Any = SimpleNamespace(group=SimpleNamespace(device=torch.device("cpu")), stop=stop)
     batches = once_the_first_is_there(worker, loader)
     lent = []
     for _ in range(4):

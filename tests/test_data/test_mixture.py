@@ -16,12 +16,13 @@ from data.index.index import exclude, join
 from data.loader import TrainLoader
 from data.order import Ledger, Mixture
 from jobs.__main__ import main
-from jobs.recipe import campaign
 from pipeline import config
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.extras.replays.batch import rebuild
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import training_order
+from tests.support import campaigns
 
 RECIPE = """
 run: {run}
@@ -58,7 +59,7 @@ def mixed(tmp_path: Path) -> Path:
 
 def test_a_mixture_trains_on_its_exact_shares_and_resumes_as_if_never_stopped(mixed, capsys):
     assert main(["run", str(mixed)]) == 0
-    loaded = campaign.load(mixed, [])
+    loaded = campaigns.load(mixed, [])
     folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
     last = manifest.committed(folder / "checkpoints")[0]
     whole = checkpoint_reader.verify(last)
@@ -101,7 +102,7 @@ def test_a_lost_shard_ends_the_run_unless_the_config_drops_it_and_then_the_count
         return np.load(tmp_path / "batch.npz")["ids"]
 
     assert main(["run", str(mixed)]) == 0
-    loaded = campaign.load(mixed, [])
+    loaded = campaigns.load(mixed, [])
     folder, shards = (loaded.directory(loaded.stage(name)) for name in ("pretrain", "shards"))
     number = len(load_index(shards / "high").shards) + 3
     early = ids(4)
@@ -162,7 +163,7 @@ def test_plan_and_run_alike_refuse_a_set_without_samples(recipe, shards, tmp_pat
 def test_the_key_is_of_every_set_s_content_and_weight_but_not_of_where_it_is(recipe, shards, tmp_path):
     def key(a: Path, b: Path, weight: float = 1) -> str:
         sets = f"a: {{train: {a}, weight: 1}}, b: {{train: {b}, weight: {weight}}}"
-        loaded = campaign.load(recipe, [f"pretrain.data={{mixture: {{{sets}}}}}", "pretrain.data.train=null"])
+        loaded = campaigns.load(recipe, [f"pretrain.data={{mixture: {{{sets}}}}}", "pretrain.data.train=null"])
         return loaded.stage("pretrain").key
 
     train = shards / "train"

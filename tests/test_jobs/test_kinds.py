@@ -1,4 +1,4 @@
-"""A kind of stage is one file and one line of the table: all else goes by what its StageKind says."""
+"""A kind of stage is one file and one line of the table: everything else uses the methods of its class."""
 
 import importlib
 import sys
@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
+import jobs.__main__
 import models
+from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.kinds import KINDS
+from jobs.kinds import CORE, load_kinds
 from jobs.recipe import campaign
 from jobs.recipe.validate import validate
 from jobs.resolved_recipe import Available
+from tests.support import campaigns
+from tests.support.campaigns import KINDS
 
 # Weights whose numbers are rounded to so many binary digits: a stage that nobody has thought of here.
 ROUNDED = '''
@@ -38,32 +42,31 @@ class Config:
     RESUME: ClassVar[Tags] = tags(forbid="init digits")
 
 
-def run(cfg: Config, context) -> dict[str, Any]:
-    weights, config = models.load_weights(context.campaign.path_of(cfg.init))
-    for name, tensor in weights.items():
-        mantissa, exponent = torch.frexp(tensor)
-        weights[name] = torch.ldexp(torch.round(mantissa * 2**cfg.digits) / 2**cfg.digits, exponent)
-    models.save_weights(weights, context.directory, config, class_names=context.class_names)
-    return {"metrics": {"accuracy": 0.5}}
+class Rounded(StageKind):
+    name = "rounded"
+    config = Config
+    inputs = {"init": Reads.WEIGHTS}
+    makes_weights = True
+    needs_workers = False
 
+    def run(self, cfg: Config, context) -> dict[str, Any]:
+        weights, config = models.load_weights(context.campaign.path_of(cfg.init))
+        for name, tensor in weights.items():
+            mantissa, exponent = torch.frexp(tensor)
+            weights[name] = torch.ldexp(torch.round(mantissa * 2**cfg.digits) / 2**cfg.digits, exponent)
+        models.save_weights(weights, context.directory, config, class_names=context.class_names)
+        return {"metrics": {"accuracy": 0.5}}
 
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    if stage.config.digits < 1:
-        raise ConfigError(f"{stage.name}.digits is {stage.config.digits}, expected 1 or more")
-    yield CheckResult("WARN", "digits", f"{stage.name}: {stage.config.digits} digits lose accuracy")
+    def model(self, cfg: Config, source_model):
+        return source_model(cfg.init)
 
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        if stage.config.digits < 1:
+            raise ConfigError(f"{stage.name}.digits is {stage.config.digits}, expected 1 or more")
+        yield CheckResult("WARN", "digits", f"{stage.name}: {stage.config.digits} digits lose accuracy")
 
-KIND = StageKind(
-    name="rounded",
-    config=Config,
-    run=run,
-    inputs={"init": Reads.WEIGHTS},
-    makes_weights=True,
-    model=lambda cfg, source_model: source_model(cfg.init),
-    checks=checks,
-    metrics=lambda cfg: ["accuracy"],
-    needs_workers=False,
-)
+    def metrics(self, cfg: Config):
+        return ["accuracy"]
 '''
 
 
@@ -73,7 +76,8 @@ def with_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rounded.py").write_text(ROUNDED)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "rounded", raising=False)
-    monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").KIND)
+    monkeypatch.setitem(jobs.__main__.KINDS, "rounded", "rounded:Rounded")
+    monkeypatch.setitem(KINDS, "rounded", importlib.import_module("rounded").Rounded())
 
 
 def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_rounded, recipe, shards, capsys) -> None:
@@ -88,7 +92,7 @@ def test_a_kind_that_is_one_file_and_one_line_is_planned_run_and_skipped(with_ro
     assert main(["run", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert "rounded: 3 digits lose accuracy" in out and "rounded: key " in out
-    loaded = campaign.load(recipe, [])
+    loaded = campaigns.load(recipe, [])
     rounded, before = (models.load_weights(loaded.directory(loaded.stage(name)))[0] for name in ("rounded", "pretrain"))
     # Three binary digits after the first: no rounded number is further off than one part in eight.
     largest = max(float((rounded[name] - before[name]).abs().max() / before[name].abs().max()) for name in before)
@@ -110,7 +114,7 @@ def test_a_kind_refuses_by_its_own_check_in_plan_and_in_run(with_rounded, recipe
 
 
 def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> None:
-    loaded = campaign.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
+    loaded = campaigns.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
     there = Available(loaded)
     results = {stage.name: validate(stage, there) for stage in loaded.stages}
     (failure,) = results["pretrain"]
@@ -119,3 +123,29 @@ def test_checks_are_data_in_the_order_in_which_they_are_made(recipe: Path) -> No
     assert results["finetune"] == []
     assert [result.text for result in results["fewshot"]] == ["fewshot.init: no weights.safetensors in /neither"]
     assert results["fewshot"][0].remedy == "  give a folder that holds one, or @stage"
+
+
+def test_a_kind_whose_module_is_missing_is_refused_only_if_a_recipe_uses_it(recipe) -> None:
+    kinds = load_kinds({**CORE, "sweep": "jobs.extras.gone.table:Table", "figure": "jobs.extras.gone.figure:Figure"})
+    names = ["pretrain", "resize", "finetune", "fewshot"]
+    assert [stage.name for stage in campaign.load(recipe, [], kinds).stages] == names
+    assert [stage.name for stage in campaign.load(recipe, ["finetune.sweep=null"], kinds).stages] == names
+    with pytest.raises(ConfigError, match=r"finetune\.sweep: this checkout has no jobs\.extras\.gone\.table, which"):
+        campaign.load(recipe, ["finetune.sweep={seeds: [0, 1]}"], kinds)
+    with pytest.raises(
+        ConfigError, match=r"drawn is a figure stage, and this checkout has no jobs\.extras\.gone\.figure"
+    ):
+        campaign.load(recipe, ["drawn={kind: figure}"], kinds)
+    with pytest.raises(ConfigError, match="budget is not checked"):
+        campaign.load(recipe, ["budget=1"], load_kinds(CORE))
+
+
+def test_a_library_that_is_missing_is_no_missing_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy.py").write_text("import a_library_that_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_nobody_has"):
+        load_kinds({"needy": "needy:Needy"})
+
+
+def test_every_kind_is_called_as_in_the_table() -> None:
+    assert {name: kind.name for name, kind in KINDS.items()} == {name: name for name in jobs.__main__.KINDS}

@@ -8,8 +8,8 @@ import pytest
 
 from data.errors import DataError, UsageError
 from jobs.named_stages import find_set, find_stage
-from jobs.recipe.campaign import load
 from pipeline.artifacts import write_record
+from tests.support.campaigns import load
 
 pytestmark = pytest.mark.quick
 

@@ -17,11 +17,11 @@ import pytest
 import models
 from data.errors import CheckpointError
 from jobs.__main__ import main
-from jobs.recipe import campaign
 from models.weights import files
 from pipeline import artifacts, train
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints.stage_checkpoints import Chosen
+from tests.support import campaigns
 from tests.support.recipes import TINY
 
 STAGES = ("pretrain", "resize", "finetune", "fewshot")
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 def stage_folder(recipe: Path, name: str) -> Path:
-    loaded = campaign.load(recipe, [])
+    loaded = campaigns.load(recipe, [])
     return loaded.directory(loaded.stage(name))
 
 
@@ -60,11 +60,11 @@ def some_bits(file: Path, count: int, seed: int) -> list[int]:
 
 
 def command(arguments: list[str]) -> int:
-    """The exit code of `python -m jobs …`; where a kind comes first, of that stage alone, `python -m jobs.resize`."""
+    """Return the exit code of a command; if a kind comes first, of a run of that stage alone."""
     if arguments[0] not in STAGES:
         return main(arguments)
     kind, *words = arguments
-    return main(words, kind=kind)
+    return main(["run", *words, "--only", kind])
 
 
 def refused(arguments: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -206,7 +206,7 @@ def test_weights_of_a_checkpoint_are_exported_with_digests_and_by_a_sealed_model
 
 
 def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_commit(made):
-    loaded = campaign.load(made, [])
+    loaded = campaigns.load(made, [])
     folder = loaded.directory(loaded.stage("pretrain"))
     newest = manifest.committed(folder / "checkpoints")[0]
     # What of a worker is used up to the weights; the last evaluation is over, during which the bit has changed.
@@ -214,13 +214,14 @@ def test_a_stage_hands_on_no_weights_of_a_checkpoint_that_has_changed_since_its_
         job=SimpleNamespace(directory=str(folder)),
         saver=SimpleNamespace(of_step=lambda step: Chosen(newest.name, newest, manifest.read_manifest(newest))),
         model_config=loaded.stage("pretrain").model,
+        hooks=(),
         cfg=loaded.stage("pretrain").config,
     )
     progress: Any = SimpleNamespace(step=24)
     weights = (folder / "weights.safetensors").read_bytes()
     for file in sorted(newest.glob("*.safetensors")):
         with flipped(file, 8 * file.stat().st_size - 1), pytest.raises(CheckpointError, match=file.name):
-            train.hand_on(worker, progress)
+            train.export_weights(worker, progress)
     assert (folder / "weights.safetensors").read_bytes() == weights
 
 

@@ -18,13 +18,12 @@ from jobs.cluster import supervisor
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models.vit import attend
 from pipeline import process_group
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, build_optimizer
-from tests.support import on_device
+from tests.support import campaigns, on_device
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [GPU, "cpu"]
@@ -244,7 +243,7 @@ def test_a_campaign_trains_in_bf16_commits_and_is_judged(device, recipe):
         f"cluster.workers={min(workers_on(device), 4)}",
         f"pretrain.compile={str(device == 'cuda').lower()}",
     ]
-    loaded = campaign.load(recipe, overrides)
+    loaded = campaigns.load(recipe, overrides)
     run_campaign(loaded, only="pretrain", quiet=True)
     folder = loaded.directory(loaded.stage("pretrain"))
     losses = [loss for record in read_metrics(folder) for loss in record["losses"]]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import models
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from pipeline.monitoring.telemetry import read_metrics
+from tests.support import campaigns
 from tests.support import reference_loop as loop
 from tests.support import reference_runs as runs
 from tests.support.reference_loop import Plan, Trained
@@ -255,7 +255,7 @@ def test_a_campaigns_stages_train_and_judge_as_the_plain_loop_does(world: World,
         "fewshot": {"init": "@pretrain", "probe": runs.recipe_of(cfg)["probe"], "preprocess": runs.PREPROCESS},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    loaded = campaign.load(tmp_path / "recipe.yaml", [])
+    loaded = campaigns.load(tmp_path / "recipe.yaml", [])
     run_campaign(loaded, quiet=True)
     trained = follow(CAMPAIGN, world)
     exact = outputs_of(trained.network, trained.exact.weights, world.images)

@@ -13,7 +13,7 @@ import models
 from data.errors import CheckpointError, ConfigError
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from jobs.recipe import campaign
+from data.order import Ids
 from jobs.run.session import run_campaign
 from pipeline import health
 from pipeline.checkpoints import manifest
@@ -21,12 +21,14 @@ from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.evaluation.features import normalise
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.train import count_step
+from pipeline.train import TakenStep, count_step
+from pipeline.worker import TrainingLog
+from tests.support import campaigns
 
 
 def run_stages(recipe: Path, *names: str, overrides: tuple[str, ...] = ()) -> list[Path]:
     """Run some stages of a recipe; the folders of their outputs."""
-    loaded = campaign.load(recipe, list(overrides))
+    loaded = campaigns.load(recipe, list(overrides))
     for name in names:
         run_campaign(loaded, only=name, quiet=True)
     return [loaded.directory(loaded.stage(name)) for name in names]
@@ -129,7 +131,7 @@ def test_masked_prediction_learns_and_finetuning_takes_the_vit_out(recipe):
 )
 def test_an_objective_and_a_model_that_do_not_fit_are_refused_at_once(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        campaign.load(recipe, list(overrides))
+        campaigns.load(recipe, list(overrides))
 
 
 def test_what_is_corrupted_does_not_depend_on_the_world(recipe):
@@ -154,17 +156,18 @@ def test_bad_samples_that_end_a_run_are_named_also_where_the_save_in_flight_fail
     telemetry = SimpleNamespace(log=events.append)
     cfg = SimpleNamespace(batch_size=16, max_skipped=5, data=SimpleNamespace(max_bad_fraction=0.001))
     worker = SimpleNamespace(
-        rank=0,
-        engine=SimpleNamespace(gradient_norm=1.0),
+        engine=SimpleNamespace(gradient_norm=1.0, trace=None),
         cfg=cfg,
         health=health.Health(cfg, tmp_path, checkpoints_in(tmp_path), telemetry),
         job=SimpleNamespace(train=["digits"]),
         saver=SimpleNamespace(in_flight=True, finish=fail),
-        telemetry=telemetry,
-        window=SimpleNamespace(losses=[], norms=[]),
+        group=SimpleNamespace(rank=0, telemetry=telemetry),
+        log=TrainingLog(),
     )
-    progress = SimpleNamespace(step=13, bad_samples=12, ledger=SimpleNamespace(hex="9f3c"))
+    ledger = SimpleNamespace(hex="9f3c", update=lambda *args: ledger)
+    progress = SimpleNamespace(step=12, bad_samples=11, ledger=ledger)
+    taken = TakenStep(2.0, bad_samples=1, stopping=False, all_written=False, planned=Ids([], [], []), ids=[])
     with pytest.raises(CheckpointError):
-        count_step(worker, progress, 2.0, [])
+        count_step(worker, progress, taken)
     said = "step 13: 12 bad samples among 208 seen, more than max_bad_fraction 0.001 allows"
     assert events == [said, "the save fails"]

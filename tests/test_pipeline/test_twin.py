@@ -26,9 +26,9 @@ from models.weights import npz
 from pipeline import config
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.start import Job
 from pipeline.training_config import DataConfig, TrainConfig
 from pipeline.versions import code_version
+from pipeline.worker import Job
 from tests.support import twin
 
 TWIN = Path(__file__).parents[3] / "shared" / "golden" / "twin"

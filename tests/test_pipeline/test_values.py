@@ -6,7 +6,7 @@ import pytest
 
 from data.errors import ConfigError
 from pipeline.config import with_overrides
-from pipeline.values import read_value, shown
+from pipeline.values import amount, counted, duration, milliseconds, read_value, shown, significant
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
         ("0.5TB", int, "limit_bytes", 500_000_000_000),
         ("80GiB", float | None, "gpu_memory_gb", 80.0),
         ("80GB", float | None, "gpu_memory_gb", 74.50580596923828),
-        ("512MiB", float | None, "activation_gb", 0.5),
+        ("512MiB", float | None, "gpu_memory_gb", 0.5),
         ("10k", int | None, "steps", 10_000),
         ("1.5M", int, "steps", 1_500_000),
         (1e4, int, "steps", 10_000),
@@ -95,3 +95,34 @@ def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
         assert with_overrides(recipe, [f"pretrain.model={value}"])["pretrain"]["model"]["width"] == 192, value
     merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
     assert merged["pretrain"]["model"]["width"] == 192  # without a name a section is merged, as any other
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (65, "1m05s"), (7500, "2h05m"), (273_600, "3d04h")])
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12.34, "12.3"), (384, "384"), (384.25, "384"), (41_234, "41.2k"), (4.2e9, "4.2G")],
+)
+def test_amounts_are_short(value, text):
+    assert amount(value) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(1, "node", "1 node"), (3, "node", "3 nodes"), (2, "stretch", "2 stretches"), (0, "GPU", "0 GPUs")],
+)
+def test_a_count_has_the_plural_of_its_noun(number, noun, text):
+    assert counted(number, noun) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.00031, "0.31 ms"), (0.412, "412 ms"), (3.24, "3.2 s")])
+def test_short_times_are_in_milliseconds(seconds, text):
+    assert milliseconds(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.423, "0.4230"), (2.8412, "2.841"), (12_345.6, "12.3k")])
+def test_significant_digits_are_kept_whatever_the_size(value, text):
+    assert significant(value, 4) == text

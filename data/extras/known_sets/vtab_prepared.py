@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from data.errors import DataError
 from data.extras.known_sets.vtab_records import features, records
-from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, Task, label_of
+from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, VtabTask, label_of
 from data.index.names import Names
 from data.index.tar import Refusals
 from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
@@ -44,7 +44,7 @@ class PreparedSet:
     shards: Mapping[str, list[int]]  # split → examples of each of its files
 
 
-def prepared_set(path: Path, task: Task) -> PreparedSet:
+def prepared_set(path: Path, task: VtabTask) -> PreparedSet:
     """Read what was prepared; raises DataError where it is nothing, another set, or in files that are no TFRecords."""
     config = CONFIGS.get(task.dataset)
     expected = f"{task.dataset}/{config}" if config else task.dataset
@@ -81,7 +81,7 @@ def prepared_set(path: Path, task: Task) -> PreparedSet:
     return PreparedSet(files[0].parent, name, shards)
 
 
-def samples(task: Task, path: Path, split: str) -> Iterator[Sample]:
+def samples(task: VtabTask, path: Path, split: str) -> Iterator[Sample]:
     """Give the samples of a task's split, in the order of the rows.
 
     Raises DataError where the prepared set is not the task's, has another size than is published, or is torn.
@@ -105,7 +105,7 @@ def samples(task: Task, path: Path, split: str) -> Iterator[Sample]:
     warn_of(prepared.folder, changed)
 
 
-def rows_of(file: Path, task: Task, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
+def rows_of(file: Path, task: VtabTask, split: str, start: int, wanted: range, changed: Refusals) -> Iterator[Sample]:
     """Give the wanted rows of a file, whose first row is `start`; raises DataError where it ends before them."""
     # Imported here, because every command reads the table of sets below.
     import cv2
@@ -143,7 +143,7 @@ def rows_of(file: Path, task: Task, split: str, start: int, wanted: range, chang
         )
 
 
-def classes(task: Task, path: Path) -> Names:
+def classes(task: VtabTask, path: Path) -> Names:
     """Return the class names of a task, in the order of their ids; none where neither its set nor we have any."""
     if task.name in NAMES:
         return NAMES[task.name]

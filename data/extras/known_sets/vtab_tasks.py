@@ -50,7 +50,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 @dataclass(frozen=True)
-class Task:
+class VtabTask:
     """One task: what is told apart, in which parts of which set, and which distortions leave its labels true."""
 
     name: str
@@ -94,30 +94,30 @@ TENTHS = ("train[:80%]", "train[80%:90%]", "train[90%:]")
 NORB = ("train", "test[:50%]", "test[50%:]")
 
 TASKS = (  # in the order of the ViT paper's table 9
-    Task("caltech101", "natural", 102, "caltech101", *NINE_TENTHS),
-    Task("cifar100", "natural", 100, "cifar100", *NINE_TENTHS),
-    Task("dtd", "natural", 47, "dtd"),
-    Task("flowers102", "natural", 102, "oxford_flowers102"),
-    Task("pets", "natural", 37, "oxford_iiit_pet", *FOUR_FIFTHS),
-    Task("sun397", "natural", 397, "sun397"),
+    VtabTask("caltech101", "natural", 102, "caltech101", *NINE_TENTHS),
+    VtabTask("cifar100", "natural", 100, "cifar100", *NINE_TENTHS),
+    VtabTask("dtd", "natural", 47, "dtd"),
+    VtabTask("flowers102", "natural", 102, "oxford_flowers102"),
+    VtabTask("pets", "natural", 37, "oxford_iiit_pet", *FOUR_FIFTHS),
+    VtabTask("sun397", "natural", 397, "sun397"),
     # Mirrored digits are no digits.
-    Task("svhn", "natural", 10, "svhn_cropped", *NINE_TENTHS, flip=False),
+    VtabTask("svhn", "natural", 10, "svhn_cropped", *NINE_TENTHS, flip=False),
     # A patch is positive where its central 32 × 32 of 96 × 96 pixels hold tumour: a crop of 7/8 of its sides has them.
-    Task("patch_camelyon", "specialized", 2, "patch_camelyon"),
-    Task("eurosat", "specialized", 10, "eurosat", *FIFTHS),
-    Task("resisc45", "specialized", 45, "resisc45", *FIFTHS),
-    Task("diabetic_retinopathy", "specialized", 5, "diabetic_retinopathy_detection"),
+    VtabTask("patch_camelyon", "specialized", 2, "patch_camelyon"),
+    VtabTask("eurosat", "specialized", 10, "eurosat", *FIFTHS),
+    VtabTask("resisc45", "specialized", 45, "resisc45", *FIFTHS),
+    VtabTask("diabetic_retinopathy", "specialized", 5, "diabetic_retinopathy_detection"),
     # Counts change where an object is cut off; distances do too, and with the scale as well.
-    Task("clevr_count", "structured", 8, "clevr", *NINE_TENTHS, "validation", crop=False),
-    Task("clevr_distance", "structured", 6, "clevr", *NINE_TENTHS, "validation", crop=False),
-    Task("dmlab", "structured", 6, "dmlab", crop=False),
+    VtabTask("clevr_count", "structured", 8, "clevr", *NINE_TENTHS, "validation", crop=False),
+    VtabTask("clevr_distance", "structured", 6, "clevr", *NINE_TENTHS, "validation", crop=False),
+    VtabTask("dmlab", "structured", 6, "dmlab", crop=False),
     # A crop moves what is to be located, a flip mirrors it; an angle survives the crop alone.
-    Task("dsprites_x_position", "structured", 16, "dsprites", *TENTHS, crop=False, flip=False),
-    Task("dsprites_orientation", "structured", 16, "dsprites", *TENTHS, flip=False),
-    Task("kitti_distance", "structured", 4, "kitti", crop=False),
+    VtabTask("dsprites_x_position", "structured", 16, "dsprites", *TENTHS, crop=False, flip=False),
+    VtabTask("dsprites_orientation", "structured", 16, "dsprites", *TENTHS, flip=False),
+    VtabTask("kitti_distance", "structured", 4, "kitti", crop=False),
     # A mirrored toy is seen from another azimuth, but from the same elevation.
-    Task("smallnorb_azimuth", "structured", 18, "smallnorb", *NORB, flip=False),
-    Task("smallnorb_elevation", "structured", 9, "smallnorb", *NORB),
+    VtabTask("smallnorb_azimuth", "structured", 18, "smallnorb", *NORB, flip=False),
+    VtabTask("smallnorb_elevation", "structured", 9, "smallnorb", *NORB),
 )
 
 

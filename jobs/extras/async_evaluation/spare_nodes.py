@@ -6,7 +6,8 @@ import time
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from jobs.cluster.capacity import room_for, share_of_worker
-from jobs.cluster.ray_nodes import RayNodes, Reservation, without_nodes
+from jobs.cluster.ray_nodes import RayNodes
+from jobs.cluster.ray_places import Reservation, without_nodes
 
 BORROW_S = 5.0  # for Ray to place what seems to be free
 BORROW_LOOK_S = 1.0  # between two questions whether somebody wants the borrowed place
@@ -22,6 +23,7 @@ class SpareBundle(RayNodes):
         super().__init__(training.cluster, is_embedded=training.is_embedded)
         self.training = training
         self.run = f"{training.run} evaluation"
+        self.node_agents.run = self.run
         self.has_training_ended = False  # set from outside: the worker group's own places are free from then on
         self.next_look = 0.0
 
@@ -30,7 +32,7 @@ class SpareBundle(RayNodes):
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying
-        for node in self.training.nodes_to_avoid():
+        for node in self.training.exclusion.now():
             free.pop(node, None)
         return room_for(share_of_worker(self.cluster), free) >= 1 and not self.training.is_anything_asked_for()
 
@@ -51,7 +53,7 @@ class SpareBundle(RayNodes):
         group = placement_group(
             [share],
             name=f"evaluation {self.run} {secrets.token_hex(4)}",
-            bundle_label_selector=without_nodes(self.training.nodes_to_avoid(), 1),
+            bundle_label_selector=without_nodes(self.training.exclusion.now(), 1),
         )
         self.reservation = Reservation(group, [1], share)
         self.training.lent.append(self.reservation)
@@ -63,11 +65,10 @@ class SpareBundle(RayNodes):
     def give_back(self) -> None:
         """Give back what was borrowed, where anything was."""
         self.reservation = None
-        self.gpu_ids = {}
         while self.training.lent:
             remove_placement_group(self.training.lent.pop().group)
 
     def close(self) -> None:
         """End the agents of evaluations."""
-        for node_id in list(self.actors):
-            self.end_agent(node_id)
+        for node_id in list(self.node_agents.actors):
+            self.node_agents.end(node_id)

@@ -1,7 +1,7 @@
 """Works beside the training of one stage: evaluates its commits (`evaluate_on: spare`) and searches its spikes
 (`health.on_spike: bisect`), one at a time.
 
-1. While an attempt runs, a thread asks once a second whether a place is free (SpareCore, jobs/cluster/nodes.py) and
+1. While an attempt runs, a thread asks once a second whether a place is free (spare_places.py) and
    leaves a file that says so. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/extras/async_evaluation.py).
 2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
@@ -31,23 +31,27 @@ from typing import Any, cast
 from data.checks import one_line
 from data.errors import Preempted
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.placement import SparePlace, spare_place_of
 from jobs.cluster.worker import Task, WorkerFunction
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.async_evaluation.spare_places import SparePlace, spare_place_of
 from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.artifacts import SEARCHES
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
-from pipeline.evaluate import TRIES, evaluate_commit
+from pipeline.evaluate import TRIES
+from pipeline.evaluation.document import evaluation_record
 from pipeline.extras import async_evaluation
+from pipeline.extras.async_evaluator import evaluate_commit
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.extras.replays.search import search
-from pipeline.health import found_samples, names_of
-from pipeline.monitoring.telemetry import Telemetry, counted, duration
+from pipeline.extras.replays.spikes import found_samples, names_of
+from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Watch
 from pipeline.training_config import TrainConfig
+from pipeline.values import counted, duration
 
+SEARCH = "pipeline.extras.replays.spikes:SpikeSearch"
 POLL_S = 1.0  # between two polls of the thread
 WAIT_POLL_S = 0.2  # of the wait for the last evaluations
 NEXT_LINE_S = 60.0  # between two lines about that wait
@@ -145,7 +149,7 @@ class SpareWorker:
             self.place.close()
         for step in self.spikes():
             self.put_outcome(step, {"error": "training has ended"}, "not searched to its end, training has ended")
-        if self.cfg.evaluate_on == "training":
+        if getattr(self.cfg, "evaluate_on", "training") == "training":
             return
         # Checkpoints stayed beyond `keep` because they were to be evaluated.
         try:
@@ -164,7 +168,7 @@ class SpareWorker:
         if left:
             folder = self.stage / async_evaluation.FOLDER
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
-        self.context.poll(self.attempt_folder, attempt, 0)
+        self.context.poll(attempt, 0)
 
     # -------------------------------------------------------------------- the thread
 
@@ -240,7 +244,7 @@ class SpareWorker:
                 self.context.log(remark)
             where: dict[str, Any] = {"where": "spare", "node": outcome["node"], "seconds": outcome["seconds"]}
             remark = f"  beside training, on {outcome['node']} in {outcome['seconds']:.2f}s"
-            record = async_evaluation.evaluation_record(step, outcome["values"], where, remark)
+            record = evaluation_record(step, outcome["values"], where, remark)
             async_evaluation.put_record(self.stage, step, record)
         if failure is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -289,8 +293,10 @@ class SpareWorker:
         folder.mkdir(parents=True)
         # Without what is known already: a sample that has made several spikes is searched once.
         masked = [[0, *sample["range"]] for sample in found_samples(self.stage)]
-        own = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step, "masked": masked}
-        task = {**self.task, "job": {**self.task["job"], **own, "device_bytes": None}, "search": request}
+        own = {"run": str(run), "directory": str(directory), "attempt": self.number, "until": step}
+        hooks = {**self.task["hooks"], SEARCH: {"masked": masked}}
+        job = {**self.task["job"], **own, "device_bytes": None}
+        task = {**self.task, "job": job, "hooks": hooks, "search": request}
 
         # 2. The search.
         self.context.log(f"step {step}: its spike is searched beside training")

@@ -14,7 +14,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import fill
@@ -23,30 +23,30 @@ from typing import Any
 import yaml
 
 from data.errors import UsageError
-from jobs.extras.diff.meaning import ComparedStage, Fact, facts_of, of_campaign, of_run
-from jobs.extras.report.reading import flat
+from jobs.commands.campaigns import load_campaign
+from jobs.extras.diff.facts import Fact, differences
+from jobs.extras.diff.meaning import ComparedStage, facts_of, of_campaign, of_run
+from jobs.extras.history import flat
 from jobs.named_stages import find_stage
-from jobs.resolved_recipe import Campaign
+from jobs.resolved_recipe import Kinds
 from jobs.terminal import echo
 from pipeline import config
 from pipeline.artifacts import TASK
-from pipeline.monitoring.telemetry import counted
-from pipeline.values import flow_yaml
+from pipeline.values import counted, flow_yaml
 
-Load = Callable[[str, list[str]], Campaign]  # of a recipe and overrides
 SUBJECTS = Path(__file__).with_name("subjects.yaml")
 WIDTH = 120
 LINES: dict[str, Any] = {"subsequent_indent": " " * 11, "break_on_hyphens": False, "break_long_words": False}
 SLIGHT = 0.05  # relative difference of two numbers below which it comes after all others
 
 
-def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
+def diff(mine: str, other: str, overrides: list[str], kinds: Kinds) -> None:
     """Print what differs in meaning between the stages of two recipes or runs.
 
     `overrides` are put over the second. Raises UsageError where there is nothing to compare.
     """
-    stages = stages_of(mine, [], load)
-    others = stages_of(other, overrides, load)
+    stages = stages_of(mine, [], kinds)
+    others = stages_of(other, overrides, kinds)
     for path, side in ((mine, stages), (other, others)):
         if not side:
             raise UsageError(f"{path} neither trains nor evaluates\n  expected a recipe or a run that does")
@@ -76,16 +76,16 @@ def diff(mine: str, other: str, overrides: list[str], load: Load) -> None:
             echo(f"in {path} alone, and not compared: {', '.join(stage.row for stage in alone)}")
 
 
-def stages_of(path: str, overrides: list[str], load: Load) -> list[ComparedStage]:
+def stages_of(path: str, overrides: list[str], kinds: Kinds) -> list[ComparedStage]:
     """Return the stages of a run, or one of them, else those of a recipe with overrides on top."""
     folder = Path(path)
     is_run = any(folder.glob("*/stage.json"))
     # A stage may be named without the key behind its name: runs/mine/finetune.
     if folder.is_file() or not (is_run or any(folder.parent.glob("*/stage.json"))):
-        return list(of_campaign(load(path, overrides)))
+        return list(of_campaign(load_campaign(path, overrides, kinds)))
     if overrides:
         raise UsageError(f"{path} is a run, which was trained as it is\n  leave out {' '.join(overrides)}")
-    return list(of_run(folder if is_run else Path(find_stage(path, TASK))))
+    return list(of_run(folder if is_run else Path(find_stage(path, TASK)), kinds))
 
 
 def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
@@ -96,26 +96,23 @@ def show_pair(mine: ComparedStage, other: ComparedStage, title: str) -> None:
     others = facts_of(other, other)
     differing: dict[tuple[bool, int], list[str]] = {}  # (slight, number of the subject) → facts
     unknown = []
-    for name, fact in facts.items():
-        there = others.get(name)
-        if there is None:
+    for name, fact, other_fact in differences(facts, others):
+        if fact is None or other_fact is None:
             continue
-        if fact.value is None or there.value is None:
+        if fact.value is None or other_fact.value is None:
             unknown.append(name)
-            continue
-        if fact.equals(there):
             continue
         number = 0
         while not any(fnmatchcase(name, pattern) for pattern in subjects[number]["facts"].split()):
             number += 1
         is_slight = False
-        if isinstance(fact.value, int | float) and isinstance(there.value, int | float) and name != "seed":
-            is_slight = math.isclose(fact.value, there.value, rel_tol=SLIGHT)
+        if isinstance(fact.value, int | float) and isinstance(other_fact.value, int | float) and name != "seed":
+            is_slight = math.isclose(fact.value, other_fact.value, rel_tol=SLIGHT)
         differing.setdefault((is_slight, number), []).append(name)
 
     # 2. A paragraph for each.
-    differences = counted(len(differing), "difference") if differing else "no differences"
-    echo(f"{differences} in meaning: {title}")
+    count = counted(len(differing), "difference") if differing else "no differences"
+    echo(f"{count} in meaning: {title}")
     for place, (is_slight, number) in enumerate(sorted(differing), start=1):
         subject = subjects[number]
         texts = []

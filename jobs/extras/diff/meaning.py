@@ -19,41 +19,21 @@ from typing import Any
 from data.images.preprocess import parse_ops
 from data.index.index import Index
 from data.order import DEFAULT_BLOCK, DEFAULT_LANES
-from jobs.extras.report.reading import flat, read_run
+from jobs.extras.diff.facts import Fact
+from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
-from jobs.kinds import KINDS
-from jobs.resolved_recipe import Available, Campaign, Stage, StageKind, reference
+from jobs.recipe.references import source_of
+from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
 from jobs.stages import evaluate, fewshot
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
+from pipeline.arithmetic import steps_of
 from pipeline.optimization import learning_rate
-from pipeline.training_config import steps_of
 
-JUDGING = (evaluate.KIND, fewshot.KIND)
+JUDGING = (evaluate.Evaluate.name, fewshot.FewShot.name)
 NONE = "none"  # the value of what is not there, and known not to be
 # Protocols with settings of their own, which mean something where the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")
-
-
-@dataclass(frozen=True)
-class Fact:
-    """Something that a stage does; `words` say it to people."""
-
-    value: Any  # None: not known; a tuple: the best of these
-    words: str
-    slack: float = 0.0  # by which equal values may differ
-    keys: Mapping[str, Any] | None = None  # that say it, with their values; None: the field that it is called by
-
-    def equals(self, other: "Fact") -> bool:
-        """Return whether two facts mean the same: a value is no other than the best of several with it among them."""
-        slack = max(self.slack, other.slack)
-        if slack:
-            return bool(abs(self.value - other.value) <= slack)
-        if isinstance(self.value, tuple) and not isinstance(other.value, tuple):
-            return other.value in self.value
-        if isinstance(other.value, tuple) and not isinstance(self.value, tuple):
-            return self.value in other.value
-        return bool(self.value == other.value)
 
 
 @dataclass(frozen=True)
@@ -97,14 +77,15 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
     table_of: dict[str, Stage] = {}  # by the names of its runs
     waited_for: set[str] = set()  # tables that other runs take their values from
     for stage in campaign.stages:
-        waited_for.update(stage.chosen.values())
-        if stage.kind is sweep.KIND:
+        for value in stage.references.values():
+            waited_for.add(source_of(campaign, value)[0].name)
+        if stage.kind.name == sweep.Table.name:
             table_of.update(dict.fromkeys(stage.config.runs, stage))
     seen: set[tuple[str, str]] = set()
     for stage in campaign.stages:
         table = table_of.get(stage.name)
-        is_candidate = table is not None and f"@{table.name}" in waited_for
-        if is_candidate or not (stage.kind.trains or stage.kind in JUDGING):
+        is_candidate = table is not None and table.name in waited_for
+        if is_candidate or not (stage.kind.trains or stage.kind.name in JUDGING):
             continue
         # 1. Its row, how many runs that has, and of which values it has the best.
         row = stage.name
@@ -118,8 +99,8 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
             if table.config.chooses:
                 chooser = table
                 row = stage.source
-        for value in stage.chosen.values():
-            chooser = campaign.stage(value.removeprefix("@"))
+        for value in stage.references.values():
+            chooser, _ = source_of(campaign, value)
         if (stage.source, row) in seen:
             continue
         seen.add((stage.source, row))
@@ -165,12 +146,12 @@ def of_campaign(campaign: Campaign) -> Iterator[ComparedStage]:
         )
 
 
-def of_run(path: Path) -> Iterator[ComparedStage]:
+def of_run(path: Path, kinds: Kinds) -> Iterator[ComparedStage]:
     """Iterate the stages of a run that train or evaluate. Raises ConfigError where another version wrote them."""
     for stage in read_run(path).stages:
         record = stage.record
-        kind = KINDS.get(record.get("kind", ""))
-        if kind is None or not (kind.trains or kind in JUDGING):
+        kind = kinds.get(record.get("kind", ""))
+        if kind is None or not (kind.trains or kind.name in JUDGING):
             continue
         model = None
         image_size = None
@@ -189,7 +170,7 @@ def of_run(path: Path) -> Iterator[ComparedStage]:
             name=stage.name,
             row=stage.name,
             kind=kind,
-            config=config.build(kind.config, record["config"], stage.name),
+            config=config.build_recorded(kind.config, record["config"], stage.name),
             model=model,
             image_size=image_size,
             size_key=f"{stage.name}.model.image_size",
@@ -232,7 +213,7 @@ def facts_of_evaluation(stage: ComparedStage) -> dict[str, Fact]:
         is_unused = section in WITH_SETTINGS and section not in cfg.protocols
         if not (is_path or is_free or is_unused):
             facts[name] = Fact(value, config.shown(value))
-    if stage.kind is evaluate.KIND:
+    if stage.kind.name == evaluate.Evaluate.name:
         facts["protocols"] = Fact(sorted(cfg.protocols), ", ".join(sorted(cfg.protocols)))
     facts["preprocess"] = fact_of_ops(cfg.preprocess, stage.image_size)
     return facts

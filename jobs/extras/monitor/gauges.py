@@ -8,14 +8,21 @@ A gauge that is not set again for about 25 s is gone from the port (measured wit
 disappears, and the gauges of a stage that trains are set with every look, also when it has reported nothing since.
 """
 
+from __future__ import annotations
+
 import json
 import math
-from pathlib import Path
+import sys
+from typing import TYPE_CHECKING
 
-from ray.util.metrics import Gauge
-
-from jobs.extras.monitor.status_poller import View
+from jobs.extras.monitor.threaded import ThreadedWatcher
 from jobs.ownership import Lease
+from jobs.resolved_recipe import Campaign, Context
+from jobs.run.reading import StatusMessage
+from jobs.run.watchers import Log
+
+if TYPE_CHECKING:  # importing Ray takes seconds
+    from ray.util.metrics import Gauge
 
 # Those of the newest report in metrics.jsonl, under its names.
 OF_REPORT = (
@@ -54,52 +61,72 @@ OF_RUN = {
 }
 
 
-def values_of(view: View) -> dict[str, float]:
-    """Return what is shown of a stage, by name; what is not known, or not finite, is left out."""
+def values_of(message: StatusMessage) -> dict[str, float]:
+    """Return the values of a stage's gauges, by name; unknown values and those that are not finite are excluded."""
     values: dict[str, float] = {
-        "waiting": float(view.state == "waiting"),
-        "restarts": float(max(0, view.attempts - 1)),
-        "incidents": float(view.incidents),
+        "waiting": float(message.state == "waiting"),
+        "restarts": float(max(0, message.attempts - 1)),
+        "incidents": float(message.incidents),
     }
-    if view.report is not None:
+    if message.report is not None:
         for name in OF_REPORT:
-            number = view.report.get(name)
+            number = message.report.get(name)
             if number is not None:
                 values[name] = float(number)
         # Clocks of nodes differ: a record may come from the future.
-        values["report_age_s"] = max(0.0, view.time - view.report["time"])
+        values["report_age_s"] = max(0.0, message.time - message.report["time"])
         values["is_finite"] = float(math.isfinite(values.get("loss", 0.0) + values.get("grad_norm", 0.0)))
-    if view.commit is not None:
-        values["checkpoint_step"] = float(view.commit["step"])
-        values["checkpoint_age_s"] = max(0.0, view.time - view.commit["time"])
+    if message.commit is not None:
+        values["checkpoint_step"] = float(message.commit["step"])
+        values["checkpoint_age_s"] = max(0.0, message.time - message.commit["time"])
     # Ray drops NaN without a word (measured).
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-class Gauges:
-    """One Ray gauge for each name; make it when the cluster is connected. They outlive a new connection (measured)."""
+class Gauges(ThreadedWatcher):
+    """Sets one Ray gauge for each name, as soon as this process is connected to a Ray cluster."""
 
-    def __init__(self, run: Path, lease: Lease) -> None:
-        self.run = run
-        self.lease = lease
+    name = "monitoring"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.campaign: Campaign | None = None
+        self.lease: Lease | None = None
         self.gauges: dict[str, Gauge] = {}
+
+    def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
+        """Remember whose gauges these are; there is no cluster yet."""
+        self.campaign = campaign
+        self.lease = lease
+
+    def stage(self, context: Context) -> None:
+        """Make the gauges before the first stage that runs under Ray. They outlive a new connection (measured)."""
+        super().stage(context)
+        # If nothing has imported Ray there is no connection; importing it takes seconds.
+        if self.gauges or "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
+            return
+        from ray.util.metrics import Gauge
+
         for name in OF_REPORT:
             self.gauges[name] = Gauge(f"patchline_{name}", f"{name} in metrics.jsonl", tag_keys=("run", "stage"))
         for name, text in OF_DRIVER.items():
             self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run", "stage"))
         for name, text in OF_RUN.items():
             self.gauges[name] = Gauge(f"patchline_{name}", text, tag_keys=("run",))
+        self.start(context.log)
 
-    def show(self, view: View) -> None:
+    def show(self, message: StatusMessage) -> None:
         """Set the gauges of a stage."""
-        for name, value in values_of(view).items():
-            self.gauges[name].set(value, tags={"run": view.run, "stage": view.stage})
+        for name, value in values_of(message).items():
+            self.gauges[name].set(value, tags={"run": message.run, "stage": message.stage})
 
     def show_run(self) -> None:
         """Set the gauges of the command: the age of its lease, and its exit code once it has ended."""
-        tags = {"run": self.run.name}
+        assert self.campaign is not None and self.lease is not None
+        run = self.campaign.run
+        tags = {"run": run.name}
         self.gauges["lease_age_s"].set(self.lease.age_s(), tags=tags)
-        exit_code = json.loads((self.run / "status.json").read_text())["exit_code"]
-        # The last look comes after the command has written how it ended, and Ray takes it along when it is left.
+        exit_code = json.loads((run / "status.json").read_text())["exit_code"]
+        # The last call comes after the command has recorded its end; Ray exports it when the cluster is left.
         if exit_code is not None:
             self.gauges["exit_code"].set(exit_code, tags=tags)

@@ -1,8 +1,8 @@
-"""Weights & Biases and MLflow beside a run, where its recipe asks for them.
+"""Weights & Biases and MLflow during a run, if its recipe names them.
 
     trackers: {wandb: {project: vit}, mlflow: {uri: "https://mlflow.example"}}
 
-1. Each tracker has a StatusPoller of its own in the driver: a server that does not answer holds up its thread alone.
+1. Each tracker has a thread of its own in the driver: a server that does not answer holds up this thread alone.
 2. The thread sends what was added to the stage's metrics.jsonl since the last time: a record's numbers, at its step.
 3. `tracker-wandb.json` in the stage's folder keeps the id of the stage's run there, and how many bytes were sent: after
    a restart the same run goes on, and nothing is sent twice.
@@ -20,11 +20,13 @@ from typing import Any
 
 import models
 from data.files import write_whole
-from jobs.extras.monitor.status_poller import StatusPoller, View, records_since
-from jobs.extras.studies import expand
+from jobs.extras.monitor.threaded import ThreadedWatcher
 from jobs.recipe.records import environment
 from jobs.recipe.render import config_as_known
-from jobs.resolved_recipe import Campaign, Stage
+from jobs.recipe.sections import flat
+from jobs.resolved_recipe import Campaign, Context, Stage
+from jobs.run.reading import StatusMessage, records_since
+from jobs.run.watchers import Watcher
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline import config
 from pipeline.monitoring.telemetry import Record
@@ -49,7 +51,7 @@ class Wandb:
         self.options = options
         self.run: Any = None
 
-    def open(self, view: View, facts: Facts, run_id: str) -> tuple[str, str]:
+    def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
         """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
         self.run = self.wandb.init(
             project=self.options.project,
@@ -57,11 +59,11 @@ class Wandb:
             # Chosen here, so that it is known before the server has answered, and offline.
             id=run_id or secrets.token_hex(6),
             resume="allow",
-            name=f"{view.run}/{view.stage}",
-            group=view.run,
+            name=f"{message.run}/{message.stage}",
+            group=message.run,
             config=dict(facts),
             allow_val_change=True,
-            dir=view.directory,
+            dir=message.directory,
             # What the driver prints and uses is not the run's.
             settings=self.wandb.Settings(
                 silent=True,
@@ -97,7 +99,7 @@ class Mlflow:
         self.client = mlflow.MlflowClient(tracking_uri=options.uri)
         self.run_id = ""
 
-    def open(self, view: View, facts: Facts, run_id: str) -> tuple[str, str]:
+    def open(self, message: StatusMessage, facts: Facts, run_id: str) -> tuple[str, str]:
         """Begin a stage's run, or go on with that of this id; return the id, and where the run is."""
         if not run_id:
             experiment = self.client.get_experiment_by_name(self.options.experiment)
@@ -105,14 +107,14 @@ class Mlflow:
                 experiment_id = self.client.create_experiment(self.options.experiment)
             else:
                 experiment_id = experiment.experiment_id
-            run_id = self.client.create_run(experiment_id, run_name=f"{view.run}/{view.stage}").info.run_id
+            run_id = self.client.create_run(experiment_id, run_name=f"{message.run}/{message.stage}").info.run_id
         self.run_id = run_id
         self.client.update_run(run_id, status="RUNNING")
         # MLflow refuses a parameter that changes; a field that may change on resume stays what it was at first. Tags,
         # which may change, tell of this start.
         known = self.client.get_run(run_id).data.params
         parameters = []
-        for name, value in expand.flat(facts, view.stage).items():
+        for name, value in flat(facts, message.stage).items():
             if name not in known and str(value):
                 parameters.append(self.mlflow.entities.Param(name, str(value)[:LONGEST_TEXT]))
         self.client.log_batch(run_id, params=parameters)
@@ -133,43 +135,73 @@ class Mlflow:
         self.client.set_terminated(self.run_id)
 
 
-class Tracker:
-    """Sends a stage's new records through a tracker's client; `show` is given to a StatusPoller."""
+class Tracker(ThreadedWatcher):
+    """Sends a stage's new records through the client of one tracker."""
 
-    def __init__(self, name: str, client: Wandb | Mlflow, facts: Mapping[Path, Facts], log: Log) -> None:
+    def __init__(self, name: str, client: Wandb | Mlflow) -> None:
+        super().__init__()
         self.name = name
+        self.close_s = CLOSE_S
         self.client = client
-        self.facts = facts  # by the stage's folder
-        self.log = log
+        self.facts: dict[Path, Facts] = {}  # by the stage's folder
         self.open_stage: Path | None = None
 
-    def show(self, view: View) -> None:
-        """Send what the stage has reported since the last call; close its run where it has ended."""
-        path = view.directory / f"tracker-{self.name}.json"
+    def stage(self, context: Context) -> None:
+        """Prepare what the tracker is told about this stage."""
+        super().stage(context)
+        self.facts[context.directory] = facts_of(context.campaign, context.stage)
+
+    def show(self, message: StatusMessage) -> None:
+        """Send what the stage has reported since the last call; close its run if it has ended."""
+        path = message.directory / f"tracker-{self.name}.json"
         memory: dict[str, Any] = {"id": "", "bytes": 0}
         if path.exists():
             memory = json.loads(path.read_text())
         while True:
-            records, end = records_since(view.directory / "metrics.jsonl", memory["bytes"])
+            records, end = records_since(message.directory / "metrics.jsonl", memory["bytes"])
             if end == memory["bytes"]:
                 break
-            if self.open_stage != view.directory:
-                memory["id"], place = self.client.open(view, self.facts[view.directory], memory["id"])
+            if self.open_stage != message.directory:
+                memory["id"], place = self.client.open(message, self.facts[message.directory], memory["id"])
                 # At once: a run whose id is lost would be begun again.
                 write_whole(path, json.dumps(memory))
-                self.open_stage = view.directory
-                self.log(f"{self.name}: {view.stage} is {place}")
+                self.open_stage = message.directory
+                self.log(f"{self.name}: {message.stage} is {place}")
             self.client.send([record for record in records if "step" in record])
             memory["bytes"] = end
             write_whole(path, json.dumps(memory))
-        if view.state == "ended" and self.open_stage is not None:
+        if message.state == "ended" and self.open_stage is not None:
             self.open_stage = None
             self.client.close()
 
 
-def start_trackers(options: TrackersConfig, facts: Mapping[Path, Facts], log: Log) -> list[StatusPoller]:
-    """Start a poller for every tracker that is asked for; a client that cannot be imported costs a line."""
-    pollers = []
+class Trackers(Watcher):
+    """Watches a run through every tracker that its recipe names."""
+
+    def __init__(self) -> None:
+        self.trackers: list[Tracker] | None = None  # None before the first stage
+
+    def stage(self, context: Context) -> None:
+        """Start the trackers before the first stage, and prepare them for this one."""
+        if self.trackers is None:
+            self.trackers = start_trackers(context.campaign.trackers, context.log)
+        for tracker in self.trackers:
+            tracker.stage(context)
+
+    def status(self, message: StatusMessage) -> None:
+        """Keep the message for the trackers' threads."""
+        for tracker in self.trackers or ():
+            tracker.status(message)
+
+    def close(self) -> None:
+        """Send what remains to be sent."""
+        for tracker in self.trackers or ():
+            tracker.close()
+
+
+def start_trackers(options: TrackersConfig, log: Log) -> list[Tracker]:
+    """Start every tracker that the recipe names; a client that cannot be imported costs a line."""
+    trackers = []
     for name in options.used():
         try:
             client = Wandb(options.wandb) if name == "wandb" else Mlflow(options.mlflow)
@@ -178,8 +210,10 @@ def start_trackers(options: TrackersConfig, facts: Mapping[Path, Facts], log: Lo
             if isinstance(error, ImportError):
                 log("  type pip install 'patchline[trackers]', on the driver's machine")
             continue
-        pollers.append(StatusPoller(name, [Tracker(name, client, facts, log).show], log, CLOSE_S))
-    return pollers
+        tracker = Tracker(name, client)
+        tracker.start(log)
+        trackers.append(tracker)
+    return trackers
 
 
 def facts_of(campaign: Campaign, stage: Stage) -> dict[str, Any]:

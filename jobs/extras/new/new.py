@@ -29,11 +29,10 @@ from data.index.tar import IMAGES
 from jobs.named_stages import find_stage, near_path
 from jobs.progress import ProgressMeter, activity
 from jobs.recipe.key import model_at
-from jobs.stages.any_weights import is_foreign
 from jobs.terminal import as_typed, echo
-from pipeline.monitoring.telemetry import amount, duration
-from pipeline.training_config import model_config
-from pipeline.values import flow_yaml
+from pipeline.any_weights import is_foreign
+from pipeline.architecture import model_config
+from pipeline.values import amount, duration, flow_yaml
 
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
     from jobs.extras.new.training import Choice, Machine

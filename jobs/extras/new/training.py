@@ -23,12 +23,13 @@ from jobs.recipe.key import model_at
 from jobs.terminal import echo
 from models import ModelConfig, vit
 from models.masked import MaskedConfig
+from pipeline.architecture import model_config
 from pipeline.config import build
 from pipeline.extras.plan.memory import memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
-from pipeline.monitoring.telemetry import counted
 from pipeline.process_group import memory_free
-from pipeline.training_config import TrainConfig, model_config
+from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 
 MOST_WORKERS = 8  # on CPUs; each computes with its share of the cores
 MINUTES_ON_CPU = 10.0
@@ -85,7 +86,7 @@ class Machine:
     precision: str
 
 
-class Candidate(NamedTuple):
+class ModelCandidate(NamedTuple):
     """A model that may be trained: as a recipe writes it, and what AugReg's rows call it."""
 
     section: dict[str, Any]
@@ -138,7 +139,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         if isinstance(source, MaskedConfig):
             source = source.vit
         model = replace(source.with_new_head(), classes=train.classes)
-        candidates = [Candidate({"classes": train.classes}, model, "")]
+        candidates = [ModelCandidate({"classes": train.classes}, model, "")]
     image_size = min(candidates[0].model.image_size)
 
     # 2. How they are cropped. Letters and digits have no mirror image; ids may be of anything.
@@ -201,7 +202,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
     )
 
 
-def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Candidate]:
+def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[ModelCandidate]:
     """Return the models that images of this size may be trained with from random weights, or that of a name alone."""
     train = sets.train
     side = train.shorter_side
@@ -235,7 +236,7 @@ def candidates_for(sets: Sets, machine: Machine, name: str | None) -> list[Candi
             section["classes"] = train.classes
         else:
             section["name"] = f"Masked-{section['name'].removeprefix('Masked-')}"
-        candidates.append(Candidate(section, model_config(section), row))
+        candidates.append(ModelCandidate(section, model_config(section), row))
     return candidates
 
 

@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
-from jobs.commands.campaigns import load_campaign
+from jobs.commands.campaigns import kinds_of, load_campaign
 from jobs.progress import activity
 from jobs.terminal import echo
 
 
 def plan(
+    context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
     resolved: Annotated[
@@ -29,7 +30,7 @@ def plan(
     _debug: Debug = False,
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
-    campaign = load_campaign(recipe, overrides)
+    campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.recipe import render
 
     if resolved:
@@ -37,15 +38,15 @@ def plan(
         # YAML ends its last line itself.
         print(render.resolved(campaign), end="")
         return
+    from jobs.recipe.references import with_values
     from jobs.recipe.validate import refuse, validate_all
     from jobs.resolved_recipe import INPUTS, MEMORY
-    from jobs.run.stale_evaluations import with_new_evaluations
     from jobs.run.sync import looked_at
     from pipeline.extras.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)
     with looked_at(campaign.storage) as folder:
-        campaign = with_new_evaluations(replace(campaign, run=folder))
+        campaign = with_values(replace(campaign, run=folder))
         # As `run` does before its first stage: a plan promises nothing that would be refused.
         results = validate_all(campaign, campaign.stages, fresh=fresh)
         refuse(result for result in results if result.subject not in (INPUTS, MEMORY))
@@ -66,9 +67,9 @@ def plan(
             refuse(results)
 
 
-def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
+def preflight(context: typer.Context, recipe: Recipe, overrides: Overrides = None, _debug: Debug = False) -> int:
     """Measure workers, links, disks and data before a run: a line each, OK, WARN or FAIL, with what to do."""
-    campaign = load_campaign(recipe, overrides)
+    campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.cluster.ray import disconnect
     from jobs.extras.planning import preflight
 
@@ -79,13 +80,14 @@ def preflight(recipe: Recipe, overrides: Overrides = None, _debug: Debug = False
 
 
 def trial(
+    context: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
     stage: Annotated[str | None, typer.Option(metavar="NAME", help="This one alone.")] = None,
     _debug: Debug = False,
 ) -> None:
     """Take 30 real steps of each trained stage on the cluster, and keep what they took for `plan` to go by."""
-    campaign = load_campaign(recipe, overrides)
+    campaign = load_campaign(recipe, overrides, kinds_of(context))
     from jobs.extras.planning import trial
 
     trial.trial(campaign, stage)

@@ -8,7 +8,7 @@
       batch   4096 = 8 workers × micro_batch 512 × accumulation 1
       steps   2,190 (9.0M images, 7.00 passes over 1,281,167 samples)
 
-1. Each stage gets its lines (`Plan.add_stage`); a trained one is a `TrainedStage` (plan_training.py), which works out
+1. Each stage gets its lines (`Plan.add_stage`); for a trained one, `PlannedTraining` (plan_training.py) works out
    batch, data, compute, memory and time.
 2. Their sums make the first three lines (`Plan.sum_up`), and then all lines are printed.
 
@@ -24,22 +24,20 @@ import models
 from data.checks import few
 from data.files import memory_text
 from data.index.names import some
-from jobs.extras.planning.plan_training import TrainedStage, bill, span
+from jobs.extras.planning.plan_training import PlannedTraining, bill, span
 from jobs.extras.studies import table
-from jobs.extras.studies.expand import resolve_sweep
 from jobs.extras.studies.law import compute_of
 from jobs.recipe import class_names
 from jobs.recipe.records import half_done_folder
-from jobs.recipe.render import choice_text
+from jobs.recipe.references import in_words
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.terminal import echo
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
-from pipeline.monitoring.telemetry import counted
+from pipeline.values import counted
 
 
 def plan(campaign: Campaign, assumed: Assumptions, log: Callable[[str], None]) -> None:
     """Print the first three lines, and those of every stage; `log` hears of waits longer than a few seconds."""
-    campaign = resolve_sweep(campaign)
     cluster = campaign.cluster
     workers = str(cluster.most)
     if cluster.least < cluster.most:
@@ -75,7 +73,7 @@ class Plan:
     log: Callable[[str], None]  # hears of waits
     lines: list[str] = field(default_factory=list)
     would_run: set[str] = field(default_factory=set)  # names of stages that have not finished
-    to_train: list[TrainedStage] = field(default_factory=list)
+    to_train: list[PlannedTraining] = field(default_factory=list)
 
     def add(self, label: str, text: str) -> None:
         """Add a line to the stage that is described."""
@@ -108,8 +106,8 @@ class Plan:
 
         # 2. What it reads and lacks, and its model.
         for part, value in stage.parents.items():
-            # The runs of a sweep's table stand above it, and what a sweep chooses has a line of its own.
-            if stage.kind is not table.KIND and part not in stage.chosen:
+            # The runs of a sweep's table are listed above it, and values of other stages have a line of their own.
+            if stage.kind.name != table.Table.name and part not in stage.references:
                 self.add("reads", f"{part} = {value}")
         if stage.model is not None:
             model = stage.model
@@ -125,12 +123,12 @@ class Plan:
                 self.add("MISSING", message)
 
         # 3. What sweeps have chosen for it, or, of the table of a sweep, what it will be made of.
-        for part in stage.chosen:
-            self.add("chosen", f"{part}: {choice_text(campaign, stage, part)}")
-        if len(stage.known) < len(stage.chosen):
+        for part in stage.references:
+            self.add("chosen", f"{part}: {in_words(campaign, stage, part)}")
+        if stage.pending:
             self.add("chosen", "until then the lines below have the first of these values")
-        if stage.kind is table.KIND:
-            cfg: table.Config = stage.config
+        if stage.kind.name == table.Table.name:
+            cfg: table.TableConfig = stage.config
             rows = {run.row for run in cfg.runs.values()}
             text = f"{len(cfg.runs)} runs in {len(rows)} rows"
             runs = map(campaign.stage, cfg.runs)
@@ -149,7 +147,7 @@ class Plan:
 
         # 5. What its training takes, where it is still to come.
         if stage.kind.trains and not is_done:
-            trained = TrainedStage(campaign, stage, self.assumed, self.add, self.log)
+            trained = PlannedTraining(campaign, stage, self.assumed, self.add, self.log)
             trained.work_out()
             self.to_train.append(trained)
 

@@ -21,6 +21,7 @@ from jobs.cluster_config import cores
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.worlds import allowed_worlds
+from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.extras.plan import memory
 from pipeline.extras.plan.cost import (
@@ -38,10 +39,11 @@ from pipeline.extras.plan.cost import (
 )
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.extras.plan.trial import read_trials
-from pipeline.extras.token_dropping import flops_of, phases
-from pipeline.monitoring.telemetry import amount, counted, duration, milliseconds
+from pipeline.phases import flops_of, has_one_shape, has_whole_images
 from pipeline.process_group import memory_free
-from pipeline.training_config import TrainConfig, batch_arithmetic, cache_line, steps_of, training_order
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import cache_line, training_order
+from pipeline.values import amount, counted, duration, milliseconds
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
@@ -71,7 +73,7 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
 
 
 @dataclass
-class TrainedStage:
+class PlannedTraining:
     """Works out a trained stage: its lines in the plan, and the numbers that the first three lines need of it."""
 
     campaign: Campaign
@@ -91,6 +93,7 @@ class TrainedStage:
     def __post_init__(self) -> None:
         self.name = self.stage.name
         self.cfg: TrainConfig = self.stage.config
+        self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
         self.is_gpu = self.campaign.cluster.gpus_per_worker > 0
         self.worlds = allowed_worlds(self.cfg, self.campaign.cluster)
         self.world = self.worlds[0]
@@ -135,8 +138,8 @@ class TrainedStage:
             self.add("steps", f"{cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
             return
         self.steps = steps_of(cfg, samples or 0)
-        # A branch takes those behind its begin.
-        self.taken = range(cfg.begin or 0, self.steps)
+        # A branch takes the steps after its begin.
+        self.taken = range(cfg.first_step, self.steps)
         self.add_data(samples)
 
         # 3. What the steps compute.
@@ -144,15 +147,16 @@ class TrainedStage:
             self.add("model", "not known: the weights that it starts from are missing")
             return
         self.model = self.stage.model
-        in_order = phases(cfg.thinning, self.steps, self.model)
-        self.flops = flops_of(in_order, self.model, self.taken, cfg.batch_size)
+        phases = cfg.phases(self.steps, self.model)
+        is_thinned = not has_one_shape(phases, self.model)
+        self.flops = flops_of(phases, self.model, self.taken, cfg.batch_size)
         text = f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images)"
-        if cfg.thinning.is_on:
+        if is_thinned:
             whole = models.training_flops(self.model, len(self.taken) * cfg.batch_size)
             text += f", {self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
         self.add("compute", text)
-        if cfg.thinning.is_on:
-            for phase in in_order:
+        if is_thinned:
+            for phase in phases:
                 text = f"steps {phase.steps.start:,} … {phase.steps.stop - 1:,}: {phase.image_size} px"
                 if phase.kept is not None:
                     text += f", {phase.kept} of {phase.patches} patches"
@@ -187,10 +191,10 @@ class TrainedStage:
             if not self.all_there:
                 passes += " (as the recipe says; the data is not there yet)"
         steps = f"{self.steps:,}"
-        if cfg.begin is not None:
-            steps = f"{len(self.taken):,}, from {cfg.begin:,} of {cfg.init} to {self.steps:,}"
+        if cfg.first_step:
+            steps = f"{len(self.taken):,}, from {cfg.first_step:,} of {cfg.init} to {self.steps:,}"
         self.add("steps", f"{steps} ({amount(images)} images, {passes})")
-        if cfg.evaluate_every and cfg.evaluate_on == "spare":
+        if cfg.evaluate_every and self.is_asynchronous:
             self.add(
                 "judge",
                 f"every {cfg.evaluate_every:,} steps, each committed first, on a worker beside training where "
@@ -270,18 +274,12 @@ class TrainedStage:
             self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
         self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
         try:
-            self.cfg = cfg = memory.with_blocks(cfg, self.model, is_gpu=has_gpu)
             need = memory.memory_need(cfg, self.model, self.fewest, is_gpu=has_gpu)
         except TraceFailed as error:
             self.add("memory", f"not known: {error}")
             return
-        except memory.BudgetTooSmall as error:
-            # After all lines the command ends as `run` would, with what to type (jobs/stages/training.py).
-            self.add("memory", f"does not fit {error}")
-            self.fits = False
-            return
         text = f"{memory.in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
-        if not cfg.thinning.has_whole_images:
+        if not has_whole_images(cfg.phases(self.steps, self.model)):
             text += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
         self.add("memory", text)
         self.device_bytes = need.device_bytes
@@ -382,6 +380,6 @@ class TrainedStage:
             if index is not None:
                 images += index.samples
         times = 1  # at the end
-        if self.cfg.evaluate_every and self.cfg.evaluate_on == "training":
+        if self.cfg.evaluate_every and not self.is_asynchronous:
             times += (self.steps - 1) // self.cfg.evaluate_every - self.taken.start // self.cfg.evaluate_every
         return images * times

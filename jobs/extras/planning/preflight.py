@@ -36,14 +36,15 @@ from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_m
 from jobs.run.session import temporary_run, warn_of_unused_gpus
 from jobs.terminal import echo
 from jobs.worlds import allowed_worlds
+from pipeline.arithmetic import BYTES_FP32, batch_arithmetic
 from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.plan.memory import memory_need, snapshot_bytes
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.extras.preflight.folder import answering
 from pipeline.extras.preflight.worker import PreflightReport, examine, examine_node
-from pipeline.monitoring.telemetry import counted
-from pipeline.training_config import BYTES_FP32, TrainConfig, batch_arithmetic
+from pipeline.training_config import TrainConfig
+from pipeline.values import counted
 from pipeline.versions import code_version
 
 LARGEST_ALL_REDUCE = 2**28  # bytes

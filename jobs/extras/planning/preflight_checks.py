@@ -21,8 +21,8 @@ from pipeline.extras.preflight.folder import FolderReport
 from pipeline.extras.preflight.network import PairTime
 from pipeline.extras.preflight.worker import PreflightReport
 from pipeline.identity import DEVICE, Identity, differences, named, other_code
-from pipeline.monitoring.telemetry import counted, milliseconds
 from pipeline.process_group import SKEW_S
+from pipeline.values import counted, milliseconds
 from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONG_SAVE_S = 60.0
@@ -363,10 +363,10 @@ class ReportChecks:
         if gpu_free is not None and free >= needed:
             text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
         if free < needed:
-            remedy = "lower micro_batch, activation_gb or data.processes, or add nodes"
+            remedy = "lower micro_batch or data.processes, raise checkpoint_blocks, or add nodes"
             self.add("WARN", "memory", text, remedy)
         elif gpu_free is not None and gpu_free < gpu_needed:
-            self.add("WARN", "memory", text, "lower micro_batch or activation_gb, or raise zero")
+            self.add("WARN", "memory", text, "lower micro_batch, or raise checkpoint_blocks or zero")
         elif untraced:
             text += f"; without the steps of {', '.join(untraced)}, which could not be traced"
             self.add("WARN", "memory", text, "`python -m jobs plan` says why")

@@ -19,17 +19,19 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
-from jobs.extras.studies.expand import resolve_sweep, with_field
 from jobs.recipe import class_names
+from jobs.recipe.sections import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
 from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
-from pipeline.config import digest, plain
+from pipeline.config import digest, plain, with_defaults
+from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
-from pipeline.monitoring.telemetry import amount, counted, milliseconds, read_metrics
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig
-from pipeline.training_config import ProbeConfig, TrainConfig
+from pipeline.training_config import TrainConfig
+from pipeline.values import amount, counted, milliseconds
 from pipeline.versions import git_commit
 
 
@@ -38,7 +40,6 @@ def trial(campaign: Campaign, only: str | None) -> None:
 
     Raises ConfigError where no stage takes steps, DataError where none can be tried; else as a run's stage does.
     """
-    campaign = resolve_sweep(campaign)
     # 1. Of stages whose steps are alike, as those of a sweep's runs may be, one is tried for all.
     stages: dict[str, Stage] = {}
     for stage in campaign.stages:
@@ -64,7 +65,7 @@ def trial(campaign: Campaign, only: str | None) -> None:
             if path is None or index_if_made(path) is None:
                 unmade = path
         if unmade is not None:
-            problem = f"{unmade} is not there yet; type python -m jobs.pack RECIPE, or run the campaign first"
+            problem = f"{unmade} is not there yet; type python -m jobs run RECIPE --only pack"
         elif stage.model is None:
             problem = "the weights that it starts from are not there, and they say which model it is"
         else:
@@ -85,6 +86,10 @@ def trial(campaign: Campaign, only: str | None) -> None:
         disconnect()
 
 
+# Keys of extras without a say in a step's time.
+OF_A_RUN = "begin law keep_best patience evaluate_on"
+
+
 def trial_key(campaign: Campaign, stage: Stage) -> str:
     """Return the digest of all that the time of a stage's steps depends on; "" where its model is not known."""
     if stage.model is None:
@@ -92,21 +97,16 @@ def trial_key(campaign: Campaign, stage: Stage) -> str:
     cfg: TrainConfig = stage.config
     # What is set to one value here has no say in a step's time.
     alike = replace(
-        cfg,
+        with_defaults(cfg, OF_A_RUN),
         data=replace(cfg.data, train="sets", mixture={}, drop=(), evaluate=None, preprocess="", samples=None),
         model={},
         init=None,
-        begin=None,
-        law=None,
         new_head=False,
         optim=replace(cfg.optim, lr=1.0, weight_decay=1.0, schedule=ScheduleConfig()),
         steps=1,
         passes=None,
         seed=0,
         evaluate_every=0,
-        keep_best=None,
-        patience=0,
-        evaluate_on="training",
         probe=ProbeConfig(),
         log_every=1,
         save_every=1,
@@ -130,7 +130,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
     # Steps take the same time from any weights.
     has_weights = init is not None and (Path(init) / artifacts.WEIGHTS).exists()
     cfg = replace(
-        cfg,
+        with_defaults(cfg, OF_A_RUN),
         steps=STEPS,
         passes=None,
         log_every=LOG_EVERY,
@@ -138,11 +138,6 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
         keep=2,
         keep_every=0,
         evaluate_every=0,
-        keep_best=None,
-        patience=0,
-        begin=None,
-        law=None,
-        evaluate_on="training",
         data=replace(cfg.data, evaluate=None),
         probe=ProbeConfig(),
         init=cfg.init if has_weights else None,
@@ -164,7 +159,7 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
             campaign=temporary,
             stage=stage,
             log=echo,
-            poll=StepsShown(stage.name).poll,
+            poll=StepsShown(stage.name, temporary.directory(stage)).poll,
             stop_requested=lambda: False,
             class_names=class_names.of_stage(stage, Available(campaign)),
         )
@@ -205,13 +200,14 @@ def try_stage(campaign: Campaign, stage: Stage) -> None:
 class StepsShown:
     """Prints each report's step once, while the workers work."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, directory: Path) -> None:
         self.stage = stage
+        self.directory = directory
         self.last_step = 0
 
-    def poll(self, attempt_folder: Path, _number: int, _step: int) -> None:
+    def poll(self, _attempt: int, _step: int) -> None:
         """Print the step of the newest report, where it is a new one."""
-        reports = read_metrics(attempt_folder.parents[1])
+        reports = read_metrics(self.directory)
         if reports and reports[-1]["step"] > self.last_step:
             self.last_step = reports[-1]["step"]
             echo(f"{self.stage}   step {self.last_step} of {STEPS}, {amount(reports[-1]['images_per_s'])} images/s")

@@ -31,7 +31,8 @@ from jobs.terminal import echo
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
 from pipeline.extras.replays.batch import TakenStep, TrainedStage
-from pipeline.monitoring.telemetry import account, counted, duration
+from pipeline.monitoring.telemetry import account
+from pipeline.values import counted, duration
 
 NAMED = 8  # states that a difference names, the largest first
 NOISE = 1e-8  # of the largest second moment of a parameter: what is less is of a gradient that is zero in theory

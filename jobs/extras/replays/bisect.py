@@ -86,8 +86,9 @@ def bisect_step(replays: Replays, step: int, metric: str) -> None:
         began = time.time()
 
         def make_task(attempt: int) -> dict[str, Any]:
-            masked = stage.masked(step)
-            task = training.make_training_task(cfg, context, began, attempt, until=step, masked=masked)
+            kind = context.stage.kind
+            assert isinstance(kind, training.Training)
+            task = training.make_training_task(cfg, context, began, kind.extras, attempt, until=step)
             return {**task, "search": request}
 
         worlds = allowed_worlds(cfg, context.campaign.cluster)

@@ -14,7 +14,7 @@ Out: in that folder a run whose stage has the commit of step 150 and the records
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,68 @@ from typing import Any
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
-from jobs.kinds import KINDS
+from jobs.commands.arguments import WATCHERS
+from jobs.kinds import load_extras
 from jobs.named_stages import find_trained
-from jobs.resolved_recipe import Campaign, Context, Stage, no_checks
+from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
 from jobs.run.session import run_campaign
 from jobs.stages import training
 from jobs.terminal import echo
 from pipeline import artifacts, config
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.replays.batch import TrainedStage
-from pipeline.training_config import HealthConfig, TrainConfig
+from pipeline.hooks import HookOptions
+from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
 
 Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # what a stage does
+
+
+# Extras that change what a step computes; the others have no part in a replay.
+OF_STEPS = ("jobs.extras.studies.law:Branches", "jobs.extras.token_dropping:TokenDropping")
+
+
+class Masking(training.TrainingExtra):
+    """Has samples without weight."""
+
+    def __init__(self, masked: Sequence[Sequence[int]]) -> None:
+        self.masked = masked
+
+    def hooks(self, cfg: TrainConfig, context: Context) -> HookOptions:
+        """Return the hook that masks them, and those of the checkpoint that the replay starts from."""
+        return {"pipeline.extras.replays.spikes:Masking": {"masked": list(map(list, self.masked))}}
+
+
+class Replay(training.Training):
+    """A trained stage that runs again up to a step, from a checkpoint and without the recipe of its inputs."""
+
+    def __init__(
+        self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
+    ) -> None:
+        """Set what a run of the stage does: train up to the step `last` without `masked` samples, or `work`."""
+        super().__init__([*load_extras(*OF_STEPS), Masking(masked)])
+        self.inputs = {}
+        self.name = name  # of the kind that the stage had
+        self.class_names = class_names
+        self.last = last
+        self.work = work
+
+    def run(self, cfg: TrainConfig, context: Context) -> Mapping[str, Any]:  # type: ignore[override]
+        """Train up to the last step, or do the work that was given in place of training."""
+        context = replace(context, class_names=self.class_names)
+        if self.work is not None:
+            return self.work(cfg, context)
+        return super().run(cfg, context, until=self.last)
+
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Check nothing: the stage has run before."""
+        return iter(())
+
+    def shared_classes(self, cfg: TrainConfig) -> list[SharedClasses]:
+        """Return nothing: the class names are those of the run."""
+        return []
 
 
 class Replays:
@@ -111,8 +158,7 @@ class Replays:
         """
         stage = self.stage
         cfg = stage.config_at(start + 1, last)
-        cfg = replace(cfg, evaluate_on="training", evaluate_every=0, keep_best=None, patience=0, law=None)
-        cfg = replace(cfg, health=HealthConfig())
+        cfg = config.with_defaults(cfg, "evaluate_on evaluate_every keep_best patience law health")
         # What the run did without, from where it did, and what this replay does without from its start.
         weightless = [*stage.masked(last), *masked]
         if not evaluates:
@@ -128,17 +174,11 @@ class Replays:
         stage.link_start(start, target)
 
         # 2. The stage as it was: of the same name and key, and without the recipe in which its inputs had names.
-        def run(cfg: TrainConfig, context: Context) -> Mapping[str, Any]:
-            context = replace(context, class_names=tuple(stage.job["class_names"]))
-            if work is not None:
-                return work(cfg, context)
-            return training.run(cfg, context, until=last, masked=weightless)
-
-        kind = replace(KINDS[self.record["kind"]], run=run, inputs={}, checks=no_checks, shared_classes=lambda cfg: [])
+        kind = Replay(self.record["kind"], tuple(stage.job["class_names"]), last, weightless, work)
         name = self.record["name"]
         model = models.from_dict(self.record["model"])
         again = Stage(name=name, kind=kind, config=cfg, source=name, model=model, key=self.record["key"])
-        run_campaign(Campaign(folder, cluster, (again,)), quiet=not goes_on)
+        run_campaign(Campaign(folder, cluster, (again,)), watchers=WATCHERS if goes_on else (), quiet=not goes_on)
         return TrainedStage(target)
 
     def say(self, line: str) -> None:

@@ -28,8 +28,9 @@ from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import export
 from pipeline.extras.best import evaluations_of
 from pipeline.extras.replays.masking import Mask, ranges_of
-from pipeline.monitoring.telemetry import account, duration
-from pipeline.training_config import training_order
+from pipeline.monitoring.telemetry import account
+from pipeline.training_data import training_order
+from pipeline.values import duration
 
 REQUEST = "without.json"  # which samples the folder's run is without
 

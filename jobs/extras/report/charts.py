@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from data.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
-from pipeline.monitoring.telemetry import amount
+from pipeline.values import amount
 
 BUCKETS = 360  # of a curve; two points each
 MEANS = 75  # points of a smoothed curve at the most

@@ -1,10 +1,7 @@
-"""The page that a run keeps of itself, `<run>/report.html`: renewed at each evaluation, and when the command ends.
+"""The page that a run keeps, `<run>/report.html`: renewed at each evaluation, and when the command ends.
 
-    with kept_page(run, log) as page:
-        page.show(view)        # from a thread of the driver, every few seconds (jobs/extras/monitor/status_poller.py)
-
-It is made by the driver, never by a worker: training does not wait for it. A page that cannot be made costs the run a
-line. PATCHLINE_REPORT=off keeps none, for example where hundreds of short runs are started.
+The driver writes it, never a worker: training does not wait for it. A page that cannot be written costs the run a line.
+PATCHLINE_REPORT=off keeps none, for example if hundreds of short runs are started.
 """
 
 from __future__ import annotations
@@ -12,38 +9,48 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from data.checks import one_line
-from data.errors import RunOwned
-from jobs.extras.monitor.status_poller import View
+from jobs.extras.monitor.threaded import ThreadedWatcher
+from jobs.ownership import Lease
+from jobs.resolved_recipe import Campaign
+from jobs.run.reading import StatusMessage
+from jobs.run.watchers import Log
 
 NAME = "report.html"
 SWITCH = "PATCHLINE_REPORT"
 LEAST_S = 20.0  # between two renewals
-SHARE = 100  # a page that took a second is not made again for so many seconds: the driver may share a worker's core
+SHARE = 100  # a page that took a second to write is kept for so many seconds: the driver may share a worker's core
 END_S = 20.0  # for the last page; a storage that hangs must not hold up the end of a command
 
 
-class KeptPage:
-    """Writes a run's page where there is something new to see."""
+class KeptPage(ThreadedWatcher):
+    """Writes the page of a run when there is something new to see."""
 
-    def __init__(self, run: Path, log: Callable[[str], None]) -> None:
-        self.run = run
-        self.log = log
-        self.lock = threading.Lock()  # the last page is not overtaken by one that began before it
+    name = "page"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = Path()
+        self.lock = threading.Lock()  # so that a page that began earlier does not replace the last one
+        self.is_off = os.environ.get(SWITCH) == "off"
         self.has_ended = False
         self.next_at = 0.0
         self.shown: tuple[object, ...] = ()
         self.has_complained = False
 
-    def show(self, view: View) -> None:
-        """Renew the page where there is a first report, another evaluation or another incident of the stage."""
-        evaluated = view.evaluation["step"] if view.evaluation else None
-        news = (view.stage, view.report is not None, evaluated, view.incidents)
-        if view.report is None or news == self.shown or time.monotonic() < self.next_at:
+    def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
+        """Start the thread that renews the page."""
+        self.run = campaign.run
+        if not self.is_off:
+            self.start(log)
+
+    def show(self, message: StatusMessage) -> None:
+        """Renew the page at the first report, and at another evaluation or incident of the stage."""
+        evaluated = message.evaluation["step"] if message.evaluation else None
+        news = (message.stage, message.report is not None, evaluated, message.incidents)
+        if message.report is None or news == self.shown or time.monotonic() < self.next_at:
             return
         self.shown = news
         with self.lock:
@@ -51,7 +58,7 @@ class KeptPage:
                 self.write()
 
     def write(self) -> None:
-        """Write the page, or a line about why there is none."""
+        """Write the page, or log once why that failed."""
         began = time.monotonic()
         try:
             from jobs.extras.report.page import write_report  # matplotlib takes half a second: no start waits for it
@@ -64,8 +71,16 @@ class KeptPage:
         took = time.monotonic() - began
         self.next_at = time.monotonic() + max(LEAST_S, SHARE * took)
 
-    def end(self) -> None:
-        """Write the last page, which tells how the command has ended."""
+    def ended(self) -> None:
+        """Write the last page, which shows how the command ended."""
+        if self.is_off:
+            return
+        thread = threading.Thread(target=self.write_last, name="page", daemon=True)
+        thread.start()
+        thread.join(END_S)
+
+    def write_last(self) -> None:
+        """Write the last page and log where it is."""
         with self.lock:
             self.has_ended = True
             # A run that was refused before its first stage has nothing to show.
@@ -73,26 +88,3 @@ class KeptPage:
                 self.write()
                 if not self.has_complained:
                     self.log(f"page: {self.run / NAME}")
-
-
-@contextmanager
-def kept_page(run: Path, log: Callable[[str], None]) -> Iterator[KeptPage | None]:
-    """Keep the page of a run as long as the block works, and write the last one behind it; None where none is wanted.
-
-    The block is the command's life up to its entry in status.json, which the last page shows.
-    """
-    if os.environ.get(SWITCH) == "off":
-        yield None
-        return
-    page = KeptPage(run, log)
-    is_ours = True
-    try:
-        yield page
-    except RunOwned:
-        is_ours = False  # any more: the page is that of the command that has taken the run over
-        raise
-    finally:
-        last = threading.Thread(target=page.end, name="page", daemon=True)
-        if is_ours:
-            last.start()
-            last.join(END_S)

@@ -1,6 +1,6 @@
 """Writes the page of a run, or of several runs side by side (data/templates/run.html and compare.html).
 
-1. The runs are read (reading.py), and where there are several, compared (comparing.py).
+1. The runs are read (jobs/extras/history.py) and, if there are several, compared (jobs/extras/diff).
 2. What the template shows is gathered: the stages as they were read, charts, rows of numbers, pictures.
 3. The page is rendered, which writes the numbers as text, and written whole.
 """
@@ -23,15 +23,16 @@ from data.errors import PatchlineError
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage
+from jobs.extras.diff.parting import part
+from jobs.extras.diff.recorded import recorded_differences
+from jobs.extras.history import DRAW, REPORT, REPORT_VALUES, RunHistory, StageHistory, read_run
 from jobs.extras.report import charts
 from jobs.extras.report.charts import Line, Mark
-from jobs.extras.report.comparing import differences, part
 from jobs.extras.report.pictures import SAMPLES, Album, Gallery
-from jobs.extras.report.reading import DRAW, REPORT, REPORT_VALUES, Run, Stage, read_run
 from jobs.extras.studies.chart import study_chart
 from pipeline import artifacts
 from pipeline.evaluation.intervals import wilson
-from pipeline.monitoring.telemetry import amount, duration
+from pipeline.values import amount, duration
 
 DETAILED = 6  # trained stages of a run that are shown whole, the newest; a sweep may have hundreds
 MOST_RESULTS = 6  # that the first line of the page names
@@ -93,7 +94,7 @@ def write_report(
 # ------------------------------------------------------------------------------------------------ one run
 
 
-def run_values(run: Run, album: Album) -> dict[str, Any]:
+def run_values(run: RunHistory, album: Album) -> dict[str, Any]:
     """Return what run.html shows."""
     detailed = run.trained[-DETAILED:]
     made: dict[str, list[dict[str, Any]]] = {}
@@ -122,7 +123,7 @@ def run_values(run: Run, album: Album) -> dict[str, Any]:
     }
 
 
-def verdict(run: Run) -> str:
+def verdict(run: RunHistory) -> str:
     """Return how the run stands, in a line."""
     results = []
     unfinished = []
@@ -166,7 +167,7 @@ def verdict(run: Run) -> str:
     return f"Running {run.end}: {where}{to_go}{waits}."
 
 
-def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
+def stage_values(stage: StageHistory, album: Album) -> dict[str, Any]:
     """Return what is shown of a trained stage, beside the stage itself."""
     # 1. The curves with what happened on the way, and the same in numbers.
     reach = 0.0
@@ -260,7 +261,7 @@ def stage_values(stage: Stage, album: Album) -> dict[str, Any]:
     }
 
 
-def curves(stage: Stage) -> dict[str, list[Line]]:
+def curves(stage: StageHistory) -> dict[str, list[Line]]:
     """Return the lines of each chart of a trained stage: the steps that went on, and those that were taken again."""
     charted: dict[str, list[Line]] = {}
     reports = np.array(list(map(REPORT_VALUES, stage.kept_reports)), REPORT)
@@ -276,7 +277,7 @@ def curves(stage: Stage) -> dict[str, list[Line]]:
     return charted
 
 
-def evaluations(stage: Stage) -> list[Evaluated]:
+def evaluations(stage: StageHistory) -> list[Evaluated]:
     """Return the values of a stage's evaluations with their intervals, the newest first."""
     by_step = {}
     for record in stage.of_kind("evaluate"):
@@ -298,7 +299,7 @@ def evaluations(stage: Stage) -> list[Evaluated]:
     return rows
 
 
-def document_values(stage: Stage, run: Run) -> dict[str, Any]:
+def document_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
     """Return the values of a stage `evaluate`, from its evaluation.json."""
     rows = []
     for result in json.loads((stage.folder / "evaluation.json").read_text())["results"]:
@@ -308,14 +309,14 @@ def document_values(stage: Stage, run: Run) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def figure_values(stage: Stage, run: Run) -> dict[str, Any]:
+def figure_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
     """Return the figure of a study, and its text."""
     record = artifacts.read_record(stage.folder / "figure.json")
     has_paper = "paper" in record  # beside ours, in a panel as wide
     return {"chart": study_chart(record), "has_paper": has_paper, "text": (stage.folder / "figure.md").read_text()}
 
 
-def sweep_values(stage: Stage, run: Run) -> dict[str, Any]:
+def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
     """Return a sweep as a table and a plot, and the losses of its runs over one another."""
     record = artifacts.read_record(stage.folder / "sweep.json")
     values: dict[str, Any] = {"metric": record["metric"], "chosen": record["chosen"], "rows": []}
@@ -357,7 +358,7 @@ RESULTS = {"sweep.json": sweep_values, "figure.json": figure_values, "evaluation
 # ------------------------------------------------------------------------------------------------ several runs
 
 
-def compare_values(runs: Sequence[Run]) -> dict[str, Any]:
+def compare_values(runs: Sequence[RunHistory]) -> dict[str, Any]:
     """Return what compare.html shows: of each stage that the runs share, its curves and where they part."""
     # A run is called as its folder, with its parent's name where two are called alike.
     names = {run.path: run.name for run in runs}
@@ -366,7 +367,7 @@ def compare_values(runs: Sequence[Run]) -> dict[str, Any]:
             names[run.path] = f"{run.path.parent.name}/{run.name}"
     # Two stages that were named by their folders are compared whatever they are called.
     have_one_each = all(len(run.trained) == 1 for run in runs)
-    shared: dict[str, dict[str, Stage]] = {}  # by the stage's name: name of the run → stage
+    shared: dict[str, dict[str, StageHistory]] = {}  # by the stage's name: name of the run → stage
     for run in runs:
         for stage in run.trained:
             name = "the one trained stage of each" if have_one_each else stage.name
@@ -389,13 +390,13 @@ def compare_values(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def compare_stage(name: str, of_runs: Mapping[str, Stage]) -> dict[str, Any]:
+def compare_stage(name: str, of_runs: Mapping[str, StageHistory]) -> dict[str, Any]:
     """Return what is shown of a stage of several runs: the first of them beside each of the others."""
     (base_name, base), *rest = of_runs.items()
     others = []
     marks = []
     for run_name, stage in rest:
-        differing = differences(base, stage)
+        differing = recorded_differences(base, stage)
         parting = part(base, stage, differing)
         if parting.step is not None:
             marks.append(Mark(base.samples_at(parting.step), "parted"))

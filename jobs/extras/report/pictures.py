@@ -21,7 +21,7 @@ from data.index.index import Index
 from data.page import jpeg
 from data.remote.cache import CacheConfig
 from data.shards.reader import ShardReader
-from jobs.extras.report.reading import Run, Stage
+from jobs.extras.history import RunHistory, StageHistory
 from jobs.terminal import COMMAND, as_typed
 from pipeline import artifacts
 
@@ -62,7 +62,7 @@ class Album:
         self.left = MOST
         self.with_replay = with_replay  # imports torch, and decodes: a few seconds
 
-    def judged(self, stage: Stage, examples: Mapping[str, Any], index: Index) -> Gallery:
+    def judged(self, stage: StageHistory, examples: Mapping[str, Any], index: Index) -> Gallery:
         """Return samples of the newest evaluation with their predictions, the confident mistakes first."""
         of_set = "/".join(Path(examples["set"]).parts[-2:])
         remark = f"of step {examples['step']} on {of_set}: the confident mistakes first, then right ones"
@@ -87,7 +87,7 @@ class Album:
         self.left -= len(pictures)
         return Gallery(SAMPLES, pictures, remark)
 
-    def spikes(self, stage: Stage) -> list[Gallery]:
+    def spikes(self, stage: StageHistory) -> list[Gallery]:
         """Return the newest spikes, each with images of its batch as the model saw them."""
         galleries = []
         for spike in stage.of_kind("spike")[-SPIKES:]:
@@ -114,7 +114,7 @@ class Album:
             galleries.append(Gallery(title, pictures, remark))
         return galleries
 
-    def replays(self, run: Run) -> list[Gallery]:
+    def replays(self, run: RunHistory) -> list[Gallery]:
         """Return what replays of the run have said, whose folders lie beside it, and searches of its own spikes."""
         folder = run.stages[0].folder.parent.resolve()
         paths = list(folder.glob(f"*/{artifacts.SEARCHES}/step-*.json"))

@@ -14,8 +14,8 @@ import models
 from jobs.resolved_recipe import Stage, index_if_made
 from models import ModelConfig
 from pipeline import artifacts
-from pipeline.extras.token_dropping import flops_of, phases
 from pipeline.monitoring.telemetry import account, read_metrics
+from pipeline.phases import flops_of
 from pipeline.training_config import TrainConfig
 
 # The axes of a trained stage that are known of each step before it is taken: those of `axes_at`.
@@ -44,7 +44,7 @@ def axes_of(stage: Stage, folder: Path) -> dict[str, float]:
     axes["samples"] = reports[-1]["samples_seen"]
     spent = account(records)
     axes["seconds"] = spent.compute + spent.data + spent.checkpoint
-    own_samples = axes["samples"] - (cfg.begin or 0) * cfg.batch_size
+    own_samples = axes["samples"] - cfg.first_step * cfg.batch_size
     if axes["seconds"] > 0:
         axes["images_per_s"] = own_samples / axes["seconds"]
     return axes
@@ -56,11 +56,11 @@ def axes_at(cfg: TrainConfig, model: ModelConfig, step: int, steps: int) -> dict
     Those of a branch are of all steps from 0 on, as of a run of its own.
     """
     # Which step sees how many patches depends on the steps that were planned.
-    in_order = phases(cfg.thinning, steps, model)
+    phases = cfg.phases(steps, model)
     return {
         "parameters": models.parameters_of(model),
         "gmacs": models.macs_of(model) / 1e9,
-        "exaflops": flops_of(in_order, model, range(step), cfg.batch_size) / 1e18,
+        "exaflops": flops_of(phases, model, range(step), cfg.batch_size) / 1e18,
         "samples": step * cfg.batch_size,
         "steps": step,
     }

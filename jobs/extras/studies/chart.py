@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from data.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
-from pipeline.monitoring.telemetry import amount
+from pipeline.values import amount
 
 WIDTH = 4.9  # inches of a panel
 LONGEST_LABEL = 28  # characters

@@ -16,7 +16,7 @@
         seeds: [0, 1]
 
 All of them are stages like any other: each has a key, is skipped when it has finished, and is resumed when it has not.
-What they read, they share. `expand` knows nothing of keys and folders: a text becomes a longer one.
+What they read, they share. `expand` knows nothing of keys and folders: sections go in, and more sections come out.
 
 A section that reads "@pretrain.*" becomes one stage for every run of the sweep `pretrain`, under the same name and row
 and with the same seed; a sweep of its own varies each of them:
@@ -25,33 +25,23 @@ and with the same seed; a sweep of its own varies each of them:
     resize:   {init: "@pretrain.*"}                    →  resize.small     resize.large     resize
     finetune: {init: "@resize.*", sweep: {seeds: [0]}}    finetune.small.seed-0 …           finetune
 
-A run that takes the best values of a grid has, until the grid's table is made, the first values of the grid in their
-place. Its key is computed with these, and with the key of the table: so every key is known before anything has run, and
-stays the same afterwards. `resolve_sweep` puts the values that a table has chosen into the configs that wait for them:
-
-    before  finetune.seed-0: optim.lr is the best of 0.003, 0.01, 0.03 by accuracy, known after finetune.grid
-    after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy, of finetune.grid
+A run that takes the best values of a grid refers to the grid's table: `optim: {lr: "@finetune.grid/optim.lr"}`. Until
+the table is made, the first values of the grid stand in its config (jobs/recipe/references.py).
 """
 
-import copy
-import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
 
-from data.errors import ConfigError, DataError
-from jobs.extras.studies import table as tables
-from jobs.kinds import KINDS
-from jobs.recipe.key import model_of
-from jobs.resolved_recipe import Campaign, Stage, reference
+from data.errors import ConfigError
+from jobs.recipe.sections import Section, flat, with_fields
+from jobs.resolved_recipe import Kinds, MakeAbsolute, Sections, StageSection, reference
 from models.checks import did_you_mean
-from pipeline import artifacts, config
+from pipeline import config
 from pipeline.config import Tags, require, tags
-
-Section: TypeAlias = Mapping[str, object]  # of a recipe: nested, plain, not yet checked
-Config = TypeVar("Config")  # a dataclass, or a dict of some
 
 TABLE = "sweep"  # the kind of stage that makes the table (jobs/extras/studies/table.py)
 GRID = "grid"  # the last part of the name of a grid's table
@@ -93,15 +83,6 @@ class SweepConfig:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A stage's section as it would stand in a recipe that spells everything out."""
-
-    values: object  # the section, or a value where the recipe has one in its place
-    source: str  # the section of the recipe that it comes from
-    chosen: Mapping[str, str] = field(default_factory=dict)  # field → "@stage" of the table that will choose its value
-
-
-@dataclass(frozen=True)
 class Run:
     """One run of a sweep: its section, and where it stands in the table."""
 
@@ -119,31 +100,33 @@ class Run:
         return Run(self.section, row, seed, {**parent.values, **self.values})
 
 
-def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str, Written]:
-    """Return the sections of a recipe by the names of their stages; those with a `sweep` have become many.
+def expand(recipe: Sections, kinds: Kinds, check: Callable[[str, Section], object]) -> Sections:
+    """Return the sections of a recipe by the names of their stages; those with a `sweep` have become several.
 
-    `check` is given the section of every sweep with the first of all that varies: a wrong key is named as it was typed.
+    `check` is called with the section of every sweep and the first of all that varies: a wrong key is named as it was
+    typed.
     """
-    sections: dict[str, Written] = {}
+    sections: dict[str, StageSection] = {}
     tables_above: dict[str, dict[str, Run]] = {}  # by section: the runs of its table, by name
-    for name, section in recipe.items():
+    for name, typed in recipe.items():
+        section = typed.values
         stars = set(starred(section))
         # `finetune.sweep=null` takes a sweep off.
         if isinstance(section, Mapping) and section.get("sweep") is None:
             section = {key: value for key, value in section.items() if key != "sweep"}
         if not isinstance(section, Mapping) or ("sweep" not in section and not stars):
-            sections[name] = Written(with_trunk(section, sections), name)
+            sections[name] = StageSection(with_trunk(section, sections, kinds), typed.source)
             continue
         where = f"{name}.sweep"
         # 1. One section for every run of the sweeps that it reads, and one alone where it reads none.
         parents: dict[str, Run | None] = {"": None}
         if stars:
             parents = dict(parents_of(name, stars, tables_above))
-        stages: dict[str, Written] = {}
+        stages: dict[str, StageSection] = {}
         runs: dict[str, Run] = {}
         groups: dict[str, list[str]] = {}  # of rows of the table that get a mean of their own
         for suffix, parent in parents.items():
-            base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections)
+            base = with_trunk({"kind": name, **starred_as(section, suffix)}, sections, kinds)
             sweep = config.build(SweepConfig, base.pop("sweep", None) or {}, where)
             varies = bool(sweep.each or sweep.grid or sweep.seeds)
             require(varies or parent is not None, f"{where}: nothing varies: give each, grid or seeds")
@@ -151,12 +134,12 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
                 has_seeds = parent.seed is not None and bool(sweep.seeds)
                 require(not has_seeds, f"{where}.seeds: the runs that {name} reads have seeds already\n  leave one out")
                 # The seed is the chain's, unless the section has one of its own.
-                kind = KINDS.get(str(base["kind"]))
+                kind = kinds.get(str(base["kind"]))
                 if parent.seed is not None and kind is not None and "seed" in kind.config.__dataclass_fields__:
                     base.setdefault("seed", parent.seed)
             if not stages:
                 check(name, first_section(base, sweep, where))
-            more_stages, more_runs = stages_of(name, f"{name}.{suffix}".rstrip("."), base, sweep)
+            more_stages, more_runs = stages_of(name, f"{name}.{suffix}".rstrip("."), base, sweep, kinds)
             stages |= more_stages
             for run_name, run in more_runs.items():
                 runs[run_name] = run if parent is None else run.after(parent, name)
@@ -171,7 +154,7 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
         is_choice = bool(sweep.grid) and not sweep.held_out and not sweep.each and not stars
         table = table_section(runs, sweep, chooses=is_choice, on_test=is_choice)
         table["groups"] = groups
-        stages[name] = Written(table, name)
+        stages[name] = StageSection(table, name)
         for run_name, written in stages.items():
             require(
                 run_name == name or run_name not in recipe,
@@ -182,7 +165,7 @@ def expand(recipe: Section, check: Callable[[str, Section], object]) -> dict[str
     return sections
 
 
-def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
+def with_trunk(section: Any, above: Sections, kinds: Kinds) -> Any:
     """Return the section of a branch with the values of its trunk, where it has none of its own; others as they are.
 
     The sections `above` are those of all stages before it, as they would stand in a recipe that spells everything out.
@@ -201,7 +184,7 @@ def with_trunk(section: Any, above: Mapping[str, Written]) -> Any:
     if not begins or link is None or link[0] not in above:
         return dict(section)
     trunk: Any = above[link[0]].values
-    kind = KINDS.get(str(trunk.get("kind", link[0])))
+    kind = kinds.get(str(trunk.get("kind", link[0])))
     if kind is None or not kind.trains:
         return dict(section)
     inherited = dict(trunk)
@@ -265,14 +248,16 @@ def parents_of(name: str, stars: Collection[str], tables_above: Mapping[str, Map
     return parents
 
 
-def stages_of(name: str, stem: str, base: Section, sweep: SweepConfig) -> tuple[dict[str, Written], dict[str, Run]]:
+def stages_of(
+    name: str, stem: str, base: Section, sweep: SweepConfig, kinds: Kinds
+) -> tuple[dict[str, StageSection], dict[str, Run]]:
     """Return all stages of a sweep but the table of all, and the runs that this table is of.
 
     `stem` begins their names; it is longer than the section's `name` where the sweep is made for a run of another.
     """
     where = f"{name}.sweep"
     first_stem = stem
-    stages: dict[str, Written] = {}
+    stages: dict[str, StageSection] = {}
     table: dict[str, Run] = {}
     for row, fields in (sweep.each or {"": {}}).items():
         own = dict(fields or {})
@@ -280,7 +265,6 @@ def stages_of(name: str, stem: str, base: Section, sweep: SweepConfig) -> tuple[
         grid = grid_of(own.pop("grid", sweep.grid), where)
         stem = f"{first_stem}.{row}".rstrip(".")
         section = with_own(base, flat(own, f"{where}.each.{row}"), where)
-        chosen: dict[str, str] = {}
         runs: dict[str, Run] = {}
         if not grid:
             runs = seeded(stem, section, sweep.seeds, row or name)
@@ -296,20 +280,25 @@ def stages_of(name: str, stem: str, base: Section, sweep: SweepConfig) -> tuple[
             # The grid and its table are stages before the runs that take the best values.
             choice = f"{stem}.{GRID}"
             candidates = grid_runs(stem, with_fields(section, held_out, where), grid, [], where)
-            stages |= written_runs(name, candidates, {})
-            stages[choice] = Written(table_section(candidates, sweep, chooses=True), name)
-            # The first values stand for the best, which are not known yet.
-            first_values = next(iter(grid.values()))
-            section = with_fields(section, first_values, where)
-            chosen = dict.fromkeys(first_values, f"@{choice}")
+            stages |= written_runs(name, candidates)
+            stages[choice] = StageSection(table_section(candidates, sweep, chooses=True), name)
+            best_values = {key: f"@{choice}/{key}" for key in next(iter(grid.values()))}
+            section = with_fields(section, best_values, where)
             # The table of all has the section's name, so that a single run needs another.
             if stem == name and not sweep.seeds:
                 stem = f"{name}.{FINAL}"
             runs = seeded(stem, section, sweep.seeds, row or name)
+            kind = kinds.get(str(base["kind"]))
+            for key in best_values:
+                is_input = kind is not None and any(fnmatchcase(key, pattern) for pattern in kind.inputs)
+                require(
+                    not is_input,
+                    f"{next(iter(runs))}: {key} names an input, which a grid with held_out cannot choose",
+                )
         else:
             require(not row, f"{where} has each and grid\n  expected held_out too, on which the best values are chosen")
             runs = grid_runs(stem, section, grid, sweep.seeds, where)
-        stages |= written_runs(name, runs, chosen)
+        stages |= written_runs(name, runs)
         table |= runs
     return stages, table
 
@@ -329,16 +318,13 @@ def grid_runs(stem: str, section: Section, grid: Mapping[str, Section], seeds: l
     runs: dict[str, Run] = {}
     for suffix, values in grid.items():
         combined = with_fields(section, values, where)
-        runs |= seeded(f"{stem}.{suffix}", combined, seeds, tables.in_words(values), values)
+        runs |= seeded(f"{stem}.{suffix}", combined, seeds, in_words(values), values)
     return runs
 
 
-def written_runs(source: str, runs: Mapping[str, Run], chosen: Mapping[str, str]) -> dict[str, Written]:
+def written_runs(source: str, runs: Mapping[str, Run]) -> dict[str, StageSection]:
     """Return the sections of runs, by their names."""
-    sections = {}
-    for name, run in runs.items():
-        sections[name] = Written(run.section, source, chosen)
-    return sections
+    return {name: StageSection(run.section, source) for name, run in runs.items()}
 
 
 def table_section(
@@ -387,42 +373,6 @@ def grid_of(grid: Any, where: str) -> dict[str, Section]:
     return combinations
 
 
-def flat(fields: Section, where: str, prefix: str = "") -> dict[str, object]:
-    """Return nested fields by dotted name, {"optim": {"lr": 1}} → {"optim.lr": 1}; dotted names stay what they are.
-
-    Raises ConfigError for a field that is given both ways.
-    """
-    values: dict[str, object] = {}
-    for name, value in fields.items():
-        key = f"{prefix}{name}"
-        entries: dict[str, object] = {key: value}
-        # An empty section is a value: it takes the place of what stands there.
-        if isinstance(value, Mapping) and value:
-            entries = flat(value, where, f"{key}.")
-        for entry in entries:
-            require(entry not in values, f"{where} has {entry} twice, as {entry} and as a section")
-        values |= entries
-    return values
-
-
-def with_fields(section: Section, fields: Section, where: str) -> dict[str, object]:
-    """Return a copy of a section with fields set by dotted name. Raises ConfigError where one leads into a value."""
-    changed = copy.deepcopy(dict(section))
-    for key, value in fields.items():
-        *path, last = key.split(".")
-        place = changed
-        # Down to the section in which the field stands; the sections on the way that are missing are made.
-        for part in path:
-            deeper = place.setdefault(part, {})
-            if deeper is None:
-                deeper = place[part] = {}
-            if not isinstance(deeper, dict):
-                raise ConfigError(f"{where} sets {key}, and {part} is {deeper!r}, no section")
-            place = deeper
-        place[last] = copy.deepcopy(value)
-    return changed
-
-
 def with_own(base: Section, fields: Section, where: str) -> dict[str, object]:
     """Return a copy of a section with the fields of a name of `each`.
 
@@ -441,74 +391,33 @@ def check_twice(where: str, values: Sequence[object]) -> None:
         require(values.count(value) == 1, f"{where} has {value!r} twice")
 
 
-# ------------------------------------------------------------------------------------------------ choices
+def in_words(values: Mapping[str, object]) -> str:
+    """Return values for people: "optim.lr=0.01, steps=100"."""
+    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
-def resolve_sweep(campaign: Campaign) -> Campaign:
-    """Return the campaign with every choice that has been made in the configs of the stages that wait for it.
-
-    Raises DataError where a stage was run with other values than its sweep has chosen.
-    """
-    stages: dict[str, Stage] = {}
-    is_changed = False
-    # A table is read once for all that wait for it: a benchmark of 19 tasks has a hundred runs and more.
-    values_of: dict[str, Mapping[str, object] | None] = {}
-    for stage in campaign.stages:
-        # 1. The values that are known, of the tables that are made.
-        known: dict[str, object] = {}
-        for field_name, table in stage.chosen.items():
-            if table not in values_of:
-                folder = campaign.directory(table_of(campaign, table))
-                is_made = artifacts.read_done(folder) is not None
-                values_of[table] = artifacts.read_record(folder / tables.DOCUMENT)["chosen"] if is_made else None
-            values = values_of[table]
-            # Nothing was chosen where all runs were stopped as hopeless: then the stage is not run.
-            if values:
-                known[field_name] = values[field_name]
-
-        # 2. Into the config with them, unless the stage was run with others.
-        if known != stage.known:
-            record = campaign.directory(stage) / "stage.json"
-            changes: list[str] = []
-            if record.exists():
-                changes = config.differences(artifacts.read_record(record).get("chosen", {}), known)
-            if changes:
-                names = ", ".join(sorted({table[1:] for table in stage.chosen.values()}))
-                raise DataError(
-                    f"{record.parent} was run with other values than {names} has chosen: {'; '.join(changes)}\n"
-                    "  expected the same: was the table made again, of runs that came to something else?\n"
-                    f"  bring the folder of {names} back, or move {record.parent} away to run {stage.name} with what "
-                    "is chosen now"
-                )
-            stage_config = stage.config
-            for field_name, value in known.items():
-                stage_config = with_field(stage_config, field_name.split("."), value)
-            stage = dataclasses.replace(stage, config=stage_config, known=known)
-            is_changed = True
-        # 3. A choice may be of the model, which the stages after this one go on with.
-        if is_changed and stage.model is not None:
-            stage = dataclasses.replace(stage, model=model_of(stage, stages, []))
-        stages[stage.name] = stage
-    return dataclasses.replace(campaign, stages=tuple(stages.values()))
+# ------------------------------------------------------------------------------------------------ for a submitted job
 
 
-def table_of(campaign: Campaign, value: str) -> Stage:
-    """Return the table that chooses, of "@stage"."""
-    link = reference(value)
-    assert link is not None, "`stages_of` writes nothing but references"
-    return campaign.stage(link[0])
+def make_absolute(name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute) -> None:
+    """Make the relative paths absolute that vary in the sweep of a section; `patterns` name the fields of paths."""
+    for part in ("each", "grid", "held_out"):
+        fields = (section.get(TABLE) or {}).get(part)
+        if fields:
+            section[TABLE][part] = absolute_fields(fields, patterns, f"{name}.{TABLE}.{part}", absolute)
 
 
-def with_field(section: Config, path: Sequence[str], value: object) -> Config:
-    """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
-    first, *rest = path
-    if isinstance(section, dict):
-        # The name of a set may have dots.
-        while rest and first not in section:
-            first += f".{rest.pop(0)}"
-        if rest:
-            value = with_field(section[first], rest, value)
-        return {**section, first: value}  # type: ignore[return-value]
-    if rest:
-        value = with_field(getattr(section, first), rest, value)
-    return dataclasses.replace(section, **{first: value})  # type: ignore[type-var]
+def absolute_fields(fields: Section, patterns: Sequence[str], where: str, absolute: MakeAbsolute) -> dict[str, object]:
+    """Return fields of a sweep, or lists of their values, with the paths among them made absolute."""
+    values = flat(fields, where)
+    for key, value in values.items():
+        # Below `each` a field stands under a name, and may stand under held_out.
+        is_path = any(fnmatchcase(key, pattern) or fnmatchcase(key, f"*.{pattern}") for pattern in patterns)
+        if not is_path:
+            continue
+        # A field of `each` has a path, a field of `grid` a list of them.
+        if isinstance(value, list):
+            values[key] = [absolute(f"{where}.{key}", path) if isinstance(path, str) else path for path in value]
+        elif isinstance(value, str):
+            values[key] = absolute(f"{where}.{key}", value)
+    return with_fields({}, values, where)

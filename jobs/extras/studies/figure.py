@@ -39,11 +39,11 @@ from jobs.extras.studies import table as sweep
 from jobs.extras.studies.axes import axes_at
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, StageKind, reference
 from models.checks import did_you_mean
-from pipeline import artifacts, config
+from pipeline import artifacts
 from pipeline.config import Tags, require, tags
 from pipeline.extras.power_law import fit, leave_largest_out
+from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.training_config import TrainConfig
 
 DOCUMENT = "figure.json"
 PAPER = Path(__file__).parents[2] / "recipes/studies/paper.csv"
@@ -51,7 +51,7 @@ CITATION = "paper: Dosovitskiy et al. 2021, arXiv:2010.11929"
 
 
 @dataclass(frozen=True)
-class Config:
+class FigureConfig:
     """What is drawn over what."""
 
     tables: dict[str, str] = field(default_factory=dict)  # by name: "@stage" of a sweep, or a folder: runs/x/finetune
@@ -92,7 +92,7 @@ class Point(TypedDict):
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A row of a sweep's table."""
 
     name: str
@@ -137,76 +137,101 @@ def published(table: str, x: str, y: str) -> list[Point]:
     return points
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
-    # 1. The points.
-    points: list[Point] = []
-    is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
-    for row in read_rows(cfg, context.campaign):
-        if cfg.curve:
-            curve = list(curve_of(cfg, row))
-            points += curve
-            if not curve:
-                context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged, or not run")
-        # A row whose runs have diverged has no metric.
-        elif row.means or cfg.y in row.values:
-            points.append(point_of(cfg, row))
-            is_share = is_share or cfg.y in row.means
-    require(bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?")
-    # A value of a grid may be no number, as null beside 768: then all of them are names.
-    if not all(isinstance(point["x"], int | float) for point in points):
-        for point in points:
-            point["x"] = str(point["x"])
+class Figure(StageKind):
+    """The kind of stage that draws a figure from the tables of sweeps."""
 
-    # 2. The panels, ours and the paper's, and the law.
-    figure: dict[str, Any] = {
-        "title": cfg.title or f"{cfg.y} over {cfg.x}",
-        "x": cfg.x,
-        "y": cfg.y,
-        "log": list(cfg.log),
-        "stamp": cfg.stamp,
-        "is_curve": cfg.curve,
-        "is_share": is_share,
-        "points": points,
-    }
-    if cfg.paper:
-        title = f"{CITATION}, {cfg.paper['table']}"
-        drawn = {"title": title, "is_curve": False, "is_share": True, "points": published(**cfg.paper)}
-        figure["paper"] = cfg.paper | drawn
-    if cfg.fit:
-        try:
-            figure["fit"] = fitted(cfg, points, is_share=is_share)
-        except ValueError as error:
-            way_out = "leave fit out, or vary more in the sweep"
-            raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+    name = "figure"
+    config = FigureConfig
+    inputs: ClassVar = {"tables.*": Reads.TABLE}
+    needs_workers = False
 
-    # 3. The files. The chart is imported here and not above: a recipe is checked without matplotlib.
-    from jobs.extras.studies.chart import write_study_chart
+    def run(self, cfg: FigureConfig, context: Context) -> dict[str, object]:
+        """Gather the points, fit, and write the figure. Raises DataError where a table lacks what is drawn."""
+        # 1. The points.
+        points: list[Point] = []
+        is_share = cfg.curve and cfg.y != "loss"  # as all metrics are; axes and losses are none
+        for row in read_rows(cfg, context.campaign):
+            if cfg.curve:
+                curve = list(curve_of(cfg, row))
+                points += curve
+                if not curve:
+                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged, or not run")
+            # A row whose runs have diverged has no metric.
+            elif row.means or cfg.y in row.values:
+                points.append(point_of(cfg, row))
+                is_share = is_share or cfg.y in row.means
+        require(
+            bool(points), f"{context.stage.name}: no row of {', '.join(cfg.tables)} has a number: have all diverged?"
+        )
+        # A value of a grid may be no number, as null beside 768: then all of them are names.
+        if not all(isinstance(point["x"], int | float) for point in points):
+            for point in points:
+                point["x"] = str(point["x"])
 
-    artifacts.write_record(context.directory / DOCUMENT, figure)
-    write_study_chart(figure, context.directory)
-    table = io.StringIO()
-    columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
-    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    panels: dict[str, dict[str, Any]] = {"run": figure, "paper": figure.get("paper", {})}
-    for source, panel in panels.items():
-        for point in panel.get("points", []):
-            writer.writerow({"source": source, **point})
-    write_whole(context.directory / "figure.csv", table.getvalue())
-    lines = list(as_markdown(figure))
-    write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
-    for line in lines:
-        context.log(line)
-    names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
-    summary = f"{len(points)} points, figure.png"
-    return {"summary": summary, "files": artifacts.digests(context.directory, names)}
+        # 2. The panels, ours and the paper's, and the law.
+        figure: dict[str, Any] = {
+            "title": cfg.title or f"{cfg.y} over {cfg.x}",
+            "x": cfg.x,
+            "y": cfg.y,
+            "log": list(cfg.log),
+            "stamp": cfg.stamp,
+            "is_curve": cfg.curve,
+            "is_share": is_share,
+            "points": points,
+        }
+        if cfg.paper:
+            title = f"{CITATION}, {cfg.paper['table']}"
+            drawn = {"title": title, "is_curve": False, "is_share": True, "points": published(**cfg.paper)}
+            figure["paper"] = cfg.paper | drawn
+        if cfg.fit:
+            try:
+                figure["fit"] = fitted(cfg, points, is_share=is_share)
+            except ValueError as error:
+                way_out = "leave fit out, or vary more in the sweep"
+                raise DataError(f"{context.stage.name}.fit: {error}\n  {way_out}") from None
+
+        # 3. The files. The chart is imported here and not above: a recipe is checked without matplotlib.
+        from jobs.extras.studies.chart import write_study_chart
+
+        artifacts.write_record(context.directory / DOCUMENT, figure)
+        write_study_chart(figure, context.directory)
+        table = io.StringIO()
+        columns = ["source", "series", "row", "x", "y", "low", "high", "runs"]
+        writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        panels: dict[str, dict[str, Any]] = {"run": figure, "paper": figure.get("paper", {})}
+        for source, panel in panels.items():
+            for point in panel.get("points", []):
+                writer.writerow({"source": source, **point})
+        write_whole(context.directory / "figure.csv", table.getvalue())
+        lines = list(as_markdown(figure))
+        write_whole(context.directory / "figure.md", "\n".join(lines) + "\n")
+        for line in lines:
+            context.log(line)
+        names = [DOCUMENT, "figure.png", "figure.svg", "figure.csv", "figure.md"]
+        summary = f"{len(points)} points, figure.png"
+        return {"summary": summary, "files": artifacts.digests(context.directory, names)}
+
+    def checks(self, stage: Stage, there: Available) -> Iterable[CheckResult]:
+        """Refuse a figure without a table, and of stages that are none."""
+        cfg: FigureConfig = stage.config
+        require(
+            bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}"
+        )
+        for name, value in cfg.tables.items():
+            link = reference(value)
+            if link is not None and there.campaign.stage(link[0]).kind.name != sweep.Table.name:
+                raise ConfigError(
+                    f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
+                    "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"
+                )
+        return ()
 
 
 # ------------------------------------------------------------------------------------------------ points
 
 
-def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
+def read_rows(cfg: FigureConfig, campaign: Campaign) -> list[FigureRow]:
     """Return the rows that have points, each with the values of the rows of other tables that it goes on from."""
     rows = []
     for table, path in cfg.tables.items():
@@ -225,7 +250,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
             for number, part in enumerate(name.split(", "), start=1):
                 values[f"row.{number}"] = part
             values["table"] = table
-            rows.append(Row(name, table, values, means, runs, folder))
+            rows.append(FigureRow(name, table, values, means, runs, folder))
     drawn = []
     for row in rows:
         # The table that x names gives its axes to the rows of the others.
@@ -242,7 +267,7 @@ def read_rows(cfg: Config, campaign: Campaign) -> list[Row]:
     return drawn
 
 
-def point_of(cfg: Config, row: Row) -> Point:
+def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
     """Return the point of a row, with an error bar where y is a metric of several runs or of named samples."""
     series = "" if cfg.groups else str(row.value(cfg.series))
     for name, pattern in cfg.groups.items():
@@ -264,7 +289,7 @@ def point_of(cfg: Config, row: Row) -> Point:
     return point
 
 
-def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
+def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
     """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have.
 
     There are none where all its runs have diverged, or were not run because what they start from was stopped.
@@ -297,12 +322,12 @@ def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
         )
     # What the runs of a row are differs by their seed alone.
     record = artifacts.read_record(folder / "stage.json")
-    trained = config.build(TrainConfig, record["config"], record["name"])
+    trained = recorded_config(record)
     model = models.from_dict(record["model"])
     for step in sorted(steps):
         # As `foretell` counts them, which are those of trunk and branch together; seconds are known of the run alone.
         axes = axes_at(trained, model, step, planned)
-        if trained.begin is None and "seconds" in ends:
+        if trained.first_step == 0 and "seconds" in ends:
             axes["seconds"] = ends["seconds"] * step / ends["steps"]
         for axis in (x, *cfg.fit):
             if axis not in axes:
@@ -322,7 +347,7 @@ def curve_of(cfg: Config, row: Row) -> Iterator[Point]:
         yield point
 
 
-def fitted(cfg: Config, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
+def fitted(cfg: FigureConfig, points: Sequence[Point], *, is_share: bool) -> dict[str, Any]:
     """Return the law over the axes of `fit`, what it foretells of the largest point, and its line over x.
 
     The law of a share is one of its error, 1 − y. Raises ValueError where none can be fitted.
@@ -400,30 +425,3 @@ def as_markdown(figure: Mapping[str, Any]) -> Iterator[str]:
             f"- without {largest['row']} it foretells {largest['foretold']:.4g} [{largest['low']:.4g}, "
             f"{largest['high']:.4g}]; it was {largest['was']:.4g}: {verdict}"
         )
-
-
-# ------------------------------------------------------------------------------------------------ checks
-
-
-def checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
-    """Refuse a figure without a table, and of stages that are none."""
-    cfg: Config = stage.config
-    require(bool(cfg.tables), f"{stage.name}.tables is empty: of what?\n  type {stage.name}.tables={{NAME: @SWEEP}}")
-    for name, value in cfg.tables.items():
-        link = reference(value)
-        if link is not None and there.campaign.stage(link[0]).kind is not sweep.KIND:
-            raise ConfigError(
-                f"{stage.name}.tables.{name} is {value}, which is no sweep\n"
-                "  expected the name of a section with `sweep`; for a single stage write sweep: {seeds: [0]}"
-            )
-    return ()
-
-
-KIND = StageKind(
-    name="figure",
-    config=Config,
-    run=run,
-    inputs={"tables.*": Reads.TABLE},
-    checks=checks,
-    needs_workers=False,
-)

@@ -1,34 +1,38 @@
 """What makes a trained stage a part of a scaling study: it is a branch of another, and a law foretells it.
 
-1. A branch (`begin`) goes on from a commit of its trunk, the stage that `init` names: weights, moments, data order and
-   count of steps. Only its length and its cool-down are its own, so that its bits are those of a run that had this
-   length and this cool-down from step 0 on, and it costs the steps behind `begin` alone.
+1. A branch (`begin`) continues from a checkpoint of its trunk, the stage that `init` names: weights, moments, data
+   order and count of steps. Only its length and its cool-down are its own, so that its bits are those of a run that had
+   this length and this cool-down from step 0 on, and it costs the steps after `begin` alone.
 2. A law (`law`) is the fit of a figure over smaller runs. What it foretells of a stage is logged before its first step
-   and scored after its last. A stage that falls below the law of curves ends early (pipeline/extras/best.py).
+   and scored after its last.
 3. A budget is compared with what all trained stages of a recipe take, before any of them starts.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 import models
 from data.errors import ConfigError, DataError
 from jobs.extras.studies.axes import AT_A_STEP, axes_at
-from jobs.resolved_recipe import Available, Campaign, Context, Stage, reference
+from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Reads, Stage, reference
+from jobs.stages.training import TrainingExtra, planned_steps
 from models.checks import did_you_mean
 from pipeline import artifacts, config
 from pipeline.checkpoints.manifest import step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.config import require
-from pipeline.extras.best import Foretold
+from pipeline.extras.branches import BranchConfig
 from pipeline.extras.power_law import law_of
 from pipeline.optimization import learning_rate
-from pipeline.training_config import TrainConfig, steps_of
+from pipeline.phases import has_one_shape
+from pipeline.training_config import TrainConfig
 
 # What a branch may have of its own, of the fields that make a stage another one.
+MANY = 1_000_000  # steps: enough that each phase has some
 OWN = ("steps", "passes", "init", "begin", "law", "model", "new_head", "keep_best", "patience")
 
 
@@ -40,16 +44,55 @@ class Compute(NamedTuple):
     uncounted: list[str]  # stages whose steps or model are not known yet
 
 
+class Branches(TrainingExtra):
+    """Adds `begin` and `law`."""
+
+    config = BranchConfig
+    inputs: ClassVar = {"law": Reads.FILE}
+
+    def hooks(self, cfg: BranchConfig, context: Context) -> dict[str, dict[str, Any]]:  # type: ignore[override]
+        """Return the hook of a branch; workers know nothing of a law."""
+        return {} if cfg.first_step == 0 else {"pipeline.extras.branches:Branch": {}}
+
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Refuse a branch or a law that does not fit the stage."""
+        if stage.config.begin is not None:
+            check_branch(stage, there)
+        if stage.config.law is not None:
+            check_law(stage, there)
+        yield from ()
+
+    def before(self, cfg: BranchConfig, context: Context) -> None:  # type: ignore[override]
+        """Link the checkpoint that a branch begins with, and log what the law foretells."""
+        if cfg.first_step and not context.checkpoints.committed():
+            branch_off(cfg, cfg.first_step, context)
+        if getattr(cfg, "law", None) is not None:
+            forecast = foretell(cfg, context)
+            name = Path(context.campaign.path_of(cfg.law or "")).parent.name
+            context.log(
+                f"{context.stage.name}: {name} foretells {forecast.metric} {forecast.value:.4f} "
+                f"[{forecast.low:.4f}, {forecast.high:.4f}] at step {forecast.step}"
+            )
+
+    def after(self, cfg: BranchConfig, context: Context, outcome: dict[str, Any]) -> None:  # type: ignore[override]
+        """Score the last evaluation."""
+        if getattr(cfg, "law", None) is not None:
+            forecast = foretell(cfg, context, outcome["step"])
+            outcome["foretold"] = forecast.score(outcome["metrics"][forecast.metric], context.log)
+
+
 # ------------------------------------------------------------------------------------------------ branches
 
 
 def check_branch(stage: Stage, there: Available) -> None:
     """Raise ConfigError where a branch would not be what its trunk would have been with another end."""
-    cfg: TrainConfig = stage.config
+    cfg: BranchConfig = stage.config
     begin = cfg.begin
     link = reference(cfg.init or "")
     require(there.campaign.remote is None, f"{stage.name}.begin links a commit, and a run in a store has no links")
-    require(not cfg.thinning.is_on, f"{stage.name}.begin: thinning changes with the steps of the whole stage")
+    # The phases of a stage depend on its length, which a branch changes.
+    is_alike = stage.model is None or has_one_shape(cfg.phases(MANY, stage.model), stage.model)
+    require(is_alike, f"{stage.name}.begin: thinning changes with the steps of the whole stage")
     assert begin is not None, "of branches alone"
     if link is None:
         raise ConfigError(
@@ -163,40 +206,41 @@ def check_law(stage: Stage, there: Available) -> None:
         )
 
 
-def foretell(cfg: TrainConfig, context: Context) -> Foretold:
-    """Return what the law that `cfg.law` names says of the stage's evaluations, and log it of the last."""
-    path = Path(context.campaign.path_of(cfg.law or ""))
-    figure = artifacts.read_record(path)
+@dataclass(frozen=True)
+class Forecast:
+    """Holds what a law foretells of an evaluation: the value, and its 90 % interval."""
+
+    metric: str
+    step: int
+    value: float
+    low: float
+    high: float
+
+    def score(self, was: float, log: Callable[[str], None]) -> dict[str, float | bool | str]:
+        """Return, and log, whether the evaluation lies inside the interval."""
+        is_inside = self.low <= was <= self.high
+        verdict = "inside" if is_inside else "OUTSIDE"
+        log(
+            f"foretold {self.metric} {self.value:.4f} [{self.low:.4f}, {self.high:.4f}] at step {self.step}, "
+            f"was {was:.4f}: {verdict}"
+        )
+        score: dict[str, float | bool | str] = {"metric": self.metric, "value": self.value, "low": self.low}
+        return {**score, "high": self.high, "was": was, "is_inside": is_inside}
+
+
+def foretell(cfg: BranchConfig, context: Context, step: int | None = None) -> Forecast:
+    """Return what the law that `cfg.law` names foretells of the evaluation of a step, by default of the last."""
+    figure = artifacts.read_record(Path(context.campaign.path_of(cfg.law or "")))
     law = law_of(figure["fit"]["law"])
     steps = planned_steps(cfg, Available(context.campaign))
     assert steps is not None, "a stage starts when its sets are there"
-    at = [steps]
-    # A stage may end with the evaluation at which its patience runs out.
-    if cfg.evaluate_every and (figure["is_curve"] or cfg.patience):
-        at = [*range(cfg.evaluate_every, steps, cfg.evaluate_every), steps]
-    x = []
-    for step in at:
-        axes = axes_at(cfg, context.model, step, steps)
-        place = []
-        for axis in figure["fit"]["axes"]:
-            place.append(axes[axis])
-        x.append(place)
-    # The law is of the error, 1 − metric; the same law says the same of the same stage.
-    low, high = law.interval_at(np.array(x), np.random.default_rng(0))
-    foretold = Foretold(
-        metric=figure["y"],
-        law=str(path),
-        stops=figure["is_curve"],
-        steps=at,
-        values=(1 - law.at(np.array(x))).tolist(),
-        lows=(1 - high).tolist(),
-        highs=(1 - low).tolist(),
-    )
-    context.log(
-        f"{context.stage.name}: {path.parent.name} foretells {foretold.metric} {foretold.values[-1]:.4f} "
-        f"[{foretold.lows[-1]:.4f}, {foretold.highs[-1]:.4f}] at step {steps}"
-    )
-    return foretold
+    at = step or steps
+    axes = axes_at(cfg, context.model, at, steps)
+    x = np.array([[axes[axis] for axis in figure["fit"]["axes"]]])
+    # The law is of the error, 1 − metric; the same law foretells the same of the same stage.
+    (low,), (high,) = law.interval_at(x, np.random.default_rng(0))
+    (error,) = law.at(x)
+    return Forecast(figure["y"], at, value=float(1 - error), low=float(1 - high), high=float(1 - low))
 
 
 # ------------------------------------------------------------------------------------------------ budgets
@@ -212,7 +256,7 @@ def compute_of(campaign: Campaign) -> Compute:
             continue
         trained.append(stage)
         link = reference(stage.config.init or "")
-        if stage.config.begin is not None and link is not None:
+        if stage.config.first_step and link is not None:
             trunks.add(link[0])
     planned = 0.0
     apart = 0.0
@@ -225,8 +269,8 @@ def compute_of(campaign: Campaign) -> Compute:
             continue
         whole = axes_at(cfg, stage.model, steps, steps)["exaflops"]
         planned += whole
-        if cfg.begin is not None:
-            planned -= axes_at(cfg, stage.model, cfg.begin, steps)["exaflops"]
+        if cfg.first_step:
+            planned -= axes_at(cfg, stage.model, cfg.first_step, steps)["exaflops"]
         if stage.name not in trunks:
             apart += whole
     return Compute(planned, apart, uncounted)
@@ -247,14 +291,3 @@ def check_budget(campaign: Campaign) -> None:
         f"budget is {campaign.budget:g} exaFLOPs, and the recipe takes {compute.planned:.4g}\n"
         f"  type budget={compute.planned:.4g}, or take runs out of it; `python -m jobs plan` has what each takes",
     )
-
-
-def planned_steps(cfg: TrainConfig, there: Available) -> int | None:
-    """Return the steps of a stage; None where it makes passes over sets that are not there and of unknown size."""
-    samples = cfg.data.samples
-    sets = there.made(cfg.data.sets().values())
-    if len(sets) == len(cfg.data.sets()):
-        samples = sum(index.samples for index in sets)
-    if cfg.steps is None and samples is None:
-        return None
-    return steps_of(cfg, samples or 0)

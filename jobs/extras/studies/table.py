@@ -35,18 +35,33 @@ import numpy as np
 
 from data.errors import ConfigError, DataError, Diverged
 from data.files import write_whole
+from data.index.index import shared_samples
+from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
-from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
+from jobs.extras.studies.law import check_budget
+from jobs.named_stages import TABLE as DOCUMENT
+from jobs.recipe.campaign import read_section
+from jobs.resolved_recipe import (
+    Available,
+    Campaign,
+    CheckResult,
+    Context,
+    Kinds,
+    MakeAbsolute,
+    Reads,
+    Sections,
+    Stage,
+    StageKind,
+)
 from models.checks import did_you_mean
 from pipeline import artifacts
+from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document, intervals
-from pipeline.extras import async_evaluation
-from pipeline.extras.best import STOPPED
-from pipeline.monitoring.telemetry import amount
+from pipeline.monitoring.telemetry import without_single_seeds
+from pipeline.values import amount
 
-DOCUMENT = "sweep.json"
-DIVERGED = "diverged"  # the entry of a done.json that says so, with the message of the run's end
+MOST_COPIES = 0.01  # share of a held-out set whose bytes may be in another set: sets hold a few images twice
 TIES = "the highest mean; of equal ones the first in the recipe"
 
 
@@ -63,7 +78,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class TableConfig:
     """The table of a sweep. The key `sweep` of another stage's section writes it; nobody else needs to."""
 
     runs: dict[str, RunConfig] = field(default_factory=dict)  # by the names of their stages
@@ -133,97 +148,169 @@ class Row:
     axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
 
 
-def run(cfg: Config, context: Context) -> dict[str, object]:
-    """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
-    results = []
-    for name, run_config in cfg.runs.items():
-        results.append(result_of(name, run_config, cfg, context))
-    rows = rows_of(results)
-    best: Row | None = None
-    for row in rows:
-        # Of equal rows the first wins.
-        can_win = cfg.chooses and cfg.best in row.means
-        if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
-            best = row
-    runs = []
-    scores: list[bool] = []  # of each run that a law foretold, whether it was inside
-    diverged: list[str] = []
-    folders = set()
-    for result in results:
-        runs.append(run_as_json(result))
-        if result.foretold:
-            scores.append(result.foretold["is_inside"])
-        if result.stopped:
-            context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
-        if not result.diverged:
-            continue
-        context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
-        diverged.append(result.stage)
-        folder = context.campaign.directory(context.campaign.stage(result.stage))
-        folders.add(str(folder / artifacts.DONE))
-    # One run that has not diverged is enough for a choice; a mean needs all of them.
-    if diverged and best is None:
-        expected = "all of them for the table"
-        if cfg.chooses:
-            expected = "one that has not, to choose from"
-        raise Diverged(
-            f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
-            f"  expected {expected}\n"
-            f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
-        )
+class Table(StageKind):
+    """The kind of stage that makes the table of a sweep. It expands the sections of sweeps into their runs."""
 
-    means: list[Row] = []
-    if not cfg.chooses:
-        means = means_of(results, cfg.groups)
-    write_table(context, cfg.best, rows, means, best)
-    chosen: dict[str, object] = {}
-    if best is not None:
-        chosen.update(best.values)
-    record: dict[str, object] = {
-        "sweep": context.stage.name,
-        "metric": cfg.best,
-        "rule": TIES,
-        "chosen": chosen,
-        "runs": runs,
-        "rows": rows_as_json(rows),
-        "means": rows_as_json(means),
-        "axes": {row.name: dict(row.axes) for row in rows},
-    }
-    is_measured = any(row.means for row in rows)
-    if cfg.chosen_on_test and is_measured:
-        record["chosen_on_test"] = True
-    if cfg.evaluation == "best":
-        record["evaluation"] = cfg.evaluation
-    artifacts.write_record(context.directory / DOCUMENT, record)
+    name = expand.TABLE
+    config = TableConfig
+    inputs: ClassVar = {"runs.*.stage": Reads.OUTCOME}
+    needs_workers = False
+    checks_budget = True
 
-    # In one line, for `status` and the campaign's closing table.
-    if best is not None:
-        summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
-    elif not is_measured:
-        summary = f"{len(results)} runs in {len(rows)} rows"
-    else:
-        parts = []
-        for row in means or rows:
-            part = "-"
-            if row.means:
-                part = str(row.means[cfg.best])
-            if row.name != context.stage.name:
-                part = f"{row.name} {part}"
-            if row.remark:
-                part += f" ({row.remark})"
-            parts.append(part)
-        summary = f"{cfg.best} {', '.join(parts)}"
-    if scores:
-        summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
-    if cfg.chosen_on_test and is_measured:
-        summary += ", chosen on test"
-    if cfg.evaluation == "best":
-        summary += ", best evaluations"
-    outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
-    for other in context.campaign.stages:
-        if best is None and f"@{context.stage.name}" in other.chosen.values():
+    def expand(self, sections: Sections, kinds: Kinds) -> Sections:
+        """Return the sections of a recipe with those of all runs and tables in place of sections with a `sweep`."""
+        return expand.expand(sections, kinds, lambda name, section: read_section(name, section, kinds))
+
+    def make_absolute(
+        self, name: str, section: dict[str, Any], patterns: Sequence[str], absolute: MakeAbsolute
+    ) -> None:
+        """Make relative paths absolute that vary in a sweep."""
+        expand.make_absolute(name, section, patterns, absolute)
+
+    def placeholders(self, cfg: TableConfig) -> Mapping[str, object]:
+        """Return the first values of the grid that the table chooses from."""
+        if not cfg.chooses:
+            return {}
+        return next(iter(cfg.runs.values())).values
+
+    def values(self, folder: Path) -> Mapping[str, object]:
+        """Return the values of the best row; none if all runs were stopped early."""
+        chosen: dict[str, object] = artifacts.read_record(folder / DOCUMENT)["chosen"]
+        return chosen
+
+    def value_in_words(self, cfg: TableConfig, name: str) -> str:
+        """Return "the best of 0.01, 0.1 by accuracy"."""
+        values = dict.fromkeys(str(run.values[name]) for run in cfg.runs.values())
+        return f"the best of {', '.join(values)} by {cfg.best}"
+
+    def check_campaign(self, campaign: Campaign) -> None:
+        """Raise ConfigError if the trained stages take more than the recipe's budget."""
+        check_budget(campaign)
+
+    def check_parent(self, stage: Stage, parent: Stage, there: Available) -> None:
+        """Raise DataError if the table would choose by samples that a run learns from, or that its result is of."""
+        check_held_out(stage, parent, there)
+
+    def run(self, cfg: TableConfig, context: Context) -> dict[str, object]:
+        """Make the table and log it. Raises Diverged where runs have diverged that cannot be missed, DataError."""
+        results = []
+        for name, run_config in cfg.runs.items():
+            results.append(result_of(name, run_config, cfg, context))
+        rows = rows_of(results)
+        best: Row | None = None
+        for row in rows:
+            # Of equal rows the first wins.
+            can_win = cfg.chooses and cfg.best in row.means
+            if can_win and (best is None or row.means[cfg.best].mean > best.means[cfg.best].mean):
+                best = row
+        runs = []
+        scores: list[bool] = []  # of each run that a law foretold, whether it was inside
+        diverged: list[str] = []
+        folders = set()
+        for result in results:
+            runs.append(run_as_json(result))
+            if result.foretold:
+                scores.append(result.foretold["is_inside"])
+            if result.stopped:
+                context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
+            if not result.diverged:
+                continue
+            context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
+            diverged.append(result.stage)
+            folder = context.campaign.directory(context.campaign.stage(result.stage))
+            folders.add(str(folder / artifacts.DONE))
+        # One run that has not diverged is enough for a choice; a mean needs all of them.
+        if diverged and best is None:
+            expected = "all of them for the table"
+            if cfg.chooses:
+                expected = "one that has not, to choose from"
+            raise Diverged(
+                f"{context.stage.name}: {len(diverged)} runs of the sweep have diverged: {', '.join(diverged)}\n"
+                f"  expected {expected}\n"
+                f"  lower optim.lr or change the sweep; to try the same again, remove {' '.join(sorted(folders))}"
+            )
+
+        means: list[Row] = []
+        if not cfg.chooses:
+            means = means_of(results, cfg.groups)
+        write_table(context, cfg.best, rows, means, best)
+        chosen: dict[str, object] = {}
+        if best is not None:
+            chosen.update(best.values)
+        record: dict[str, object] = {
+            "sweep": context.stage.name,
+            "metric": cfg.best,
+            "rule": TIES,
+            "chosen": chosen,
+            "runs": runs,
+            "rows": rows_as_json(rows),
+            "means": rows_as_json(means),
+            "axes": {row.name: dict(row.axes) for row in rows},
+        }
+        is_measured = any(row.means for row in rows)
+        if cfg.chosen_on_test and is_measured:
+            record["chosen_on_test"] = True
+        if cfg.evaluation == "best":
+            record["evaluation"] = cfg.evaluation
+        artifacts.write_record(context.directory / DOCUMENT, record)
+
+        # In one line, for `status` and the campaign's closing table.
+        if best is not None:
+            summary = f"{best.name}: {cfg.best} {best.means[cfg.best]}, the best of {len(rows)}"
+        elif not is_measured:
+            summary = f"{len(results)} runs in {len(rows)} rows"
+        else:
+            parts = []
+            for row in means or rows:
+                part = "-"
+                if row.means:
+                    part = str(row.means[cfg.best])
+                if row.name != context.stage.name:
+                    part = f"{row.name} {part}"
+                if row.remark:
+                    part += f" ({row.remark})"
+                parts.append(part)
+            summary = f"{cfg.best} {', '.join(parts)}"
+        if scores:
+            summary += f"; {sum(scores)} of {len(scores)} inside what was foretold"
+        if cfg.chosen_on_test and is_measured:
+            summary += ", chosen on test"
+        if cfg.evaluation == "best":
+            summary += ", best evaluations"
+        outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
+        if best is None and context.campaign.waiting_for(context.stage):
             outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
-    return outcome
+        return outcome
+
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Refuse a table of a metric that one of its runs will not have."""
+        cfg: TableConfig = stage.config
+        metrics_of: dict[str, list[str]] = {}
+        some_train = False
+        for run_name in cfg.runs:
+            run_stage = there.campaign.stage(run_name)
+            metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
+            some_train = some_train or run_stage.kind.trains
+        # A fan-out: nothing is measured, and nobody waits for a choice.
+        is_waited_for = bool(there.campaign.waiting_for(stage))
+        if not any(metrics_of.values()) and not is_waited_for:
+            if some_train:
+                text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
+                yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
+            return
+        for run_name, metrics in metrics_of.items():
+            run_stage = there.campaign.stage(run_name)
+            if cfg.best not in metrics:
+                raise ConfigError(
+                    f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
+                    f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
+                    "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate its protocols"
+                )
+            require(
+                cfg.evaluation == "last" or run_stage.kind.trains,
+                f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
+                "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
+            )
 
 
 def run_as_json(result: Result) -> dict[str, object]:
@@ -246,14 +333,14 @@ def rows_as_json(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
     return values
 
 
-def result_of(name: str, cfg: RunConfig, table: Config, context: Context) -> Result:
+def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -> Result:
     """Read the metrics of a finished run. Raises DataError where it has no number for the metric."""
     best = table.best
     folder = Path(context.campaign.path_of(cfg.stage))
     done = artifacts.read_done(folder)
     assert done is not None, "a stage starts when all that it reads has finished"
     # Single draws of a few-shot probe stay in the run's own record; their mean is the run's number.
-    metrics = async_evaluation.without_single_seeds(done.get("metrics", {}))
+    metrics = without_single_seeds(done.get("metrics", {}))
     steps: dict[str, int] = {}
     if table.evaluation == "best":
         metrics = {}
@@ -321,7 +408,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
                 right = np.stack(list(map(document.right_of, entries)))
                 means[metric] = replace(mean, interval=intervals.over_draws(right))
         # The rows of a grid are called by their values.
-        remark = in_words(runs[0].values)
+        remark = expand.in_words(runs[0].values)
         if remark == name:
             remark = ""
         if lost:
@@ -370,11 +457,6 @@ def means_of(results: Sequence[Result], groups: Mapping[str, list[str]]) -> list
             repeats.append(of_seed)
         means.append(Row(f"{name} of {len(members)}", means_by_metric(repeats)))
     return means
-
-
-def in_words(values: Mapping[str, object]) -> str:
-    """Return values for people: "optim.lr=0.01, steps=100"."""
-    return ", ".join(f"{key}={value}" for key, value in values.items())
 
 
 def write_table(context: Context, metric: str, rows: Sequence[Row], means: Sequence[Row], best: Row | None) -> None:
@@ -440,45 +522,48 @@ def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------ what is known before it runs
+# ------------------------------------------------------------------------ held-out samples
 
 
-def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
-    """Refuse a table of a metric that one of its runs will not have."""
-    cfg: Config = stage.config
-    metrics_of: dict[str, list[str]] = {}
-    some_train = False
-    for run_name in cfg.runs:
-        run_stage = there.campaign.stage(run_name)
-        metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
-        some_train = some_train or run_stage.kind.trains
-    # A fan-out: nothing is measured, and nobody waits for a choice.
-    is_waited_for = any(f"@{stage.name}" in other.chosen.values() for other in there.campaign.stages)
-    if not any(metrics_of.values()) and not is_waited_for:
-        if some_train:
-            text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
-            yield CheckResult("WARN", "sweep", text, f"  type {stage.name}.data.evaluate=… for accuracies")
+def check_held_out(table: Stage, run: Stage, there: Available) -> None:
+    """Raise DataError if a run of a grid is evaluated on samples that it learns from, or that the final runs are
+    evaluated on: these values would have been chosen by the samples of the result.
+
+    Sets that have not been made yet are compared when the run is about to start.
+    """
+    campaign = there.campaign
+    if not table.config.chooses:
         return
-    for run_name, metrics in metrics_of.items():
-        run_stage = there.campaign.stage(run_name)
-        if cfg.best not in metrics:
-            raise ConfigError(
-                f"{stage.name}: {run_name} will have no {cfg.best!r}{did_you_mean(cfg.best, metrics)}\n"
-                f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}\n"
-                "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on, a stage evaluate what it is asked"
-            )
-        require(
-            cfg.evaluation == "last" or run_stage.kind.trains,
-            f"{stage.name}: {run_name} is of kind {run_stage.kind.name}, which is evaluated once\n"
-            "  expected runs that train for sweep.evaluation=best; type sweep.evaluation=last",
-        )
-
-
-KIND = StageKind(
-    name="sweep",
-    config=Config,
-    run=run,
-    inputs={"runs.*.stage": Reads.OUTCOME},
-    checks=checks,
-    needs_workers=False,
-)
+    final_runs = campaign.waiting_for(table)
+    if not final_runs or campaign.stage(run.source).config.chosen_on_test:
+        return
+    # The set that the metric is of: accuracy is of data.evaluate, few-shot accuracy of the probe's.
+    evaluated: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for field_name, (path, reads) in run.kind.inputs_of(run.config).items():
+        if reads is not Reads.SET:
+            continue
+        if field_name.endswith("train"):
+            others[f"{run.name}.{field_name}"] = path
+        elif not run.kind.trains or (field_name == "data.evaluate") == (table.config.best == "accuracy"):
+            evaluated[f"{run.name}.{field_name}"] = path
+    for field_name, (path, reads) in final_runs[0].kind.inputs_of(final_runs[0].config).items():
+        if reads is Reads.SET and not field_name.endswith("train"):
+            others[f"{final_runs[0].name}.{field_name}"] = path
+    for key, path in evaluated.items():
+        for other_key, other_path in others.items():
+            index = there.index(path)
+            other = there.index(other_path)
+            if index is None or other is None:
+                continue
+            same_places, same_bytes = shared_samples(index, other)
+            # Many sets hold a few images twice, which a split by samples separates: `jobs leaks` reports these.
+            if same_places or same_bytes > MOST_COPIES * index.samples:
+                raise DataError(
+                    f"{key} ({path}) chooses for {run.source}, and {max(same_places, same_bytes):,} of its "
+                    f"{index.samples:,} samples are in {other_key} ({other_path}) too\n"
+                    "  expected held-out samples, which no run learns from and no result is of: parts of the "
+                    "training set (docs/sweeps.md)\n"
+                    f"  type {run.source}.sweep.held_out.data.evaluate=…, or "
+                    f"{run.source}.sweep.chosen_on_test=true, which the table then says"
+                )

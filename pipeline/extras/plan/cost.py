@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from data.errors import ConfigError
 from models.checks import did_you_mean
 from pipeline.extras.plan.trial import Trial
-from pipeline.monitoring.telemetry import PEAK, counted
+from pipeline.monitoring.telemetry import PEAK
+from pipeline.values import counted
 
 HOUR_S = 3600.0
 TRY = "python -m jobs trial RECIPE"

@@ -19,9 +19,10 @@ import models
 from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
+from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.saver import checkpoint_bytes
 from pipeline.extras.plan.memory_traces import Kind, kept, step_to_trace, trace_of
-from pipeline.training_config import TrainConfig, batch_arithmetic
+from pipeline.training_config import TrainConfig
 
 GIB = 2**30
 LAST_STAGE = 3  # of ZeRO
@@ -36,14 +37,6 @@ WORDS = {
     Kind.GATHERED: "gathered weights",
     Kind.IMAGES: "images",
 }
-
-
-class BudgetTooSmall(ConfigError):
-    """No number of recomputed blocks fits `activation_gb`; `largest` is the most images that do, 0 for none."""
-
-    def __init__(self, message: str, largest: int) -> None:
-        super().__init__(message)
-        self.largest = largest
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,8 @@ class MemoryNeed:
 
 
 def memory_need(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed:
-    """Return what each of `world` workers needs. Raises as `recomputed_blocks`, and TraceFailed."""
-    recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)
+    """Return what each of `world` workers needs. Raises TraceFailed."""
+    recomputed = recomputed_blocks(cfg, model)
     arithmetic = batch_arithmetic(cfg, world)
     step = step_to_trace(cfg, model, world, arithmetic.accumulation, recomputed, is_gpu=is_gpu)
     trace = trace_of(step)
@@ -111,12 +104,11 @@ def pinned_bytes(size: int) -> int:
 
 
 def need_if_traced(cfg: TrainConfig, model: ModelConfig, world: int, *, is_gpu: bool) -> MemoryNeed | None:
-    """Return `memory_need` where the step has been traced before; None where that would have to be done."""
-    # How many blocks a budget comes to takes traces of its own; a compiled step has none.
-    if cfg.activation_gb is not None or cfg.compile:
+    """Return `memory_need` if the step has been traced before; None otherwise, and for a compiled step."""
+    if cfg.compile:
         return None
     accumulation = batch_arithmetic(cfg, world).accumulation
-    recomputed = recomputed_blocks(cfg, model, is_gpu=is_gpu)
+    recomputed = recomputed_blocks(cfg, model)
     if kept(step_to_trace(cfg, model, world, accumulation, recomputed, is_gpu=is_gpu)) is None:
         return None
     return memory_need(cfg, model, world, is_gpu=is_gpu)
@@ -129,49 +121,9 @@ def blocks_of(model: ModelConfig) -> int:
     return sum(model.units)
 
 
-def recomputed_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> int:
-    """Return `checkpoint_blocks`, or the fewest that fit `activation_gb`.
-
-    Raises BudgetTooSmall where none does, and TraceFailed.
-    """
-    if cfg.activation_gb is None:
-        return min(cfg.checkpoint_blocks, blocks_of(model))
-    limit = cfg.activation_gb * GIB
-    # Activations depend on the model and the loss alone: one trace serves all worlds and ZeRO stages.
-    alone = replace(
-        cfg,
-        zero=1,
-        exact_parts=0,
-        polyak=0.0,
-        deepspeed=None,
-        batch_size=cfg.micro_batch,
-        uneven=False,
-        activation_gb=None,
-    )
-
-    def activations(blocks: int) -> float:
-        return trace_of(step_to_trace(alone, model, 1, 1, blocks, is_gpu=is_gpu)).most_activations(cfg.micro_batch)
-
-    most = blocks_of(model)
-    blocks = fewest_blocks(activations, most, limit)
-    if blocks is None:
-        trace = trace_of(step_to_trace(alone, model, 1, 1, most, is_gpu=is_gpu))
-        fitting = [images for images in range(1, cfg.micro_batch) if trace.most_activations(images) <= limit]
-        largest = max(fitting, default=0)
-        raise BudgetTooSmall(
-            f"activation_gb: activations of micro_batch {cfg.micro_batch} take "
-            f"{memory_text(trace.most_activations(cfg.micro_batch))} with all {most} blocks recomputed, "
-            f"{memory_text(int(limit))} are free; largest that fits: {largest}",
-            largest,
-        )
-    return blocks
-
-
-def with_blocks(cfg: TrainConfig, model: ModelConfig, *, is_gpu: bool) -> TrainConfig:
-    """Return the config with a number of blocks in the place of `activation_gb`. Raises as `recomputed_blocks`."""
-    if cfg.activation_gb is None:
-        return cfg
-    return replace(cfg, checkpoint_blocks=recomputed_blocks(cfg, model, is_gpu=is_gpu), activation_gb=None)
+def recomputed_blocks(cfg: TrainConfig, model: ModelConfig) -> int:
+    """Return how many blocks recompute their activations."""
+    return min(cfg.checkpoint_blocks, blocks_of(model))
 
 
 def fewest_blocks(needed: Callable[[int], float], most: int, limit: float) -> int | None:
@@ -239,15 +191,12 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
         if size <= limit:
             remedies.append(f"{name}.micro_batch={micro_batch} (needs {memory_text(size)})")
             break
-    # The fewest recomputed blocks; their number takes the place of a budget for activations.
+    # The fewest recomputed blocks.
     all_blocks = blocks_of(model)
-    instead = ""
-    if cfg.activation_gb is not None:
-        instead = f" {name}.activation_gb=null"
-    blocks = fewest_blocks(lambda count: needed(checkpoint_blocks=count, activation_gb=None), all_blocks, limit)
+    blocks = fewest_blocks(lambda count: needed(checkpoint_blocks=count), all_blocks, limit)
     if blocks:
-        size = needed(checkpoint_blocks=blocks, activation_gb=None)
-        remedies.append(f"{name}.checkpoint_blocks={blocks}{instead} (needs {memory_text(size)})")
+        size = needed(checkpoint_blocks=blocks)
+        remedies.append(f"{name}.checkpoint_blocks={blocks} (needs {memory_text(size)})")
     # The next ZeRO stage that fits.
     for zero in range(cfg.zero + 1, LAST_STAGE + 1):
         size = needed(zero=zero)
@@ -258,10 +207,10 @@ def check_fits(cfg: TrainConfig, model: ModelConfig, world: int, limit: int, *, 
     way_out = "type one of these: " + "; ".join(remedies)
     if not remedies:
         smallest = min(smaller_micro_batches(cfg, world), default=cfg.micro_batch)
-        size = needed(micro_batch=smallest, checkpoint_blocks=all_blocks, activation_gb=None, zero=LAST_STAGE)
+        size = needed(micro_batch=smallest, checkpoint_blocks=all_blocks, zero=LAST_STAGE)
         way_out = (
             f"neither micro_batch nor checkpoint_blocks nor zero is enough; {name}.micro_batch={smallest} "
-            f"{name}.checkpoint_blocks={all_blocks}{instead} {name}.zero={LAST_STAGE} together need {memory_text(size)}"
+            f"{name}.checkpoint_blocks={all_blocks} {name}.zero={LAST_STAGE} together need {memory_text(size)}"
         )
     raise ConfigError(
         f"{name}: a worker needs {memory_text(needed_now)} of its device's memory, {memory_text(limit)} are there\n"

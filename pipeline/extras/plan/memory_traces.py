@@ -1,7 +1,7 @@
 """The traces of steps of training, each made once: in a process of its own, then kept in the user's cache folder.
 
 In:  StepToTrace(model={…}, config={…}, world=8, accumulation=2, recomputed=0, is_gpu=True)
-Out: Trace, from which follows what lives at the fullest moment with any micro-batch
+Out: MemoryTrace, from which follows what lives at the fullest moment with any micro-batch
 
 A kept trace is found by the digest of everything that it depends on: the step, which is all that the process is told,
 the versions of torch and DeepSpeed, and the sources of `models/`, `pipeline/` and the tracer itself. It is an entry of
@@ -86,7 +86,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Trace:
+class MemoryTrace:
     """Holds the moments at which most lives: all kinds together, or activations alone; and the most at the start."""
 
     start: int  # bytes, from the engine's start to the end of a first step with 2 images
@@ -148,7 +148,7 @@ def step_to_trace(
     return StepToTrace(model_values, values, world, micro_batches, recomputed, is_gpu, file)
 
 
-def trace_of(step: StepToTrace) -> Trace:
+def trace_of(step: StepToTrace) -> MemoryTrace:
     """Return the trace of a step; one that is not kept yet is made. Raises TraceFailed."""
     trace = kept(step)
     if trace is not None:
@@ -204,7 +204,7 @@ def run_tracer(step: StepToTrace) -> str:
 # ------------------------------------------------------------------------------------------------ kept traces
 
 
-def kept(step: StepToTrace) -> Trace | None:
+def kept(step: StepToTrace) -> MemoryTrace | None:
     """Return the kept trace of a step, which counts as used now; None where there is none, or it has changed."""
     path = path_of(step)
     try:
@@ -218,7 +218,7 @@ def kept(step: StepToTrace) -> Trace | None:
     return trace_in(answer.decode())
 
 
-def trace_in(answer: str) -> Trace | None:
+def trace_in(answer: str) -> MemoryTrace | None:
     """Return the trace that the tracer has written down; None where it is none."""
     try:
         values = json.loads(answer)
@@ -228,7 +228,7 @@ def trace_in(answer: str) -> Trace | None:
             for value in values[name]:
                 moments.append(Moment(value["phase"], tuple(value["fixed"]), tuple(value["per_image"])))
             by_name[name] = tuple(moments)
-        return Trace(values["start"], **by_name)
+        return MemoryTrace(values["start"], **by_name)
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -51,6 +51,7 @@ from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
 from pipeline.evaluation.features import normalise
 from pipeline.extras.plan.memory_traces import Kind, Moment
+from pipeline.phases import Phase
 from pipeline.start import Worker, build_engine
 from pipeline.training_config import TrainConfig
 
@@ -69,14 +70,29 @@ Event = tuple[str, Kind, int]  # (phase, what the memory is for, bytes more or l
 
 
 @dataclass(frozen=True)
+class TracedGroup:
+    """Has the fields of a Group that an objective needs."""
+
+    device: torch.device
+    world: int = 1
+
+
+@dataclass(frozen=True)
+class TracedData:
+    """Has the field of StageData that an objective needs."""
+
+    phases: Sequence[Phase]  # one, of whole images
+
+
+@dataclass(frozen=True)
 class TracedWorker:
-    """Has of a Worker what an objective asks for."""
+    """Has the fields of a Worker that an objective needs."""
 
     cfg: TrainConfig
-    device: torch.device
+    group: TracedGroup
     model_config: ModelConfig
     engine: Engine
-    steps: int = 1  # of the stage: what it leaves out of images depends on the step, and here nothing is left out
+    data: TracedData
 
 
 def main() -> None:
@@ -110,7 +126,8 @@ def trace(
         network: Any = cast(Any, module)(model_config)
         network.recomputed_blocks = recomputed
         engine = build_engine(cfg, network, accumulation)
-        worker = TracedWorker(cfg, torch.device("cpu"), model_config, engine)
+        data = TracedData(cfg.phases(1, model_config))
+        worker = TracedWorker(cfg, TracedGroup(torch.device("cpu")), model_config, engine, data)
         for part in engine.model.modules():
             if isinstance(part, (Block, StemUnit, BiTUnit)):
                 live.watch(part)
@@ -161,13 +178,13 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
     """Take a step as `pipeline.train` does, with `images` in every micro-batch; `enter` hears where it is."""
     cfg = worker.cfg
     size = worker.model_config.image_size
-    loss_sum = torch.zeros((), device=worker.device)
+    loss_sum = torch.zeros((), device=worker.group.device)
     for number in range(accumulation):
         enter("batch")
-        pixels = torch.zeros(images, 3, *size, dtype=torch.uint8, device=worker.device)
-        labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64, device=worker.device)
+        pixels = torch.zeros(images, 3, *size, dtype=torch.uint8, device=worker.group.device)
+        labels = torch.zeros(images, cfg.data.max_labels, dtype=torch.int64, device=worker.group.device)
         batch = Batch(0, pixels, labels, torch.zeros(images, 3, dtype=torch.int64), (), Wait())
-        inputs = normalise(batch.images, worker.engine.dtype, worker.device)
+        inputs = normalise(batch.images, worker.engine.dtype, worker.group.device)
         enter("forward")
         loss = OBJECTIVES[cfg.objective](cast(Worker, worker), 0, inputs, batch)
         enter("backward")
@@ -177,7 +194,7 @@ def take_step(worker: TracedWorker, accumulation: int, images: int, enter: Calla
         enter("update")
         numbers = None
         if number + 1 == accumulation:
-            of_host = torch.zeros(3, dtype=torch.float64, device=worker.device)
+            of_host = torch.zeros(3, dtype=torch.float64, device=worker.group.device)
             numbers = torch.cat([loss_sum.double().reshape(1), of_host])
         worker.engine.end_micro_batch(cfg.optim.lr, numbers)
 

@@ -29,7 +29,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")  # one folder a GPU, also of GPUs that this user may not use
 
 
-class Machine(TypedDict):
+class MachineReport(TypedDict):
     """What one node has; JSON."""
 
     memory_free: int  # bytes
@@ -43,7 +43,7 @@ class WorkerReport(TypedDict):
     """The report of one worker, or of a node without a worker; JSON."""
 
     identity: Identity
-    machine: Machine
+    machine: MachineReport
     folder: FolderReport | None  # None of all but the first worker of a node
     sets: dict[str, Reach]  # by path; empty of all but those
     interface: str  # of the network, that gloo was told; "" where it chose itself
@@ -68,7 +68,7 @@ def own_report(device: torch.device) -> WorkerReport:
     gpu_memory_free = None
     if device.type == "cuda":
         gpu_memory_free, _ = torch.cuda.mem_get_info(device)
-    machine: Machine = {
+    machine: MachineReport = {
         "memory_free": memory_free(),
         "shm_free": shm_free,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

@@ -23,12 +23,15 @@ from data.errors import UsageError
 from data.index.document import load_index
 from data.index.index import Index
 from data.order import Mixture, Order
-from pipeline import artifacts, config
+from pipeline import artifacts
+from pipeline.arithmetic import steps_of
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
-from pipeline.extras.token_dropping import phase_at, phases
+from pipeline.extras.recorded_config import recorded_config
 from pipeline.monitoring.telemetry import Record, read_metrics, steps_in
-from pipeline.training_config import TrainConfig, steps_of, training_loader, training_order
+from pipeline.phases import phase_at
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import training_loader, training_order
 
 # B images of the global batch, S image side, L labels of a sample at most
 
@@ -78,7 +81,7 @@ class TrainedStage:
 
         A recipe's "@shards/train" leads nowhere in another run directory.
         """
-        cfg = config.build(TrainConfig, self.task["config"], "config")
+        cfg = recorded_config(self.task)
         paths = dict(zip(cfg.data.sets(), self.job["train"], strict=True))
         mixture = {name: replace(part, train=paths[name]) for name, part in cfg.data.mixture.items()}
         data = replace(cfg.data, train=paths.get("train"), mixture=mixture, evaluate=self.job["evaluate"])
@@ -205,7 +208,7 @@ class TrainedStage:
         cfg = self.config_at(step, step)
         index, order = training_order(cfg, self.sets)
         # The log counts steps from 1, the order from 0.
-        phase = phase_at(step - 1, phases(cfg.thinning, self.steps, models.from_dict(self.job["model"])))
+        phase = phase_at(step - 1, cfg.phases(self.steps, models.from_dict(self.job["model"])))
         return rebuild(cfg, index, order, phase.image_size, step - 1, most)
 
 

@@ -1,18 +1,9 @@
-"""Samples that take no part in training and change nothing else: their rows stay, and weigh nothing.
+"""Samples that take no part in training and change nothing else: their rows stay, without weight.
 
 A replay masks samples from its first step on; a run with `health.on_spike: bisect` those that it finds, from the next
-commit on, whose manifest says so. Every range therefore begins with the step, counted from 0, from which it holds.
-
-1. The order is what it was. A masked sample is read and decoded in its slot, so that every other sample keeps its row,
-   its augmentation and its random draws.
-2. Its pixels become grey and its labels go (`Mask.apply`): nothing of it reaches a neighbour through mixup, nor a
-   gradient as NaN. Its loss has the weight 0.
-3. A step's loss and gradient are means over the planned samples that are not masked (`Mask.left`): of the whole batch,
-   so that they are the same on any number of workers. Without any the gradient is 0, and the step is one all the same.
-4. The ledger of a step counts a masked sample n as −1 − n: equal ledgers still mean equal data.
-
-A row is masked by the sample that it really holds. Where a bad sample's replacement is masked, its row weighs nothing
-and is counted in the mean; a masked sample that is bad gives its row to its replacement, which weighs something.
+commit on, whose manifest holds them. Each range therefore begins with the step, counted from 0, from which it holds.
+What the loop does with a masked sample is in pipeline/batches.py: its row stays, its pixels are grey, and its loss has
+the weight 0.
 
 In:  Mask([(0, 3, 0, 100), (40, 5, 17, 18)]), which is all of shard 3, and from step 40 on sample 17 of shard 5; a step
      and the ids of its batch
@@ -21,17 +12,8 @@ Out: which of its rows are masked
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
-
-from data.loader import Batch
-from data.order import Ids
-
-GREY = 128  # of 255: a pixel that is nearly 0 once it is normalised
-
-# b samples of a micro-batch, B of the global batch
 
 Range = Sequence[int]  # the step from which it holds, shard, first sample, the one after the last
 
@@ -65,28 +47,6 @@ class Mask:
         places = place_of(shard, sample)
         before = np.searchsorted(self.starts, places, side="right") - 1
         return (before >= 0) & (places < self.stops[before])
-
-    def left(self, step: int, planned: Ids) -> int:
-        """Return how many samples of a global batch the mean of a step is over; 1 where all are masked."""
-        return max(len(planned.shard) - int(self.of(step, planned.shard, planned.sample).sum()), 1)
-
-    def in_ledger(self, step: int, planned: Ids) -> Ids:
-        """Return the ids of a global batch as the ledger counts them."""
-        if not self.ranges:
-            return planned
-        is_masked = self.of(step, planned.shard, planned.sample)
-        return planned._replace(sample=np.where(is_masked, ~planned.sample, planned.sample))
-
-    def apply(self, batch: Batch) -> Batch:
-        """Return a micro-batch, on its device, without what its masked rows hold; the same where none is masked."""
-        _, shard, sample = batch.ids.numpy().T
-        is_masked = self.of(batch.step, shard, sample)
-        if not is_masked.any():
-            return batch
-        rows = torch.from_numpy(is_masked).to(batch.images.device)
-        images = batch.images.masked_fill(rows[:, None, None, None], GREY)
-        labels = batch.labels.masked_fill(rows[:, None], -1)
-        return replace(batch, images=images, labels=labels, masked=rows)
 
 
 def place_of(shard: np.ndarray, sample: np.ndarray) -> np.ndarray:

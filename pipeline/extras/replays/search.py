@@ -14,10 +14,8 @@ Out: {"rows": [517], "is_found": true, "value": 9.1, "limit": 1.9, "value_withou
       "samples": [{"slot": 517, "shard": "train-000002.tar", "key": "train00517", "range": [2, 5, 6], …}], …}
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,14 +25,13 @@ from torch import Tensor
 
 from data.checks import printable
 from data.index.index import Index
-from pipeline import config
-from pipeline.batches import micro_batches, next_batch
+from pipeline.batches import micro_batches, next_batch, planned_ids, samples_in_mean
 from pipeline.extras.replays.masking import Mask, ranges_of
+from pipeline.extras.replays.spikes import Masking
 from pipeline.health import SPIKE
 from pipeline.monitoring.telemetry import without_nan
-from pipeline.start import Job, set_up
-from pipeline.train import notice_sigterm, take_step
-from pipeline.training_config import TrainConfig
+from pipeline.start import notice_sigterm, read_task, set_up
+from pipeline.train import take_step
 
 LEAST_SPIKE = 2.0  # times the usual value: what is less is no spike to look for
 
@@ -45,9 +42,11 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     Numbers that are not finite are None in what it returns; rows are slots of the global batch, and a sample's range is
     that of a mask.
     """
-    cfg = config.build(TrainConfig, json.loads(json.dumps(task["config"])), "config")
-    worker, progress = set_up(cfg, Job(**task["job"]))
-    notice_sigterm(worker.sigterm)
+    worker, progress = set_up(read_task(task))
+    cfg = worker.cfg
+    (masking,) = (hook for hook in worker.hooks if isinstance(hook, Masking))
+    always_masked = masking.mask.ranges
+    notice_sigterm(worker.stop.signal)
     step = task["search"]["step"] - 1  # the log counts from 1
     metric = task["search"]["metric"]
     usual = task["search"]["usual"]
@@ -62,9 +61,9 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
             continue
         take_step(worker, progress.step, batches)
         progress.step += 1
-    planned = worker.order.batch(step)
-    own = [next_batch(worker, batches, step, planned) for _ in range(worker.arithmetic.accumulation)]
-    of_workers: list[list[np.ndarray]] = [[] for _ in range(worker.world)]
+    planned = planned_ids(worker, step)
+    own = [next_batch(worker, batches, step, planned) for _ in range(worker.data.arithmetic.accumulation)]
+    of_workers: list[list[np.ndarray]] = [[] for _ in range(worker.group.world)]
     dist.all_gather_object(of_workers, [batch.ids.numpy() for batch in own])
     ids = np.concatenate([rows for of_worker in of_workers for rows in of_worker])  # (B, 3), in the order of slots
     state: dict[str, tuple[int, dict[str, Tensor]]] = {}
@@ -87,11 +86,12 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
             worker.engine.load(read, updates)
         replays += 1
         # Those that the run does without stay masked.
-        mask = Mask([*worker.mask.ranges, *ranges_of(*ids[list(rows), 1:].T)])
-        loss = take_step(replace(worker, mask=mask), step, iter(own)).mean_loss
+        masking.mask = Mask([*always_masked, *ranges_of(*ids[list(rows), 1:].T)])
+        taken = take_step(worker, step, iter(own))
+        loss = taken.mean_loss
         norm = worker.engine.gradient_norm
-        value = (norm if metric == "grad_norm" else loss) * mask.left(step, planned) / cfg.batch_size
-        worker.telemetry.log(f"step {step + 1} without {len(rows)} of {len(ids)} samples: {metric} {value:.4g}")
+        value = (norm if metric == "grad_norm" else loss) * samples_in_mean(taken.planned) / cfg.batch_size
+        worker.group.telemetry.log(f"step {step + 1} without {len(rows)} of {len(ids)} samples: {metric} {value:.4g}")
         return value if math.isfinite(value) else math.inf
 
     # 2. As it was, and the limit.
@@ -104,7 +104,7 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
     # 3 and 4.
     if outcome["is_spike"]:
         most = 2 * math.ceil(math.log2(max(len(ids), 2))) - 1
-        twins_of = partial(same_bytes, worker.index, ids)
+        twins_of = partial(same_bytes, worker.data.index, ids)
         found = culprits(value_without, len(ids), outcome["limit"], most=most, twins_of=twins_of)
     samples: list[dict[str, Any]] = []
     for row in found.rows:
@@ -112,15 +112,15 @@ def search(task: Mapping[str, Any]) -> dict[str, Any]:
         samples.append(
             {
                 "slot": row,
-                "shard": worker.index.shards[shard].name,
+                "shard": worker.data.index.shards[shard].name,
                 "sample": sample,
-                "key": printable(worker.index.keys(shard)[sample]),
+                "key": printable(worker.data.index.keys(shard)[sample]),
                 "range": [shard, sample, sample + 1],
                 "is_twin": row in found.twins,
             }
         )
-    worker.telemetry.close()
-    worker.phases.close()
+    worker.group.telemetry.close()
+    worker.group.phases.close()
     worker.engine.close()
     dist.destroy_process_group()
     return without_nan({**outcome, **found._asdict(), "replays": replays, "samples": samples})  # type: ignore[return-value]

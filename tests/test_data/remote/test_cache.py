@@ -30,8 +30,8 @@ from data.remote.cache import Ahead, Cache, CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign
+from tests.support import campaigns
 from tests.support.stores import store
 
 PATIENT = {"attempts": 12, "backoff_s": 0.01, "timeout_s": 1.0}
@@ -233,7 +233,7 @@ def test_the_doctor_keeps_shards_where_it_is_told_and_goes_on_where_one_does_not
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_run_reads_remote_sets_through_the_cache_that_its_recipe_names(faulty, recipe, local, tmp_path):
     cache = tmp_path / "cache"
-    loaded = campaign.load(
+    loaded = campaigns.load(
         recipe,
         [
             f"pretrain.data.train={faulty.index.tables / 'train.index.json'}",

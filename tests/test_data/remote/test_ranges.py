@@ -16,7 +16,7 @@ import torch
 from data.decoder import DecoderProcess
 from data.errors import DataError, StorageError
 from data.index.index import Index
-from data.index.tar import Row
+from data.index.tar import SampleRow
 from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
@@ -283,9 +283,9 @@ def test_image_and_label_are_one_request_where_they_lie_close(tmp_path, monkeypa
     monkeypatch.setattr(cache_module, "read_range", read)
     label = 1500 + far
     for row in (
-        Row(b"a", 500, 1000, label, 3),
-        Row(b"a", label, 1000, 500, 1000),  # the label first
-        Row(b"a", 500, 1000, 0, 0),
+        SampleRow(b"a", 500, 1000, label, 3),
+        SampleRow(b"a", label, 1000, 500, 1000),  # the label first
+        SampleRow(b"a", 500, 1000, 0, 0),
     ):
         image, text = ranges.Ranges(Cache(CacheConfig(str(tmp_path)))).take((0, 0), "s3://b/x.tar", row)
         assert image == content[row.image : row.image + row.image_size]
@@ -362,7 +362,7 @@ def test_who_waits_for_a_range_shows_signs_of_life_and_does_not_wait_for_ever(fa
 
 def test_a_stop_from_another_thread_ends_the_wait_with_an_error_of_ours(tmp_path, monkeypatch):
     entered, may_go = threading.Event(), threading.Event()
-    where = ("s3://b/x.tar", Row(b"a", 0, 4, 4, 4))
+    where = ("s3://b/x.tar", SampleRow(b"a", 0, 4, 4, 4))
     monkeypatch.setattr(cache_module, "read_range", lambda *piece: entered.set() or (may_go.wait(30) and b"12345678"))
     running = ranges.Ranges(Cache(CacheConfig(str(tmp_path))))
     for sample in range(ranges.AT_ONCE + 1):

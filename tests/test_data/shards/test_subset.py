@@ -31,8 +31,8 @@ from data.shards.reader import ShardReader, check_sizes
 from data.shards.subset import Labels, Rule, bounds_of, count_classes
 from data.sources.samples import Sample
 from jobs.__main__ import main
-from jobs.recipe.campaign import load
 from tests.support.archives import make_subset
+from tests.support.campaigns import load
 from tests.support.tars import picture, write_tar
 
 LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # of s00, s01, …

@@ -16,7 +16,7 @@ import pytest
 
 from jobs.cluster import agent
 from jobs.cluster.agent import Agent, StartRequest, WorkerState
-from jobs.cluster.fork_server import Ended, Forked, Listen, Listening
+from jobs.cluster.fork_server import Forked, Listen, Listening, WorkerEnded
 from jobs.cluster.worker import RankInfo, worker_file
 from tests.support.families import wait_until
 
@@ -75,7 +75,7 @@ def test_the_end_of_a_worker_is_told_by_its_record_its_exit_code_and_the_kernel(
     if record is not None:
         worker_file(under_test.node_folder, 3, ".json").write_text(json.dumps(record))
     (tmp_path / "vmstat").write_text(f"pgfault 9\noom_kill {kills[1]}\n")
-    hear(under_test, server, Ended(4_100_003, exit_code))
+    hear(under_test, server, WorkerEnded(4_100_003, exit_code))
     other, ended = under_test.poll(0, 5.0, {}).workers
     assert (ended.death, ended.record, ended.has_ended) == (death, record, True)
     assert (other.death, other.has_ended) == ("", False)
@@ -98,13 +98,13 @@ def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> No
     assert first.node_folder.is_dir() and first.umask == agent.current_umask()
     for rank in (0, 1):
         hear(under_test, server, Forked(rank, 4_100_000 + rank))
-        hear(under_test, server, Ended(4_100_000 + rank, 0))
+        hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
     # The next attempt: the node's folder is a new one. A folder of the node's own is not the driver's.
     earlier = under_test.node_folder
     assert under_test.start(order_of(tmp_path / "stage" / "attempts" / "a", 1, token="other")) is True
     assert server.recv().is_shared is False and under_test.node_folder != earlier and not earlier.exists()
     hear(under_test, server, Forked(1, 4_100_001))
-    hear(under_test, server, Ended(4_100_001, 0))
+    hear(under_test, server, WorkerEnded(4_100_001, 0))
 
 
 def test_a_store_is_served_where_the_fork_server_listens(served) -> None:
@@ -152,7 +152,7 @@ def test_the_end_of_an_attempt_waits_for_no_worker_that_has_ended(served, tmp_pa
     under_test.start(order_of(tmp_path, 0, 1))
     for rank in (0, 1):
         hear(under_test, server, Forked(rank, 4_100_000 + rank))
-        hear(under_test, server, Ended(4_100_000 + rank, 0))
+        hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
     folder = under_test.node_folder
     began = time.monotonic()
     under_test.end()
@@ -168,7 +168,7 @@ def test_the_end_of_an_attempt_kills_what_still_lives_and_waits_for_the_fork_ser
     assert (state.pid, state.is_stopped, state.has_ended) == (sleeper.pid, False, False)
     psutil.Process(sleeper.pid).suspend()
     wait_until(lambda: under_test.poll(0, 0.0, {}).workers[0].is_stopped, 10)
-    threading.Timer(0.1, server.send, [Ended(sleeper.pid, -9)]).start()
+    threading.Timer(0.1, server.send, [WorkerEnded(sleeper.pid, -9)]).start()
     under_test.end()
     assert sleeper.wait(10) == -9
 
@@ -189,7 +189,7 @@ def test_a_stop_tells_whether_any_worker_has_started(served, tmp_path) -> None:
     under_test.workers[1] = WorkerState(1, death="gone")
     assert reported.death == ""
     for rank in (0, 1):
-        hear(under_test, server, Ended(4_100_000 + rank, 0))
+        hear(under_test, server, WorkerEnded(4_100_000 + rank, 0))
 
 
 def test_a_kill_for_memory_is_remembered_however_often_the_driver_looks(tmp_path, monkeypatch) -> None:

@@ -12,9 +12,9 @@ from jobs.cluster.elastic import Growth, Proven, Sizes
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.recipe import campaign
 from jobs.worlds import allowed_worlds
 from pipeline.training_config import TrainConfig
+from tests.support import campaigns
 
 
 def config(**fields: object) -> TrainConfig:
@@ -82,7 +82,7 @@ def test_a_number_may_be_a_text_as_that_of_an_environment_variable(recipe, monke
         ("cluster.workers=${oc.env:WORKERS}", 2),
         ("cluster.workers={least: 1, most: '${oc.env:WORKERS}'}", WorkerRange(least=1, most=2)),
     ):
-        assert campaign.load(recipe, [override]).cluster.workers == workers
+        assert campaigns.load(recipe, [override]).cluster.workers == workers
 
 
 def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsys) -> None:

@@ -24,19 +24,20 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from data.errors import ClusterError
 from data.files import import_path
-from jobs.cluster import embedded, ray_nodes
+from jobs.cluster import embedded, ray_nodes, ray_places
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.recipe import campaign
+from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import read_metrics
-from tests.support import worker_functions
+from tests.support import campaigns, worker_functions
 from tests.support.contexts import pretrain_context
 from tests.support.families import wait_until
+from tests.support.watching import EachPoll
 
 ROOT = Path(__file__).parents[3]
 NODES = 3  # with one CPU each, beside a head without any
@@ -265,11 +266,11 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
     ],
 )
 def test_a_bundle_holds_as_many_workers_as_a_node_has_room_for(workers, rooms, sizes) -> None:
-    assert ray_nodes.bundle_sizes(workers, rooms) == sizes
+    assert ray_places.bundle_sizes(workers, rooms) == sizes
 
 
 def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those_have_room(nodes, monkeypatch) -> None:
-    monkeypatch.setattr(ray_nodes, "NEXT_CHOICE_S", 0.5)
+    monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)
     large = nodes.cluster.add_node(num_cpus=3, **nodes.options)
     other: PlacementGroup | None = None
@@ -301,7 +302,7 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.leave_out({odd}, 3) == 2 and not ours.left_out, "three workers need it"
+    assert ours.leave_out({odd}, 3) == 2 and not ours.exclusion.excluded, "three workers need it"
     assert ours.leave_out({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
     assert ours.room() == 2 and odd not in ours.status().spare
@@ -336,7 +337,8 @@ def test_a_run_that_did_well_does_not_end_by_a_broken_node_that_joins(nodes, tmp
     said: list[str] = []
     joined: list[Any] = []
 
-    def tick(folder: Path, attempt: int, _step: int) -> None:
+    def tick(attempt: int, _step: int) -> None:
+        folder = context.attempt_folder(attempt)
         if attempt == 1 and len(records(folder)) == 3 and not joined:
             joined.append(nodes.cluster.add_node(num_cpus=1, **nodes.options))
         if attempt == 3 and len(records(folder)) == 3:
@@ -417,9 +419,10 @@ def test_the_worker_of_a_lost_node_is_named_and_not_the_peer_that_noticed(nodes,
 def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves, nodes, recipe, capsys) -> None:
     given: dict[int, dict[str, Any]] = {}  # attempt → the record of the worker whose node goes
 
-    def give_notice(folder: Path, attempt: int) -> None:
-        workers = records(folder)
-        lines = [line for line in read_metrics(folder.parents[1]) if line["attempt"] == attempt]
+    def give_notice(message: StatusMessage) -> None:
+        attempt = message.attempt
+        workers = records(attempt_folder(message.directory, attempt))
+        lines = [line for line in read_metrics(message.directory) if line["attempt"] == attempt]
         if attempt in given or len(given) == moves or len(lines) < 2:
             return
         nodes.fill_up()
@@ -433,8 +436,8 @@ def test_a_node_that_gives_notice_costs_no_step_and_is_no_incident(notice, moves
     steps = 300 + 50 * moves
     changes = ["cluster.backend=ray", "pretrain.save_every=100000", "pretrain.log_every=1", f"pretrain.steps={steps}"]
     changes.append("pretrain.micro_batch=1")
-    loaded = campaign.load(recipe, changes)
-    rows = run_campaign(loaded, only="pretrain", also=give_notice)
+    loaded = campaigns.load(recipe, changes)
+    rows = run_campaign(loaded, only="pretrain", watchers=[EachPoll(give_notice)])
     stage = loaded.directory(loaded.stage("pretrain"))
     said = capsys.readouterr().out
 

@@ -232,7 +232,7 @@ def test_an_incident_for_memory_says_what_to_lower(cause, tmp_path) -> None:
     context = Stand(tmp_path, []).context()
     context.directory.mkdir(parents=True)
     supervisor.write_incident(context, 3, WorkerGroupError(2, "n2", cause, "stacks"), {1: Place(7, "forward", 3, "")})
-    remedy = "" if cause == "other" else "; lower micro_batch, activation_gb or data.processes"
+    remedy = "" if cause == "other" else "; lower micro_batch or data.processes, or raise checkpoint_blocks"
     text = (context.directory / "incidents.txt").read_text().splitlines()
     assert text[0].endswith(f" attempt 3: worker 2 on n2: {cause}{remedy}") and text[1:] == ["stacks"]
 

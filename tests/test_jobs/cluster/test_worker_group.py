@@ -37,11 +37,10 @@ from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, do_nothing, run_worker_group
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign, warn_of_unused_gpus
 from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
-from tests.support import worker_functions
+from tests.support import campaigns, worker_functions
 from tests.support.contexts import pretrain_context
 from tests.support.families import answers, family_of, wait_until
 from tests.test_jobs.cluster.test_failure import left
@@ -241,7 +240,7 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         ]
         raylet.close()
         assert nodes.losses_of([(node, None)]) == ["its node does not answer"]
-        assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
+        assert {"before", "n"} <= nodes.exclusion.avoided.keys() and nodes.reservation is None
         # Sixteen silent ones cost one question to Ray, and the wait for one.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
         questions: list[float] = []
@@ -253,14 +252,14 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
 
 
 def test_a_few_spare_nodes_have_a_warm_agent(two, monkeypatch) -> None:
-    nodes: Any = nodes_of(two["ray"])
+    nodes: Any = nodes_of(two["ray"]).node_agents
     started: list[str] = []
 
     def start(node_id: str) -> None:
         started.append(node_id)
         nodes.actors[node_id] = None
 
-    monkeypatch.setattr(nodes, "start_agent", start)
+    monkeypatch.setattr(nodes, "start", start)
     monkeypatch.setattr(nodes, "actors", {"a": None})
     monkeypatch.setattr(nodes, "used", {"a"})
     # A node with a worker and room for another one is no spare one that lacks an agent.
@@ -452,7 +451,8 @@ def test_a_command_that_waits_for_a_full_cluster_ends_with_75_at_a_signal(full, 
 
 def test_a_signal_to_the_whole_process_group_commits_and_ends_with_75(recipe, tmp_path) -> None:
     """As `timeout`, Slurm and a terminal send it: first while the fork server starts, then amid the steps."""
-    command = [sys.executable, "-m", "jobs.pretrain", str(recipe), "pretrain.steps=5000", "pretrain.log_every=1"]
+    command = [sys.executable, "-m", "jobs", "run", str(recipe), "pretrain.steps=5000", "pretrain.log_every=1"]
+    command += ["--only", "pretrain"]
     run = tmp_path / "run"
 
     def start() -> subprocess.Popen[bytes]:
@@ -591,7 +591,7 @@ def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_
     recipe, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    loaded = campaign.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
+    loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
     run_campaign(loaded, only="pretrain")
     out = capsys.readouterr().out
     line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"

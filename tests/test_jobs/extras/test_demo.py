@@ -2,8 +2,7 @@
 
 import pytest
 
-from jobs.recipe import campaign
-from tests.support import demo
+from tests.support import campaigns, demo
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +15,7 @@ def test_the_demo_fits_the_gpus_and_loses_its_last_worker(
     gpus, workers, gpus_per_worker, exact_parts, tmp_path
 ) -> None:
     """On a GPU exact mode alone repeats the bits that are compared."""
-    loaded = campaign.load(demo.RECIPE, [f"run={tmp_path}", *demo.overrides_for(gpus)])
+    loaded = campaigns.load(demo.RECIPE, [f"run={tmp_path}", *demo.overrides_for(gpus)])
     assert (loaded.cluster.most, loaded.cluster.gpus_per_worker) == (workers, gpus_per_worker)
     assert loaded.stage("pretrain").config.exact_parts == exact_parts
     assert demo.Killer(loaded).victim == workers - 1

@@ -24,9 +24,10 @@ from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.commands import campaigns
 from jobs.extras.planning.plan_training import GPU_FLOPS
-from jobs.recipe import campaign, render
+from jobs.recipe import render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
+from tests.support.campaigns import load
 from tests.support.tars import picture, write_tar
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +42,7 @@ def error_of(capsys) -> str:
 
 
 def stage_folder(recipe: Path, name: str, *overrides: str) -> Path:
-    loaded = campaign.load(recipe, list(overrides))
+    loaded = load(recipe, list(overrides))
     return loaded.directory(loaded.stage(name))
 
 
@@ -185,8 +186,8 @@ def test_a_home_is_found_where_the_shell_leaves_it_unexpanded(recipe, shards, tm
     packs = "shards={kind: pack, sets: {train: {path: %s/images}}}"
     written_out = ["run=run", f"pretrain.data.train={shards}/train", packs % home]
     with_a_tilde = ["run=~/runs/x", "pretrain.data.train=~/shards/train", packs % "~"]
-    keys = [stage.key for stage in campaign.load(recipe, written_out).stages]
-    assert [stage.key for stage in campaign.load(recipe, with_a_tilde).stages] == keys
+    keys = [stage.key for stage in load(recipe, written_out).stages]
+    assert [stage.key for stage in load(recipe, with_a_tilde).stages] == keys
     assert main(["plan", str(recipe), *with_a_tilde, "--without-data"]) == 0
     assert f"run directory  {home}/runs/x\n" in capsys.readouterr().out
     assert main(["run", str(recipe), *with_a_tilde]) == 65, "there are no images to pack"
@@ -246,7 +247,7 @@ def test_a_packed_set_that_is_gone_or_short_is_found_before_its_stage_is_skipped
     def refused(file: Path, problem: str) -> str:
         said = []
         recipe.write_text(packs + pretrain)
-        assert main([str(recipe)], kind="pretrain") == 65
+        assert main(["run", str(recipe), "--only", "pretrain"]) == 65
         assert main(["plan", str(recipe)]) == 65
         assert capsys.readouterr().err.count(f"{file}: {problem}") == 2
         recipe.write_text(packs)
@@ -428,7 +429,7 @@ def test_a_stage_whose_name_leads_out_of_the_run_is_refused(recipe, capsys):
 
 
 def test_a_warm_up_as_long_as_the_run_is_its_users_choice(recipe):
-    loaded = campaign.load(recipe, ["finetune.optim.schedule.warmup_steps=4"])
+    loaded = load(recipe, ["finetune.optim.schedule.warmup_steps=4"])
     assert loaded.stage("finetune").config.optim.schedule.warmup_steps == 4
 
 
@@ -579,7 +580,7 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
 @pytest.mark.parametrize("name", campaigns.shipped())
 def test_a_recipes_every_default_is_on_record(name):
     """Each text is there whole, and of the studies, which repeat the same defaults for up to 60 runs, the sha256."""
-    text = render.resolved(campaign.load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
+    text = render.resolved(load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
     if name.startswith("studies/"):
         recorded = dict(line.split() for line in (ROOT / "tests" / "recipes" / "studies.txt").read_text().splitlines())
         assert recorded[name] == sha256(text.encode()).hexdigest(), f"python -m jobs plan {name} --resolved | sha256sum"

@@ -23,10 +23,10 @@ from data.shards.reader import ShardReader
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
-from jobs.recipe.campaign import load
 from jobs.resolved_recipe import Available
 from jobs.stages.sets import SetConfig, source_names
 from pipeline import config
+from tests.support.campaigns import load
 from tests.support.tars import write_tar
 
 

@@ -11,8 +11,8 @@ import pytest
 import models
 from data.extras.known_sets.vtab_tasks import TASKS
 from jobs.commands.campaigns import RECIPES
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
+from tests.support import campaigns as support
 
 DOCS = Path(__file__).parents[3] / "docs"
 WITH_SPLITS = ("cifar10", "cifar100", "pets", "flowers102", "vtab")
@@ -81,7 +81,7 @@ def flops_an_image(model: str, image_size: int) -> float:
 
 
 def load(name: str, overrides: list[str]) -> Campaign:
-    return campaign.load(RECIPES / f"{name}.yaml", overrides)
+    return support.load(RECIPES / f"{name}.yaml", overrides)
 
 
 @pytest.mark.parametrize("name", TABLE_3)
@@ -166,7 +166,8 @@ def test_table_4_is_a_grid_on_a_held_out_part_and_three_runs_on_all_of_it(name):
     final = [loaded.stage(f"finetune.seed-{seed}") for seed in (0, 1, 2)]
     for stage in final:
         assert stage.config.data.train == parts["most"].path == parts["held-out"].path
-        assert not stage.config.data.evaluate.startswith("@") and stage.chosen == {"optim.lr": "@finetune.grid"}
+        assert not stage.config.data.evaluate.startswith("@")
+        assert stage.references == {"optim.lr": "@finetune.grid/optim.lr"}
     for cfg in (*grid, *(stage.config for stage in final)):
         optim = cfg.optim
         assert (cfg.steps, cfg.batch_size, cfg.loss, cfg.model["classes"]) == (steps, 512, "softmax", classes)

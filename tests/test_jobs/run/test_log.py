@@ -15,10 +15,16 @@ import pytest
 
 from jobs import terminal
 from jobs.run.log import RunLog
+from jobs.run.reading import StageReader, StatusMessage
 from pipeline.monitoring.telemetry import Telemetry
 from tests.test_pipeline.monitoring.test_telemetry import REPORT
 
 pytestmark = pytest.mark.quick
+
+
+def message(attempt: Path, step: int = 0) -> StatusMessage:
+    """How a stage stands whose workers of this attempt have reported a step."""
+    return StageReader(attempt.parents[1]).read("working", int(attempt.name.rpartition("-")[2]), step)
 
 
 def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
@@ -27,9 +33,9 @@ def test_the_driver_shows_every_whole_line_once(tmp_path: Path, capsys):
     log = tmp_path / "pretrain-1" / "log.txt"
     run_log = RunLog()
     log.write_text("one\ntwo\nthr")
-    run_log.poll(attempt, 1)
+    run_log.status(message(attempt))
     log.write_text("one\ntwo\nthree\n")
-    run_log.poll(attempt, 1)
+    run_log.status(message(attempt))
     assert capsys.readouterr().out == "[pretrain-1] one\n[pretrain-1] two\n[pretrain-1] three\n"
 
 
@@ -42,7 +48,7 @@ def test_the_drivers_lines_are_in_the_log_of_its_stage_and_are_shown_once(tmp_pa
     run_log.stage_file = log
     Telemetry(tmp_path / "pretrain-1", rank=1, attempt=3).log("bad sample 1 replaced")
     run_log("SIGTERM: finishing the step\n  Ctrl-C again ends at once")
-    run_log.poll(attempt, 3)
+    run_log.status(message(attempt))
     assert log.read_text() == (
         "[worker 1] bad sample 1 replaced\n[driver] SIGTERM: finishing the step\n[driver]   Ctrl-C again ends at once\n"
     )
@@ -60,8 +66,8 @@ def test_a_wait_is_said_once_with_its_limit_and_signs_of_life_do_not_fill_the_lo
 
     def looks(count: int) -> list[str]:
         for _ in range(count):
-            run_log.spoke -= 11.0  # as if nothing had been said for so many seconds
-            run_log.poll(attempt, 3)
+            run_log.last_line_at -= 11.0  # as if nothing had been said for so many seconds
+            run_log.status(message(attempt))
         return capsys.readouterr().out.splitlines()
 
     waiting = "[pretrain-1] waiting for the workers to start, for up to 5m00s (cluster.start_timeout_s)"
@@ -122,8 +128,8 @@ def test_the_bar_moves_with_the_steps_that_workers_tell_of_between_two_reports(t
     moves: list[tuple[int, int | None]] = []
     monkeypatch.setattr(run_log, "show_progress", lambda done, total, text: moves.append((done, total)))
     for step in (0, 49, 53, 61):
-        run_log.poll(attempt, 3, step)
-    run_log.poll(attempt, 4, 0)  # its workers have not begun
+        run_log.status(message(attempt, step))
+    run_log.status(message(attempt.with_name("attempt-000004")))  # its workers have not begun
     assert moves == [(50, 1100), (50, 1100), (53, 1100), (61, 1100), (0, None)]
 
 
@@ -132,7 +138,7 @@ def test_a_stage_goes_by_its_name_on_the_terminal_and_by_its_key_in_the_log(tmp_
     attempt.mkdir(parents=True)
     run_log = RunLog(file=tmp_path / "log.txt")
     (tmp_path / "pre-train-1a2b3c4d" / "log.txt").write_text("one\n")
-    run_log.poll(attempt, 1)
+    run_log.status(message(attempt))
     assert capsys.readouterr().out == "[pre-train] one\n"
     assert (tmp_path / "log.txt").read_text() == "[pre-train-1a2b3c4d] one\n"
 

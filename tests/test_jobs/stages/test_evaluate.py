@@ -3,8 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,14 @@ from jobs.cluster_config import ClusterConfig
 from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
-from jobs.run.session import stages_of
-from jobs.run.stale_evaluations import with_new_evaluations
-from jobs.stages import any_weights, evaluation_worker
-from pipeline import artifacts
+from jobs.stages import evaluation_worker
+from pipeline import any_weights, artifacts
 from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of
-from tests.support import ranks
+from tests.support import campaigns, ranks
 from tests.support.archives import make_subset
 from tests.support.golden import GOLDEN
-from tests.support.recipes import TINY
 
 LOCAL = ("cluster.backend=processes", "micro_batch=32")
 
@@ -476,7 +472,7 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     monkeypatch.setattr(any_weights, "digest_of", counted)
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
     started: list[Campaign] = []
-    monkeypatch.setattr("jobs.run.session.run_campaign", started.append)
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda campaign, watchers: started.append(campaign))
     with pytest.raises(FileNotFoundError):  # nothing has run
         evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
     assert read == [str(world / "weights")]
@@ -494,7 +490,7 @@ def test_weights_of_others_say_which_model_and_classes_they_are(world: Path, tmp
         overrides = {"model": {key: list(value) for key, value in size.items()}}
         options = {"train": str(world / "train"), "test": str(world / "test")}
         section = {"init": str(GOLDEN / name), "sets": {"test": options}, "protocols": ["knn"], **overrides}
-        loaded = campaign.resolve(Recipe({"evaluate": section}, "the test", str(tmp_path / "run")))
+        loaded = campaign.resolve(Recipe({"evaluate": section}, "the test", str(tmp_path / "run")), campaigns.KINDS)
         assert loaded.stages[0].model == expected.config and not loaded.stages[0].missing
         keys.add(loaded.stages[0].key)
     assert len(keys) == 2
@@ -514,118 +510,3 @@ def test_weights_that_take_other_pixels_are_refused(
     file.write_text(json.dumps(described))
     assert main(["evaluate", str(theirs), str(world / "test"), *LOCAL, "--output", str(tmp_path / "out")]) == 65
     assert f"{file}: pixels are normalised by mean [0.485, 0.456, 0.406]" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ finished stages
-
-
-def finished(recipe: Path, overrides: Sequence[str] = ()) -> campaign.Campaign:
-    """The recipe's pretraining, its folder as a finished stage leaves it, without the training."""
-    loaded = campaign.load(recipe, list(overrides))
-    stage = loaded.stage("pretrain")
-    folder = loaded.directory(stage)
-    models.save(models.from_config(stage.model, torch.Generator().manual_seed(0)), folder)
-    from jobs.recipe.records import stage_record
-
-    artifacts.write_record(folder / "stage.json", stage_record(stage))
-    artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 1, "files": artifacts.digests(folder)})
-    return loaded
-
-
-def test_a_finished_stage_is_judged_on_another_set_without_training(recipe: Path, shards: Path) -> None:
-    recipe.write_text(recipe.read_text().partition("resize:")[0])
-    assert [stage.name for stage in with_new_evaluations(finished(recipe)).stages] == ["pretrain"], (
-        "nothing has changed"
-    )
-    asked = [f"pretrain.data.evaluate={shards}/train", "pretrain.precision=fp32"]
-    extended = with_new_evaluations(campaign.load(recipe, asked))
-    assert [stage.name for stage in extended.stages] == ["pretrain", "pretrain-evaluate"]
-    cfg = extended.stage("pretrain-evaluate").config
-    assert (cfg.init, cfg.protocols, cfg.micro_batch, cfg.precision) == ("@pretrain", ("top-1",), 4, "fp32")
-    assert cfg.sets["evaluate"].test == f"{shards}/train"
-
-    probed = [f"pretrain.probe.train={shards}/train", f"pretrain.probe.test={shards}/test", "pretrain.probe.shots=[3]"]
-    extended = with_new_evaluations(campaign.load(recipe, probed))
-    assert [stage.name for stage in extended.stages] == ["pretrain", "pretrain-probe"]
-    assert extended.stage("pretrain-probe").config.fewshot.shots == (3,)
-    assert len(with_new_evaluations(campaign.load(recipe, ["pretrain.steps=25", *asked])).stages) == 1, "not finished"
-    without = campaign.load(recipe, ["pretrain.data.evaluate=null"])
-    assert len(with_new_evaluations(without).stages) == 1, "nothing is asked"
-
-
-def test_a_finished_stage_is_judged_again_where_its_set_has_changed_and_not_where_its_path_has(
-    recipe: Path, shards: Path, tmp_path: Path
-) -> None:
-    text = recipe.read_text().partition("resize:")[0]
-    copied = tmp_path / "copied"
-    shutil.copytree(shards / "test", copied)
-    packed = "testshards: {kind: pack, sets: {test: {source: digits, split: test, image_size: 32}}}\n"
-    recipe.write_text(text + packed)
-    outside = [f"pretrain.data.evaluate={copied}"]
-    inside = ["pretrain.data.evaluate=@testshards/test"]
-    judged = ["testshards", "pretrain", "pretrain-evaluate"]
-
-    loaded = finished(recipe, outside)
-    same = [f"pretrain.data.evaluate={tmp_path}/./copied"]
-    assert "pretrain-evaluate" not in names_of(recipe, same), "the same content, called otherwise"
-    shutil.rmtree(copied)
-    shutil.copytree(shards / "train", copied)
-    assert "pretrain-evaluate" in names_of(recipe, outside), "another set at the same path"
-    # A record of before contents were recorded knows the path alone.
-    record_path = loaded.directory(loaded.stage("pretrain")) / "stage.json"
-    record = artifacts.read_record(record_path)
-    artifacts.write_record(record_path, {field: value for field, value in record.items() if field != "eval_inputs"})
-    assert "pretrain-evaluate" not in names_of(recipe, outside) and "pretrain-evaluate" in names_of(recipe, same)
-    shutil.rmtree(copied)
-    artifacts.write_record(record_path, record)
-    assert "pretrain-evaluate" not in names_of(recipe, outside), "a set that is gone is no other set"
-
-    finished(recipe, inside)
-    assert sorted(names_of(recipe, inside)) == sorted(judged[:2])
-    edited = names_of(recipe, [*inside, "testshards.sets.test.keep=[0,1]"])
-    assert sorted(edited) == sorted(judged), "the stage that packs its set was edited"
-
-
-def names_of(recipe: Path, overrides: list[str]) -> list[str]:
-    return [stage.name for stage in with_new_evaluations(campaign.load(recipe, overrides)).stages]
-
-
-def test_a_sweep_alone_is_run_with_what_judges_its_runs_anew(recipe: Path) -> None:
-    recipe.write_text(recipe.read_text().partition("resize:")[0] + "  sweep: {seeds: [0, 1]}\n")
-    loaded = campaign.load(recipe, [])
-    run = loaded.stage("pretrain.seed-1")
-    anew = replace(run, name="pretrain.seed-1-probe", source="pretrain.seed-1-probe", judges=run.name)
-    extended = replace(loaded, stages=(*loaded.stages, anew))
-    runs = ["pretrain.seed-0", "pretrain.seed-1", "pretrain"]
-    assert [stage.name for stage in stages_of(extended, "pretrain")] == [*runs, anew.name]
-    assert stages_of(extended, run.name) == [run, anew]
-
-
-@pytest.mark.slow
-def test_a_new_set_gives_the_accuracy_that_training_would_have_given(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    accuracies = []
-    for name in ("judged-later", "judged-at-once"):
-        recipe = tmp_path / f"{name}.yaml"
-        recipe.write_text(TINY.partition("resize:")[0].format(run=tmp_path / name, shards=shards))
-        asked = f"pretrain.data.evaluate={shards}/train"
-        if name == "judged-later":
-            assert main(["run", str(recipe)]) == 0
-            (folder,) = (tmp_path / name).glob("pretrain-*")
-            weights = artifacts.digest_of(folder / "weights.safetensors")
-            capsys.readouterr()
-        assert main(["run", str(recipe), asked]) == 0
-        out = capsys.readouterr().out
-        if name == "judged-later":
-            assert "pretrain: skipped, finished" in out and "pretrain-evaluate does it" in out
-            assert "[pretrain]" not in out, "no worker of the stage was started"
-            assert artifacts.digest_of(folder / "weights.safetensors") == weights
-            (document,) = (tmp_path / name).glob("pretrain-evaluate-*/evaluation.json")
-            accuracies.append(values(json.loads(document.read_text()))["top-1"])
-            assert main(["run", str(recipe), asked]) == 0
-            assert "pretrain-evaluate: skipped, finished" in capsys.readouterr().out
-        else:
-            (done,) = (tmp_path / name).glob("pretrain-*/done.json")
-            accuracies.append(json.loads(done.read_text())["metrics"]["accuracy"])
-    assert accuracies[0] == accuracies[1]

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 import models
 from jobs.__main__ import main
 from jobs.commands.campaigns import RECIPES
-from jobs.recipe import campaign
 from pipeline import artifacts
+from tests.support.campaigns import load
 
 # name, fields of its own, and the width of what enters its head
 FAMILIES = {
@@ -62,7 +62,7 @@ def test_every_family_is_planned_and_trained_by_every_stage(family: str, tmp_pat
     recipe.write_text(RECIPE.format(run=tmp_path / "run", name=name, fields=fields, objective=objective))
     assert main(["plan", str(recipe), "--without-data"]) == 0
     assert main(["run", str(recipe)]) == 0
-    loaded = campaign.load(recipe, [])
+    loaded = load(recipe, [])
     for stage in loaded.stages:
         assert loaded.done(stage) is not None, stage.name
 
@@ -90,7 +90,7 @@ def test_the_transfer_recipes_take_weights_of_every_family(family: str, name: st
     fields = {"units": (1, 1), "width": 32} if family == "bit" else {"depth": 1}
     model = models.build(FAMILIES[family][0], 384, 10, **fields)
     models.save_weights(model.state_dict(), tmp_path, model.config)
-    loaded = campaign.load(RECIPES / "transfer" / f"{name}.yaml", [f"resize.init={tmp_path}"])
+    loaded = load(RECIPES / "transfer" / f"{name}.yaml", [f"resize.init={tmp_path}"])
     runs = [stage for stage in loaded.stages if stage.kind.trains]
     assert runs
     for stage in runs:

@@ -29,12 +29,12 @@ from jobs.cluster.embedded import LOOPBACK
 from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.campaigns import load_campaign
-from jobs.kinds import KINDS
 from jobs.ownership import Lease
 from jobs.recipe.render import VARIABLE, portable
 from jobs.submit import submission
 from pipeline.config import read_recipe, section_kind
 from pipeline.versions import COMMIT_VARIABLE
+from tests.support.campaigns import KINDS
 
 TRAIN = """
 import signal, sys, time
@@ -415,7 +415,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
         submission, "submit", lambda run, command, environment: asked.append((run, command, environment))
     )
     assert main(["submit", "mine.yaml", *words]) == 0
-    here = load_campaign("mine.yaml", words)
+    here = load_campaign("mine.yaml", words, KINDS)
     changed = "pretrain.data.train, finetune.data.train, finetune.deepspeed, fewshot.probe.train, photos.sets.a.path"
     assert capsys.readouterr().out == f"relative paths are taken from {home}: {changed}\n"
 
@@ -426,7 +426,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     monkeypatch.delenv("LR")
     monkeypatch.setenv(VARIABLE, environment[VARIABLE])
     assert command[:4] == ["python", "-m", "jobs", "run"]
-    there = load_campaign(command[4], command[5:])
+    there = load_campaign(command[4], command[5:], KINDS)
     assert there.run == here.run
     assert there.stage("pretrain").config.optim.lr == 0.003
     assert there.stage("finetune").config.data.cache.directory == "~/cache", "of each node's own home"
@@ -440,7 +440,7 @@ def test_a_recipe_travels_from_anywhere_with_its_relative_paths_and_is_the_same_
     monkeypatch.setenv("WEB", "https://me:hunter2@host/train")
     secret = ["pretrain.optim.lr=1", "finetune.data.cache.directory=${oc.env:WEB}", "run=/runs/x"]
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret: "):
-        portable(read_recipe(home / "mine.yaml", secret), str(here.run), home)
+        portable(read_recipe(home / "mine.yaml", secret), str(here.run), home, KINDS)
     assert main(["plan", "env:NOTHING"]) == 78
     assert "no recipe in the environment variable NOTHING, which is not set" in capsys.readouterr().err
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
+from pipeline.engine.exact import ExactEngine
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.optimization import STATE, OptimConfig, build_optimizer
-from pipeline.start import report_exact
 from pipeline.training_config import TrainConfig
 from tests.support import ranks
 
@@ -76,7 +76,7 @@ def test_the_price_is_said_and_so_is_an_attempt_under_other_conditions(tmp_path,
     cfg, telemetry = TrainConfig(steps=1, exact_parts=4, precision="fp32"), Telemetry(tmp_path, 0, 1)
     for threads in (1, 1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        report_exact(engine, cfg, telemetry, 0)
+        ExactEngine.report_start(engine, cfg, telemetry, 0)
     telemetry.close()
     text = (tmp_path / "log.txt").read_text()
     assert text.count("waits 0.250s for the sum over 2 workers (one all-reduce: 0.125s); up to 14.0 MB") == 3

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.evaluation.document import evaluation_record
 from pipeline.extras import async_evaluation
-from pipeline.extras.async_evaluation import evaluation_record, recorded, records, report_records, requested
+from pipeline.extras.async_evaluation import recorded, records, report_records, requested
 
 pytestmark = pytest.mark.quick
 

@@ -8,10 +8,10 @@ import pytest
 
 from data.errors import ConfigError
 from jobs.extras.planning.trial import trial_key
-from jobs.recipe import campaign
 from pipeline import config
-from pipeline.extras.best import Foretold, best_of, evaluations_of, evaluations_since_best
-from pipeline.training_config import TrainConfig
+from pipeline.extras.best import best_of, evaluations_of, evaluations_since_best
+from tests.support import campaigns
+from tests.support.configs import FullConfig
 
 
 def start(step: int) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def test_each_metric_has_a_best_of_its_own_and_single_draws_have_none():
 )
 def test_what_keep_best_cannot_go_with_is_refused(values, message):
     with pytest.raises(ConfigError) as error:
-        config.build(TrainConfig, {"steps": 10, **values}, "pretrain")
+        config.build(FullConfig, {"steps": 10, **values}, "pretrain")
     assert message in str(error.value)
 
 
 def test_the_metric_must_be_one_and_what_it_is_of_is_in_the_key(recipe: Path):
     def key(*overrides: str) -> str:
-        return campaign.load(recipe, list(overrides)).stage("pretrain").key
+        return campaigns.load(recipe, list(overrides)).stage("pretrain").key
 
     plain = key("pretrain.evaluate_every=8")
     assert key("pretrain.evaluate_every=4") == plain, "evaluations change nothing else"
@@ -93,36 +93,6 @@ def test_a_stage_with_keep_best_has_the_trials_of_one_without(recipe: Path):
     """`plan` and `trial` take its steps without its evaluations."""
     keys = set()
     for more in ([], ["pretrain.keep_best=accuracy", "pretrain.evaluate_every=8", "pretrain.patience=1"]):
-        loaded = campaign.load(recipe, more)
+        loaded = campaigns.load(recipe, more)
         keys.add(trial_key(loaded, loaded.stage("pretrain")))
     assert len(keys) == 1
-
-
-@pytest.mark.parametrize(("step", "verdict"), [(160, "inside"), (400, "OUTSIDE")])
-def test_a_stage_is_scored_by_what_was_foretold_of_the_step_with_which_it_ended(step, verdict):
-    said: list[str] = []
-    foretold = Foretold("accuracy", "figure.json", False, [160, 400], [0.5, 0.9], [0.4, 0.8], [0.6, 1.0])
-    score = foretold.score(step, {"accuracy": 0.5}, said.append)
-    assert said[0].endswith(f"at step {step}, was 0.5000: {verdict}") and score["is_inside"] == (step == 160)
-
-
-@pytest.mark.parametrize(
-    ("values", "stops", "is_hopeless"),
-    [
-        ([0.61, 0.62, 0.61], True, False),  # outside of the interval, as a run with little luck is
-        ([0.59, 0.61, 0.59], True, False),  # once, and once again
-        ([0.61, 0.59, 0.58], True, True),
-        ([0.61, 0.59, 0.58], False, False),  # a law of ends stops nothing
-    ],
-)
-def test_a_run_is_hopeless_twice_in_a_row_three_times_as_far_below_as_the_interval_reaches(
-    values, stops, is_hopeless, tmp_path
-):
-    steps = [8, 16, 24]
-    records = [start(0), *(evaluate(step, value) for step, value in zip(steps, values, strict=True))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    foretold = Foretold("accuracy", "figure.json", stops, steps, [0.9] * 3, [0.8] * 3, [0.95] * 3)
-    expected = (
-        "hopeless: accuracy 0.5800 at step 24, foretold 0.9000, stopped below 0.6000; it was too low at step 16 too"
-    )
-    assert foretold.hopeless(tmp_path) == (expected if is_hopeless else "")

@@ -1,12 +1,9 @@
 """A planted law is found again: its parameters, what its intervals promise, and the point that was left out."""
 
-import json
-
 import numpy as np
 import pytest
 from scipy.optimize import curve_fit
 
-from pipeline.extras.best import Foretold
 from pipeline.extras.power_law import fit, leave_largest_out
 
 # Floor, amounts and exponents, at x = 1; the sizes and samples of a study, whose geometric mean is 1.
@@ -69,42 +66,3 @@ def test_intervals_hold_the_planted_parameters_nine_times_of_ten(noise):
     print(noise, held)
     for name, count in held.items():
         assert 360 - 3 * 6 <= count <= 360 + 3 * 6, (name, held)
-
-
-# Four trunks, evaluated five times each; the next size is 16 times the smallest.
-TRUNKS = np.array([1.0, 2.0, 4.0, 8.0])
-ENDS = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-
-
-def curves(rng: np.random.Generator, sizes: np.ndarray, shared: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return x (n, 2) and errors (n,) of trunks: 5 % of noise, a share `shared` of whose variance is their luck."""
-    x = np.stack(np.meshgrid(sizes, ENDS, indexing="ij"), axis=-1)
-    noise = np.sqrt(shared) * rng.standard_normal((len(sizes), 1))
-    noise = noise + np.sqrt(1 - shared) * rng.standard_normal((len(sizes), len(ENDS)))
-    exact = 0.05 + 0.1 * x[..., 0] ** -0.4 + 0.2 * x[..., 1] ** -0.7
-    return x.reshape(-1, 2), (exact * (1 + 0.05 * noise)).ravel()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("shared", "most"), [(0.0, 3), (0.5, 3), (0.9, 17)])
-def test_a_good_run_is_seldom_stopped_and_a_hopeless_one_nearly_always(shared, most, tmp_path):
-    """Of 200 studies 0, 0 and 8 good runs were stopped when this was written; `most` adds three binomial deviations."""
-    stopped = {"good": 0, "a third more error": 0, "twice the error": 0}
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        x, y = curves(rng, TRUNKS, shared)
-        law = fit(x, y, rng)
-        x, y = curves(rng, np.array([16.0]), shared)
-        low, high = law.interval_at(x, np.random.default_rng(0))
-        steps = range(1, 1 + len(ENDS))
-        foretold = Foretold("accuracy", "", True, steps, 1 - law.at(x), 1 - high, 1 - low)
-        for name, factor in zip(stopped, (1.0, 4 / 3, 2.0), strict=True):
-            records = []
-            for step, error in zip(steps, y.tolist(), strict=True):
-                records.append({"kind": "evaluate", "time": 0.0, "step": step, "accuracy": 1 - factor * error})
-            (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-            stopped[name] += bool(foretold.hopeless(tmp_path))
-    print(shared, stopped)
-    assert stopped["good"] <= most
-    assert stopped["a third more error"] >= 100 and stopped["twice the error"] == 200

@@ -21,16 +21,18 @@ from data.index.document import load_index
 from data.loader import TrainLoader
 from jobs.extras.planning.plan import plan
 from jobs.extras.replays.batch import replay
-from jobs.recipe import campaign
 from jobs.run.session import run_campaign
 from models import positions
 from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed
-from pipeline.extras import token_dropping
 from pipeline.extras.plan.cost import Assumptions
-from pipeline.extras.token_dropping import TokenDroppingConfig, kept_patches, phase_at, phases
+from pipeline.extras.token_dropping import ThinnedConfig, TokenDroppingConfig, kept_patches, phases
 from pipeline.monitoring.telemetry import read_metrics
-from pipeline.training_config import TrainConfig, training_order
+from pipeline.phases import flops_of, phase_at
+from pipeline.training_config import TrainConfig
+from pipeline.training_data import training_order
+from pipeline.worker import StopRequest
+from tests.support import campaigns
 
 # ------------------------------------------------------------------------------------------------ small images
 
@@ -199,12 +201,12 @@ def test_the_operations_of_a_stage_are_those_counted_by_hand():
     for steps, patches, kept in [(400, 64, 32), (300, 100, 50), (200, 196, 98), (100, 196, 196)]:
         by_hand += steps * 256 * 6 * macs_by_hand(model, patches, kept)
     in_order = phases(BOTH, 1000, model)
-    assert token_dropping.flops_of(in_order, model, range(1000), 256) == by_hand
-    first = token_dropping.flops_of(in_order, model, range(390, 410), 256)
+    assert flops_of(in_order, model, range(1000), 256) == by_hand
+    first = flops_of(in_order, model, range(390, 410), 256)
     assert first == 10 * 256 * 6 * (macs_by_hand(model, 64, 32) + macs_by_hand(model, 100, 50))
     wide = models.config_of("B/16", image_size=(224, 448))
     whole = phases(TokenDroppingConfig(), 10, wide)
-    assert token_dropping.flops_of(whole, wide, range(10), 256) == 10 * 256 * 6 * macs_by_hand(wide, 392, 392)
+    assert flops_of(whole, wide, range(10), 256) == 10 * 256 * 6 * macs_by_hand(wide, 392, 392)
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -222,7 +224,7 @@ THINNED = (
 
 def run_thinned(recipe: Path, *overrides: str) -> Path:
     """Pretrain; the stage's folder."""
-    loaded = campaign.load(recipe, [*THINNED, *overrides])
+    loaded = campaigns.load(recipe, [*THINNED, *overrides])
     run_campaign(loaded, only="pretrain", quiet=True)
     return loaded.directory(loaded.stage("pretrain"))
 
@@ -275,7 +277,7 @@ def losses_of_a_plain_loop(shards: Path, cfg: TrainConfig) -> list[float]:
 
 def test_a_run_equals_a_plain_loop_and_its_batches_are_shown_in_their_sizes(recipe, shards, capsys):
     folder = run_thinned(recipe, "cluster.workers=1")
-    cfg = campaign.load(recipe, list(THINNED)).stage("pretrain").config
+    cfg = campaigns.load(recipe, list(THINNED)).stage("pretrain").config
     assert losses_of(folder) == pytest.approx(losses_of_a_plain_loop(shards, cfg), abs=2e-5)
     # The log counts steps from 1.
     replay(str(folder), "step=10", None)
@@ -314,12 +316,12 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
 
 
 def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
-    loaded = campaign.load(recipe, list(THINNED))
+    loaded = campaigns.load(recipe, list(THINNED))
     plan(loaded, Assumptions(), print)
     text = capsys.readouterr().out
     model = loaded.stage("pretrain").model
     whole = 24 * 16 * 6 * models.macs_of(model)
-    flops = token_dropping.flops_of(phases(loaded.stage("pretrain").config.thinning, 24, model), model, range(24), 16)
+    flops = flops_of(loaded.stage("pretrain").config.phases(24, model), model, range(24), 16)
     assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} of whole images" in text
     assert "thinned steps 0 … 9: 16 px, 2 of 4 patches\n" in text
     assert "thinned steps 10 … 17: 24 px, 4 of 9 patches\n" in text
@@ -327,9 +329,9 @@ def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
 
 
 def test_a_recipe_without_it_keeps_its_key_and_one_with_it_does_not():
-    plain = TrainConfig(steps=10)
+    plain = ThinnedConfig(steps=10)
     assert not any("thinning" in name for name in config.tagged(plain, "forbid"))
-    thinned = TrainConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
+    thinned = ThinnedConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
     assert config.tagged(thinned, "forbid")["thinning.patch_dropout"] == 0.5
 
 
@@ -353,7 +355,7 @@ MASKED = ("pretrain.model.name=Masked-mu/8", "pretrain.objective=masked", "pretr
 )
 def test_what_cannot_train_with_less_is_refused_before_it_starts(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        loaded = campaign.load(recipe, list(overrides))
+        loaded = campaigns.load(recipe, list(overrides))
         run_campaign(loaded, only="pretrain", quiet=True)
 
 
@@ -378,21 +380,19 @@ def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypat
     monkeypatch.setattr(batches, "training_loader", Loader)
     monkeypatch.setattr(batches, "moved_ahead", lambda iterated, device: iterated)
     thinned = TokenDroppingConfig(image_sizes=(16,), image_sizes_until=(0.5,))
-    worker: Any = SimpleNamespace(
-        cfg=TrainConfig(steps=4, thinning=thinned),
-        steps=4,
-        model_config=models.config_of("mu/8", 24, 10),
+    cfg = ThinnedConfig(steps=4, thinning=thinned)
+    data = SimpleNamespace(
+        phases=cfg.phases(4, models.config_of("mu/8", 24, 10)),
         index=None,
         order=None,
-        rank=0,
-        device=torch.device("cpu"),
         arithmetic=SimpleNamespace(accumulation=1, slots=lambda rank: range(1)),
-        sigterm=threading.Event(),
-        job=SimpleNamespace(stop_file=tmp_path / "stop"),
     )
+    stop = StopRequest(tmp_path / "stop", reads_file=True)
+    group = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    worker: Any = SimpleNamespace(cfg=cfg, data=data, group=group, stop=stop)
     in_order: Any = batches.micro_batches(worker, 0)
     assert [next(in_order), next(in_order)] == [(0, 16), (1, 16)]
-    worker.sigterm.set()
+    stop.signal.set()
     monkeypatch.setattr(batches, "once_the_first_is_there", None)
     assert next(in_order) == (2, 24)
     monkeypatch.undo()

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.monitoring.telemetry import (
-    Telemetry,
-    Window,
-    amount,
-    duration,
-    last_metrics,
-    log_line,
-    memory_gb,
-    read_metrics,
-)
+from pipeline.monitoring.telemetry import Telemetry, Window, last_metrics, log_line, memory_gb, read_metrics
 
 pytestmark = pytest.mark.quick
 
@@ -58,25 +49,12 @@ def test_the_log_line_of_a_stage_fits_100_columns(values):
     assert len("[pretrain] " + log_line(REPORT | values)) <= 100
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (65, "1m05s"), (7500, "2h05m"), (273_600, "3d04h")])
-def test_durations_are_short(seconds, text):
-    assert duration(seconds) == text
-
-
 def test_memory_is_the_most_that_was_ever_held(monkeypatch):
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     assert memory_gb() == pytest.approx(int(status["VmHWM"].removesuffix("kB")) / 2**20, rel=0.02)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
     assert memory_gb() == 3.0
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(12.34, "12.3"), (384, "384"), (384.25, "384"), (41_234, "41.2k"), (4.2e9, "4.2G")],
-)
-def test_amounts_are_short(value, text):
-    assert amount(value) == text
 
 
 def test_a_torn_last_line_is_left_out_and_the_newest_record_is_found_from_the_tail(tmp_path: Path):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from data.bucket import Bucket
 from data.index.document import load_index
+from data.order import Ledger
 from data.shards.packing import pack
 from data.sources.samples import digits
 from data.storage import Folder
@@ -24,17 +25,18 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
-from jobs.extras.async_evaluation.spare_worker import NoPlace, SpareWorker
-from pipeline import evaluate
+from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWorker
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.extras import async_evaluation
-from pipeline.extras.replays.masking import Mask
+from pipeline.extras.async_evaluator import AsyncEvaluator
+from pipeline.extras.replays.spikes import HealthConfig, SpikeSearch
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
-from pipeline.training_config import HealthConfig, TrainConfig
+from pipeline.worker import Progress
 from tests.support import worker_functions
+from tests.support.configs import FullConfig
 from tests.support.demo import step_losses
 from tests.support.drives import assert_same, finish, said, stage, start
 
@@ -203,7 +205,7 @@ class Scripted:
         on_tick()
         outcome = self.outcomes.pop(0) if self.outcomes else None
         if "search" in task:
-            self.searched.append((task["search"]["step"], task["job"]["masked"]))
+            self.searched.append((task["search"]["step"], task["hooks"][SEARCH]["masked"]))
         else:
             self.judged.append(step_of(Path(task["checkpoint"])))
         if isinstance(outcome, Exception):
@@ -249,7 +251,7 @@ class Stage:
         context.checkpoints = checkpoints_in(folder / "checkpoints")
         self.attempt = folder / "attempts" / "attempt-000001"
         self.attempt.mkdir(parents=True)
-        self.evaluations = SpareWorker(TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
+        self.evaluations = SpareWorker(FullConfig(steps=100, evaluate_every=10, evaluate_on="spare"), context)
         self.evaluations.place = places  # type: ignore[assignment]
         self.places = places
         # What an attempt leaves to the calls that a test makes itself, without a thread.
@@ -304,8 +306,8 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
     died = WorkerGroupError(0, "n1", "killed by SIGKILL", exit_code=70)
     places = Scripted(named, died, NoPlace("somebody wants the place"), innocent)
     made = Stage(tmp_path, places)
-    made.evaluations.cfg = TrainConfig(steps=100, health=HealthConfig(on_spike="bisect"))
-    made.evaluations.task = {"config": {}, "job": {"masked": []}}
+    made.evaluations.cfg = FullConfig(steps=100, health=HealthConfig(on_spike="bisect"))
+    made.evaluations.task = {"config": {}, "job": {}, "hooks": {SEARCH: {}}}
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, src: None)
     monkeypatch.setattr("pipeline.health.read_excluded", lambda folder: [])
@@ -315,7 +317,11 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
         reported.append((kind, line))
 
     telemetry: Any = SimpleNamespace(attempt=1, report=report, log=reported.append)
-    health = Health(made.evaluations.cfg, tmp_path, checkpoints_in(tmp_path), telemetry)
+    job: Any = SimpleNamespace(directory=str(tmp_path), attempt_folder=made.attempt)
+    hook = SpikeSearch(made.evaluations.cfg, job)
+    progress = Progress(step=0, bad_samples=0, ledger=Ledger(""))
+    hook.begin(cast(Any, SimpleNamespace(group=SimpleNamespace(rank=0, telemetry=telemetry))), progress)
+    health = Health(made.evaluations.cfg, tmp_path, checkpoints_in(tmp_path), telemetry, [hook])
     for step in range(1, 20):
         health.count_step(step, 1.0, 0.1 if step != 18 else 2.0, "", [])
     assert "not searched, because no place beside training is free" in reported[-1][1]
@@ -340,10 +346,10 @@ def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_on
         f"step-00000000{step}.json" for step in (20, 22, 24, 26)
     ]
 
-    mask = Mask()
     for step in (30, 40):
-        health.mask_found(mask, step)
-    assert mask.ranges == [(30, 0, 7, 8)]
+        progress.step = step
+        hook.before_save(progress)
+    assert progress.masked == [(30, 0, 7, 8)]
     assert reported[5:] == [("masked", "step 30: 1 sample masked from here on, 1 in all: a.tar k7")]
 
 
@@ -462,7 +468,7 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
 @pytest.fixture
 def alone(tmp_path, monkeypatch) -> Any:
     """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
-    monkeypatch.setattr(evaluate.dist, "broadcast_object_list", lambda values, src: None)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda values, src: None)
     said: list[str] = []
 
     def report(kind: str, values: Any, line: str) -> bool:
@@ -472,13 +478,22 @@ def alone(tmp_path, monkeypatch) -> Any:
     paths = {"directory": str(tmp_path), "attempt_folder": tmp_path, "evaluate": "/shards/test", "probe_train": None}
     job = SimpleNamespace(**paths, storage=Folder(tmp_path))
     telemetry = SimpleNamespace(log=said.append, report=report)
-    cfg = TrainConfig(steps=100, evaluate_every=10)
-    price = async_evaluation.LoopPrice(is_reported=True)
-    return SimpleNamespace(rank=0, job=job, cfg=cfg, telemetry=telemetry, steps=100, loop_price=price, said=said)
+    group = SimpleNamespace(rank=0, telemetry=telemetry)
+    return SimpleNamespace(job=job, group=group, data=SimpleNamespace(steps=100), said=said)
 
 
-def stop(*args: Any) -> None:
-    raise EvaluationStopped("stopped")
+class Evaluating(AsyncEvaluator):
+    """Notes what it is to evaluate; with `is_stopped` it is stopped in that."""
+
+    def __init__(self, job: Any, evaluate_on: str = "training", is_stopped: bool = False) -> None:
+        super().__init__(FullConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on), job, 100)
+        self.evaluated: list[int] = []
+        self.is_stopped = is_stopped
+
+    def evaluate(self, worker: Any, progress: Any, remark: str = "") -> None:
+        if self.is_stopped:
+            raise EvaluationStopped("stopped")
+        self.evaluated.append(progress.step)
 
 
 def record(kind: str, step: int) -> str:
@@ -499,72 +514,64 @@ def record(kind: str, step: int) -> str:
     ],
 )
 @pytest.mark.parametrize("where", ["training", "in a store", "spare"])
-def test_an_attempt_evaluates_the_commits_that_have_no_outcome(
-    where, records, is_due, alone, tmp_path, monkeypatch
-) -> None:
+def test_an_attempt_evaluates_the_commits_that_have_no_outcome(where, records, is_due, alone, tmp_path) -> None:
     if where == "in a store":
         alone.job.storage = Bucket("s3://bucket/run", tmp_path)
-    if where == "spare":
-        alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
+    evaluator = Evaluating(alone.job, "spare" if where == "spare" else "training")
     for step in (5, 10, 20, 100):  # 5 is none of evaluate_every, 20 lies ahead, 100 is evaluated at the end
         (tmp_path / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step:010d}" / "MANIFEST.json").touch()
     (tmp_path / "metrics.jsonl").write_text("".join(record(kind, step) for kind, step in records))
-    evaluated: list[int] = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
-    assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=10)))
+    assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
     expected = [10] * is_due
-    assert (evaluated, async_evaluation.requested(tmp_path)) == (([], expected) if where == "spare" else (expected, []))
+    evaluated, requested = ([], expected) if where == "spare" else (expected, [])
+    assert evaluator.evaluated == evaluated
+    assert async_evaluation.requested(tmp_path) == requested
 
 
-def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path, monkeypatch) -> None:
+def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path) -> None:
     """Of step 10: once by the attempt that committed it, twice by those that started from it."""
-    evaluated: list[int] = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
+    evaluator = Evaluating(alone.job)
     for attempt in range(5):
         with open(tmp_path / "metrics.jsonl", "a") as file:
             file.write(record("start", 10 * min(attempt, 1)))
         if attempt:
-            assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=10)))
+            assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
         if attempt == 3:  # as rank 0 reports it
             with open(tmp_path / "metrics.jsonl", "a") as file:
                 file.write(record("evaluate_skipped", 10))
-    assert evaluated == [10, 10]
+    assert evaluator.evaluated == [10, 10]
     assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts have ended before it had a value"]
 
 
 @pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
-def test_at_the_start_nothing_else_is_evaluated(changes, step, alone, monkeypatch) -> None:
+def test_at_the_start_nothing_else_is_evaluated(changes, step, alone) -> None:
     vars(alone.job).update(changes)
-    monkeypatch.setattr(evaluate, "evaluate", stop)
-    assert evaluate.evaluate_unfinished(alone, cast(Any, SimpleNamespace(step=step)))
+    evaluator = Evaluating(alone.job, is_stopped=True)
+    assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=step)))
 
 
-def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(
-    alone, tmp_path, monkeypatch
-) -> None:
+def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(alone, tmp_path) -> None:
     """evaluate_on was spare, and is training now."""
     for step in (5, 8, 10, 20):
         async_evaluation.request(tmp_path, step)
     # Of step 8 there is an outcome: its request was to go when the driver was killed.
     (tmp_path / "metrics.jsonl").write_text(record("evaluate", 8))
-    evaluated = []
     progress: Any = SimpleNamespace(step=10)
-    monkeypatch.setattr(evaluate, "evaluate", stop)
-    assert not evaluate.evaluate_unfinished(alone, progress)
+    assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
     skipped = "evaluate step 5 SKIPPED: nothing is evaluated beside training any more"
     assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
-    monkeypatch.setattr(evaluate, "evaluate", lambda worker, progress: evaluated.append(progress.step))
-    assert evaluate.evaluate_unfinished(alone, progress)
-    assert evaluated == [10] and not async_evaluation.requested(tmp_path)
+    evaluator = Evaluating(alone.job)
+    assert evaluator.resume(alone, progress)
+    assert evaluator.evaluated == [10] and not async_evaluation.requested(tmp_path)
 
 
 def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
-    alone.cfg = TrainConfig(steps=100, evaluate_every=10, evaluate_on="spare")
+    evaluator = Evaluating(alone.job, "spare")
     async_evaluation.request(tmp_path, 10)
-    assert not evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == []
+    assert not evaluator.request(alone, 10) and async_evaluation.requested(tmp_path) == []
     (tmp_path / async_evaluation.SPARE_FILE).touch()
-    assert evaluate.request_async(alone, 10) and async_evaluation.requested(tmp_path) == [10]
+    assert evaluator.request(alone, 10) and async_evaluation.requested(tmp_path) == [10]
 
 
 # ------------------------------------------------------------------------ on Ray
@@ -590,8 +597,9 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from jobs.cluster.placement import nodes_of, spare_place_of
+    from jobs.cluster.placement import nodes_of
     from jobs.cluster.ray import connect, disconnect
+    from jobs.extras.async_evaluation.spare_places import spare_place_of
 
     cluster = ClusterConfig(workers=1)
     cpus = int(connect(cluster).cpus)

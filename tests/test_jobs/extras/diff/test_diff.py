@@ -12,7 +12,9 @@ import yaml
 from jobs.__main__ import main
 from jobs.commands import campaigns
 from jobs.commands.campaigns import RECIPES
+from jobs.resolved_recipe import Kinds
 from pipeline.config import read_recipe
+from tests.support.campaigns import KINDS
 from tests.support.recipes import TINY
 
 ROOT = Path(__file__).parents[4]
@@ -87,15 +89,15 @@ LOAD = campaigns.load_campaign
 
 @cache
 def shipped(name: str):
-    return LOAD(name, [])
+    return LOAD(name, [], KINDS)
 
 
 @pytest.fixture(autouse=True)
 def shipped_recipes_are_read_once(monkeypatch):
-    def load_campaign(path: str, words: list[str]):
-        return shipped(path) if path in campaigns.shipped() and not words else LOAD(path, words)
+    def load_campaign(path: str, words: list[str], kinds: Kinds):
+        return shipped(path) if path in campaigns.shipped() and not words else LOAD(path, words, kinds)
 
-    monkeypatch.setattr("jobs.extras.diff.command.load_campaign", load_campaign)
+    monkeypatch.setattr("jobs.extras.diff.diff.load_campaign", load_campaign)
 
 
 def written(folder: Path, recipe: str, *overrides: str, name: str = "mine.yaml") -> str:

@@ -18,15 +18,17 @@ from typing import Any
 import pytest
 
 from data.errors import ConfigError, Preempted
-from jobs.extras.monitor import status_poller, trackers
-from jobs.extras.monitor.status_poller import StageStatus, View
+from jobs.extras.monitor import threaded, trackers
 from jobs.extras.monitor.trackers import Tracker, facts_of, numbers_of, start_trackers
-from jobs.recipe import campaign
+from jobs.run.reading import StageReader, StatusMessage
 from jobs.run.session import run_campaign
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline.monitoring.telemetry import Record, read_metrics
+from tests.support import campaigns
+from tests.support.watching import EachPoll
 
 ROOT = Path(__file__).parents[4]
+TRACKERS = "jobs.extras.monitor.trackers:Trackers"
 FACTS = {"code": "c0de", "commit": "abc", "recipe": "1234", "config": {"optim": {"lr": 0.1}}}
 
 
@@ -53,9 +55,9 @@ def stage(tmp_path: Path) -> Path:
 
 
 def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -> None:
-    plain = campaign.load(recipe, [])
+    plain = campaigns.load(recipe, [])
     assert plain.trackers.used() == []
-    tracked = campaign.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
+    tracked = campaigns.load(recipe, ["trackers.wandb.project=vit", "trackers.mlflow.uri=/shared/mlruns"])
     assert tracked.trackers.used() == ["wandb", "mlflow"]
     assert [stage.key for stage in tracked.stages] == [stage.key for stage in plain.stages]
     told = [facts_of(loaded, loaded.stages[0])["recipe"] for loaded in (plain, tracked)]
@@ -72,7 +74,7 @@ def test_trackers_are_off_unless_a_recipe_says_where_and_change_no_key(recipe) -
 )
 def test_what_cannot_be_used_is_refused_when_the_recipe_is_read(override, message, recipe) -> None:
     with pytest.raises(ConfigError, match=message):
-        campaign.load(recipe, [override])
+        campaigns.load(recipe, [override])
 
 
 # ------------------------------------------------------------------------ what is sent
@@ -87,9 +89,9 @@ class Listener:
         self.is_away = False
         self.open_run = ""
 
-    def open(self, view: View, facts: Mapping[str, Any], run_id: str) -> tuple[str, str]:
+    def open(self, message: StatusMessage, facts: Mapping[str, Any], run_id: str) -> tuple[str, str]:
         self.open_run = run_id or f"id-{len(self.events)}"
-        self.events.append(f"open {view.stage} {self.open_run} of code {facts['code']}")
+        self.events.append(f"open {message.stage} {self.open_run} of code {facts['code']}")
         return self.open_run, "here"
 
     def send(self, records: list[Record]) -> None:
@@ -102,12 +104,14 @@ class Listener:
 
 
 def tracker_of(listener: Any, *directories: Path) -> Tracker:
-    return Tracker("test", listener, dict.fromkeys(directories, FACTS), print)
+    tracker = Tracker("test", listener)
+    tracker.facts = dict.fromkeys(directories, FACTS)
+    return tracker
 
 
 def test_every_record_is_sent_once_into_the_same_run_across_restarts_and_outages(stage) -> None:
     listener = Listener()
-    look = StageStatus(stage)
+    look = StageReader(stage).read
     tracker_of(listener, stage).show(look("working"))
     with (stage / "metrics.jsonl").open("a") as file:
         file.write(train_line(11) + '{"kind": "tr')
@@ -128,10 +132,10 @@ def test_a_stage_that_has_ended_has_its_run_closed_once_all_is_sent(stage) -> No
     second.mkdir()
     listener = Listener()
     tracker = tracker_of(listener, stage, second)
-    tracker.show(StageStatus(stage)("ended"))
+    tracker.show(StageReader(stage).read("ended"))
     (second / "metrics.jsonl").write_text(train_line(1))
-    tracker.show(StageStatus(second)("working"))
-    tracker.show(StageStatus(second)("ended"))
+    tracker.show(StageReader(second).read("working"))
+    tracker.show(StageReader(second).read("ended"))
     opened = ["open pretrain id-0 of code c0de", "close id-0", "open finetune id-2 of code c0de", "close id-2"]
     assert listener.events == opened and listener.runs == {"id-0": list(range(1, 11)), "id-2": [1]}
 
@@ -161,15 +165,17 @@ def test_a_tracker_that_hangs_or_fails_costs_a_line(client, stage, monkeypatch) 
     )
     monkeypatch.syspath_prepend(str(stage))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
+    monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
     monkeypatch.setattr(trackers, "CLOSE_S", 0.5)
     said: list[str] = []
     began = time.monotonic()
     config = TrackersConfig(wandb=WandbConfig(project="vit"))
-    (poller,) = start_trackers(config, {stage: FACTS}, said.append)
-    poller.show_stage(stage)
+    (tracker,) = start_trackers(config, said.append)
+    tracker.facts = {stage: FACTS}
+    tracker.is_shown = True
+    tracker.status(StageReader(stage).read("waiting"))
     time.sleep(0.3)
-    poller.close()
+    tracker.close()
     assert time.monotonic() - began < 5 and said == SAID[client]
     sys.modules.pop("wandb", None)
 
@@ -177,7 +183,7 @@ def test_a_tracker_that_hangs_or_fails_costs_a_line(client, stage, monkeypatch) 
 def test_a_package_that_is_missing_costs_a_line_that_says_what_to_type(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # as if it were not installed
     said: list[str] = []
-    assert start_trackers(TrackersConfig(mlflow=MlflowConfig(uri="/nowhere")), {}, said.append) == []
+    assert start_trackers(TrackersConfig(mlflow=MlflowConfig(uri="/nowhere")), said.append) == []
     assert said[0].startswith("mlflow: ") and said[0].endswith("; the run goes on without it")
     assert "pip install 'patchline[trackers]'" in said[1]
 
@@ -188,15 +194,18 @@ def test_a_package_that_is_missing_costs_a_line_that_says_what_to_type(monkeypat
 UNREACHABLE = """
 import sys
 from pathlib import Path
-from jobs.extras.monitor import status_poller
+from jobs.extras.monitor import threaded
 from jobs.extras.monitor.trackers import start_trackers
+from jobs.run.reading import StageReader
 from jobs.trackers_config import TrackersConfig, WandbConfig
 
-status_poller.POLL_EVERY_S = 0.01
+threaded.SHOW_EVERY_S = 0.01
 stage = Path(sys.argv[1])
-(poller,) = start_trackers(TrackersConfig(wandb=WandbConfig(project="vit")), {stage: {}}, print)
-poller.show_stage(stage)
-poller.close()
+(tracker,) = start_trackers(TrackersConfig(wandb=WandbConfig(project="vit")), print)
+tracker.facts = {stage: {}}
+tracker.is_shown = True
+tracker.status(StageReader(stage).read("waiting"))
+tracker.close()
 """
 
 
@@ -213,16 +222,16 @@ def test_a_server_of_wandb_that_cannot_be_reached_does_not_hold_up_the_end(stage
 
 def train_twice(recipe: Path, *overrides: str) -> Path:
     """Train, stopped half way by SIGTERM and begun again; return the stage's folder."""
-    loaded = campaign.load(recipe, [*overrides, "pretrain.steps=200", "pretrain.log_every=2"])
+    loaded = campaigns.load(recipe, [*overrides, "pretrain.steps=200", "pretrain.log_every=2"])
     directory = loaded.directory(loaded.stage("pretrain"))
 
-    def stop_half_way(attempt_folder: Path, number: int) -> None:
+    def stop_half_way(message: StatusMessage) -> None:
         if any(record["step"] >= 20 for record in read_metrics(directory)):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Preempted):
-        run_campaign(loaded, only="pretrain", also=stop_half_way)
-    run_campaign(loaded, only="pretrain")
+        run_campaign(loaded, only="pretrain", watchers=[TRACKERS, EachPoll(stop_half_way)])
+    run_campaign(loaded, only="pretrain", watchers=[TRACKERS])
     assert [record["attempt"] for record in read_metrics(directory, "start")] == [1, 2]
     return directory
 

@@ -19,8 +19,8 @@ import models
 from data.index.document import load_index
 from data.sources.samples import Sample, digits
 from jobs.__main__ import main
-from jobs.recipe.campaign import load
 from jobs.resolved_recipe import Campaign
+from tests.support.campaigns import load
 
 NAMES = ("null", "eins", "zwei")  # in no alphabetic order
 FEW = ("cluster.workers=1", "pretrain.steps=3", "pretrain.optim.schedule.warmup_steps=1")

@@ -15,8 +15,8 @@ from data.files import import_path, write_whole
 from data.remote import urls
 from jobs.__main__ import main
 from jobs.extras.planning.trial import trial_key
-from jobs.recipe.campaign import load
 from pipeline.extras.plan.trial import Trial, read_trials, write_trial
+from tests.support.campaigns import load
 from tests.support.stores import store
 
 ROOT = Path(__file__).parents[4]
@@ -216,7 +216,9 @@ def test_a_stage_without_its_data_is_not_tried_and_the_others_are_named(tmp_path
     write_whole(file, text)
     assert main(["trial", str(file)]) == 65
     ended = capsys.readouterr()
-    assert re.search(r"pretrain   not tried: .*/train is not there yet; type python -m jobs\.pack RECIPE", ended.out)
+    assert re.search(
+        r"pretrain   not tried: .*/train is not there yet; type python -m jobs run RECIPE --only pack", ended.out
+    )
     assert re.search(r"error: no stage can be tried: pretrain: .*/train is not there yet", ended.err)
     assert not (tmp_path / "run").exists()
 

@@ -20,9 +20,9 @@ from data.index.document import load_index
 from data.order import Order
 from jobs.cluster import fork_server
 from jobs.commands.checkpoints import whole_state
+from jobs.extras.history import read_run
 from jobs.extras.report.page import write_report
 from jobs.extras.report.pictures import Album
-from jobs.extras.report.reading import read_run
 from jobs.stages import training
 from pipeline import artifacts, train
 from pipeline.checkpoints.reader import Reader, verify

@@ -22,11 +22,11 @@ from data.shards.subset import Rule
 from data.sources.samples import Sample, digits
 from data.storage import Folder
 from jobs.__main__ import main
+from jobs.extras.history import read_run
 from jobs.extras.report import kept, page
 from jobs.extras.report.charts import smooth, thin
-from jobs.extras.report.kept import kept_page
+from jobs.extras.report.kept import KeptPage
 from jobs.extras.report.page import write_report
-from jobs.extras.report.reading import read_run
 from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline import artifacts
@@ -513,11 +513,18 @@ def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monke
     (tmp_path / "pretrain-1").mkdir()
     (tmp_path / "pretrain-1" / "stage.json").touch()
     lines: list[str] = []
-    with kept_page(tmp_path, lines.append) as keeper:
-        for evaluation in (None, None, {"step": 8}, {"step": 8}, {"step": 16}):
-            keeper.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
-        assert len(written) == 3
+    keeper = KeptPage()
+    keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
+    for evaluation in (None, None, {"step": 8}, {"step": 8}, {"step": 16}):
+        keeper.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
+    assert len(written) == 3
+    keeper.ended()
     assert len(written) == 4 and lines == [f"page: {tmp_path / 'report.html'}"]
+    keeper.close()
     monkeypatch.setenv(kept.SWITCH, "off")
-    with kept_page(tmp_path, lines.append) as keeper:
-        assert keeper is None
+    keeper = KeptPage()
+    keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
+    assert keeper.thread is None
+    keeper.ended()
+    keeper.close()
+    assert len(written) == 4

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,19 @@ from jobs.cluster.failure import StageFailed
 from jobs.commands import status
 from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
-from jobs.extras.studies import table as sweep
-from jobs.extras.studies.expand import Written, expand, resolve_sweep
-from jobs.recipe import campaign, records, render
+from jobs.extras.studies.expand import expand
+from jobs.recipe import records, render
+from jobs.recipe.references import with_values
 from jobs.recipe.render import portable
-from jobs.resolved_recipe import Campaign, Context, no_checks
+from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Sections, Stage, StageSection
 from jobs.run.log import log_table
 from jobs.run.stage_run import run_stage
 from pipeline import artifacts
 from pipeline.config import read_recipe
+from pipeline.evaluation.document import evaluation_record
 from pipeline.evaluation.intervals import over_draws
-from pipeline.extras import async_evaluation
 from pipeline.extras.plan.cost import Assumptions
+from tests.support.campaigns import KINDS, load, with_methods
 
 ROOT = Path(__file__).parents[4]
 IMAGES = ROOT.parent / "shared" / "images"
@@ -73,12 +75,17 @@ def protocol(tmp_path: Path) -> Path:
     return path
 
 
-def expanded(sections: dict[str, Any]) -> dict[str, Written]:
-    return expand(sections, lambda name, section: None)
+def expanded(sections: dict[str, Any]) -> Sections:
+    typed = {name: StageSection(values, name) for name, values in sections.items()}
+    return expand(typed, KINDS, lambda name, section: None)
+
+
+def no_checks(stage: Stage, there: Available) -> Iterable[CheckResult]:
+    return ()
 
 
 def keys_of(recipe: Path, *overrides: str) -> dict[str, str]:
-    return {stage.name: stage.key for stage in campaign.load(recipe, list(overrides)).stages}
+    return {stage.name: stage.key for stage in load(recipe, list(overrides)).stages}
 
 
 # ------------------------------------------------------------------------------------------- expansion
@@ -99,17 +106,17 @@ def test_a_grid_on_a_held_out_part_is_the_stages_that_one_would_write_by_hand():
     schedule = {"schedule": {"warmup_steps": 2}}
     base = {"kind": "finetune", "init": "w"}
     judged = {**base, "data": {"train": "most", "evaluate": "rest"}}
-    final = {**base, "data": {"train": "all", "evaluate": "test"}, "optim": {**schedule, "lr": 0.01}}
+    optim = {**schedule, "lr": "@finetune.grid/optim.lr"}
+    final = {**base, "data": {"train": "all", "evaluate": "test"}, "optim": optim}
     assert list(stages) == [
         *("shards", "finetune.lr-0.01", "finetune.lr-3e-05", "finetune.grid", "finetune.seed-0", "finetune.seed-7"),
         "finetune",
     ]
-    assert stages["shards"] == Written({"kind": "pack"}, "shards")
+    assert stages["shards"] == StageSection({"kind": "pack"}, "shards")
     assert stages["finetune.lr-0.01"].values == {**judged, "optim": {**schedule, "lr": 0.01}}
     assert stages["finetune.lr-3e-05"].values == {**judged, "optim": {**schedule, "lr": 3e-5}}
-    waits = {"optim.lr": "@finetune.grid"}
-    assert stages["finetune.seed-0"] == Written({**final, "seed": 0}, "finetune", waits)
-    assert stages["finetune.seed-7"] == Written({**final, "seed": 7}, "finetune", waits)
+    assert stages["finetune.seed-0"] == StageSection({**final, "seed": 0}, "finetune")
+    assert stages["finetune.seed-7"] == StageSection({**final, "seed": 7}, "finetune")
     assert stages["finetune.grid"].values == {
         "kind": "sweep",
         "best": "accuracy",
@@ -218,7 +225,7 @@ def test_each_run_of_a_chain_chooses_for_itself_and_the_values_of_the_chain_are_
         for depth in ("depth-1", "depth-2")
     )
     assert names == f"{first} {second} finetune"
-    assert stages["finetune.depth-2"].chosen == {"lr": "@finetune.depth-2.grid"}
+    assert stages["finetune.depth-2"].values["lr"] == "@finetune.depth-2.grid/lr"
     assert stages["finetune"].values["runs"]["finetune.depth-2"] == {
         "stage": "@finetune.depth-2",
         "row": "model.depth=2",
@@ -262,7 +269,7 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
     overrides = [chain, f"resize={{init: '@pretrain', sweep: {{grid: {sweep_of_resize}}}}}"]
     tuned = "tuned={kind: finetune, init: '@resize.*', steps: 1, data: {train: '@shards/train'}, seed: 3, "
     overrides.append(tuned + "optim: {schedule: {warmup_steps: 0}}, sweep: {each: {a: {}, b: {polyak: 0.5}}}}")
-    loaded = campaign.load(protocol, overrides)
+    loaded = load(protocol, overrides)
     assert sum(stage.name == "pretrain" for stage in loaded.stages) == 1
     assert loaded.stage("tuned.image_size-24.b").model.image_size == (24, 24)
     for size in (16, 24):
@@ -276,7 +283,7 @@ def test_runs_that_measure_nothing_have_a_table_of_their_axes_and_what_they_shar
     parameters = [document["axes"][row]["parameters"] for row in document["rows"]]
     assert parameters[1] - parameters[0] == 5 * 32
     with pytest.raises(ConfigError, match="will have no 'accuracy'"):
-        campaign.load(protocol, [*overrides, "resize.sweep.held_out.image_size=16"])
+        load(protocol, [*overrides, "resize.sweep.held_out.image_size=16"])
 
 
 @pytest.mark.parametrize(
@@ -304,7 +311,7 @@ def test_a_sweep_that_means_nothing_is_refused(varies, message):
 
 
 def test_null_takes_a_sweep_off():
-    assert expanded({"p": {"kind": "pretrain", "sweep": None}}) == {"p": Written({"kind": "pretrain"}, "p")}
+    assert expanded({"p": {"kind": "pretrain", "sweep": None}}) == {"p": StageSection({"kind": "pretrain"}, "p")}
     chain = {"p": {"kind": "pretrain", "sweep": {"seeds": [0, 1]}}, "r": {"init": "@p.*", "sweep": None}}
     assert list(expanded(chain)) == ["p.seed-0", "p.seed-1", "p", "r.seed-0", "r.seed-1", "r"]
 
@@ -331,7 +338,7 @@ def test_null_takes_a_sweep_off():
 )
 def test_a_recipe_whose_sweep_could_not_run_is_refused_before_anything_starts(protocol, overrides, message):
     with pytest.raises(ConfigError) as error:
-        campaign.load(protocol, overrides)
+        load(protocol, overrides)
     assert message in str(error.value)
 
 
@@ -375,14 +382,14 @@ def make_table(loaded: Campaign, name: str) -> tuple[dict[str, Any], list[str]]:
     folder = loaded.directory(stage)
     folder.mkdir(parents=True, exist_ok=True)
     artifacts.write_record(folder / "stage.json", records.stage_record(stage))
-    context = Context(loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False)
-    outcome = sweep.run(stage.config, context)
+    context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
+    outcome = stage.kind.run(stage.config, context)
     artifacts.write_record(folder / "done.json", {"key": stage.key, "seconds": 0.0, **outcome})
     return artifacts.read_record(folder / "sweep.json"), said
 
 
 def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol, capsys):
-    before = campaign.load(protocol, [])
+    before = load(protocol, [])
     plan(before, Assumptions(), print)
     planned = capsys.readouterr().out
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
@@ -397,10 +404,10 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol,
     assert document["chosen"] == {"optim.lr": 0.1}
     assert said[-2:] == ["optim.lr=0.01                 25.00", "optim.lr=0.1                  75.00   the best"]
 
-    after = campaign.load(protocol, [])
+    after = load(protocol, [])
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
     assert after.stage("finetune.seed-1").config.optim.lr == 0.1
-    assert asdict(resolve_sweep(before).stage("finetune.seed-1").config) == asdict(
+    assert asdict(with_values(before).stage("finetune.seed-1").config) == asdict(
         after.stage("finetune.seed-1").config
     ), "the command that made the table goes on with what a later one reads"
     plan(after, Assumptions(), print)
@@ -412,7 +419,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol,
     table = before.directory(before.stage("finetune.grid")) / "sweep.json"
     artifacts.write_record(table, {**document, "chosen": {"optim.lr": 0.01}})
     with pytest.raises(DataError) as error:
-        campaign.load(protocol, [])
+        load(protocol, [])
     assert f"{folder} was run with other values than finetune.grid has chosen: optim.lr: 0.1 → 0.01" in str(error.value)
 
 
@@ -421,12 +428,12 @@ def test_a_choice_may_be_of_the_model(protocol):
     overrides = ["finetune.optim.lr=0.1"]
     overrides.append("next={kind: finetune, init: '@finetune.seed-0', steps: 9, data: {train: '@shards/train'}}")
     overrides.append("next.optim.schedule.warmup_steps=1")
-    before = campaign.load(protocol, overrides)
+    before = load(protocol, overrides)
     assert before.stage("next").model.depth == 1
     finish(before, "finetune.depth-1", 0.25)
     finish(before, "finetune.depth-2", 0.75)
     make_table(before, "finetune.grid")
-    after = resolve_sweep(before)
+    after = with_values(before)
     assert after.stage("finetune.seed-0").model.depth == after.stage("next").model.depth == 2
     assert [stage.key for stage in after.stages] == [stage.key for stage in before.stages]
 
@@ -435,7 +442,7 @@ def test_a_choice_may_be_of_the_model(protocol):
 
 
 def test_of_equal_rows_the_first_wins_and_one_that_diverged_does_not_take_part(protocol):
-    loaded = campaign.load(protocol, ["finetune.sweep.grid.optim.lr=[0.1,0.01,3,1]"])
+    loaded = load(protocol, ["finetune.sweep.grid.optim.lr=[0.1,0.01,3,1]"])
     finish(loaded, "finetune.lr-0.1", 0.0, diverged="5 steps in a row were not finite")
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-3", 0.75), ("finetune.lr-1", 0.75)):
         finish(loaded, name, accuracy)
@@ -448,7 +455,7 @@ def test_of_equal_rows_the_first_wins_and_one_that_diverged_does_not_take_part(p
 
 
 def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs(protocol):
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     for name in ("finetune.lr-0.01", "finetune.lr-0.1", "finetune.seed-0"):
         finish(loaded, name, 0.0, diverged="not finite")
     finish(loaded, "finetune.seed-1", 0.5)
@@ -463,7 +470,7 @@ def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs
 
 
 def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_choice_is_not_run(protocol):
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
         finish(loaded, name, 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
     document, said = make_table(loaded, "finetune.grid")
@@ -472,11 +479,11 @@ def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_ch
     assert outcome is not None
     log_table([{"stage": "finetune.grid", "skipped": False, **outcome}], said.append)
     assert "2 runs in 2 rows" in said[-1], "the table was made, though its runs were stopped"
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     for name in ("finetune.seed-0", "finetune.seed-1"):
         stage = loaded.stage(name)
-        stage = replace(stage, kind=replace(stage.kind, checks=no_checks), parents=stage.chosen)
-        context = Context(loaded, stage, print, poll=lambda folder, number, step: None, stop_requested=lambda: False)
+        stage = replace(stage, kind=with_methods(stage.kind, checks=no_checks), parents=stage.references)
+        context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
         assert run_stage(context, fresh=False)["stopped"] == "finetune.grid was stopped"
     document, _ = make_table(loaded, "finetune")
     assert document["rows"] == {"finetune": {}}
@@ -484,7 +491,7 @@ def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_ch
 
 def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(protocol):
     best = "finetune.sweep.evaluation=best"
-    loaded = campaign.load(protocol, [best])
+    loaded = load(protocol, [best])
     for name, last, highest in (("finetune.lr-0.01", 0.5, 0.75), ("finetune.lr-0.1", 0.7, 0.7)):
         folder = finish(loaded, name, last)
         done = artifacts.read_record(folder / "done.json")
@@ -496,17 +503,15 @@ def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(prot
     assert said[0].startswith("finetune.grid, in %, the best evaluation of each run, chosen by what it is judged on")
     assert said[1].split()[:3] == ["optim.lr=0.01", "75.00", "10.00"]
     # The same runs by their last evaluations: another table, of another key.
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     document, _ = make_table(loaded, "finetune.grid")
     assert document["chosen"] == {"optim.lr": 0.1} and document["runs"][0]["steps"] == {}
     with pytest.raises(ConfigError) as error:
-        campaign.load(protocol, ["finetune.sweep.evaluation=bset"])
+        load(protocol, ["finetune.sweep.evaluation=bset"])
     assert "evaluation" in str(error.value) and "best" in str(error.value)
     with pytest.raises(ConfigError) as error:
         varies = "sweep: {each: {b: null}, best: top-1, evaluation: best}"
-        campaign.load(
-            protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"]
-        )
+        load(protocol, ["e={kind: evaluate, init: x, sets: {a: {test: y}}, protocols: [top-1], " + varies + "}"])
     assert "e: e.b is of kind evaluate, which is evaluated once\n  expected runs that train" in str(error.value)
 
 
@@ -523,7 +528,7 @@ def test_rows_have_the_axes_of_table_6(tmp_path):
         "  passes: null\n"
         "  sweep: {seeds: [0, 1]}\n"
     )
-    loaded = campaign.load(recipe, [])
+    loaded = load(recipe, [])
     steps = round(7 * 303e6 / 4096)
     for seed, seconds in ((0, 100.0), (1, 300.0)):
         folder = finish(loaded, f"pretrain.seed-{seed}", 0.5)
@@ -578,7 +583,7 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
         "    groups: {natural: [cars, dogs], structured: [dots]}\n"
         "    seeds: [0, 1, 2]\n"
     )
-    loaded = campaign.load(recipe, [])
+    loaded = load(recipe, [])
     assert loaded.stage("finetune.dots.seed-2").config.steps == 600
     accuracies = np.random.default_rng(0).random((3, 3))  # task, seed
     for row, task in enumerate(("cars", "dogs", "dots")):
@@ -609,7 +614,7 @@ def test_a_run_that_was_stopped_has_no_part_in_a_mean_over_rows(tmp_path):
         "  data: {train: a, evaluate: y}\n"
         "  sweep: {each: {cars: {}, dots: {steps: 600}}, groups: {natural: [cars], structured: [dots]}}\n"
     )
-    loaded = campaign.load(recipe, [])
+    loaded = load(recipe, [])
     finish(loaded, "finetune.cars", 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
     finish(loaded, "finetune.dots", 0.5)
     document, _ = make_table(loaded, "finetune")
@@ -633,7 +638,7 @@ def evaluated(
 
 @pytest.mark.parametrize("draws", [None, 3])
 def test_a_row_of_several_evaluated_runs_has_an_interval_over_runs_draws_and_samples(protocol, draws):
-    loaded = campaign.load(protocol, ["finetune.sweep.seeds=[4,7,9]"])
+    loaded = load(protocol, ["finetune.sweep.seeds=[4,7,9]"])
     shape = (3, 90) if draws is None else (3, draws, 90)
     right = np.random.default_rng(12).random(shape) < 0.8
     for number, seed in enumerate((4, 7, 9)):
@@ -653,7 +658,7 @@ def test_a_row_of_several_evaluated_runs_has_an_interval_over_runs_draws_and_sam
 
 @pytest.mark.parametrize("difference", ["no document", "another set", "an unreadable sample"])
 def test_runs_of_other_samples_have_no_common_interval(protocol, difference):
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     right = np.random.default_rng(3).random((2, 50)) < 0.5
     evaluated(finish(loaded, "finetune.seed-0", 0.5), right[0])
     folder = finish(loaded, "finetune.seed-1", 0.5)
@@ -667,7 +672,7 @@ def test_runs_of_other_samples_have_no_common_interval(protocol, difference):
 
 
 def test_the_table_hands_on_its_record_with_its_digest(protocol):
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
         finish(loaded, name, accuracy)
     make_table(loaded, "finetune.grid")
@@ -679,7 +684,7 @@ def test_the_table_hands_on_its_record_with_its_digest(protocol):
 
 
 def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     right = np.arange(40) < 20
     for name, accuracy in (("finetune.lr-0.01", 0.5), ("finetune.lr-0.1", 0.125)):
         folder = finish(loaded, name, accuracy)
@@ -694,7 +699,7 @@ def test_a_single_evaluated_run_has_the_interval_of_its_evaluation(protocol):
 
 
 def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a_set(protocol):
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     metrics = {"accuracy": 0.5, "seedlings top-1": 0.25, "seed-bank 5shot": 0.75, "seed-bank 5shot-seed-10": 0.125}
     shown = ["accuracy", "seedlings top-1", "seed-bank 5shot"]
     entry = {"top-1": {"value": 0.25, "low": 0.125, "high": 0.375, "samples": 8}}
@@ -711,14 +716,12 @@ def test_a_value_of_one_seed_is_told_by_the_end_of_its_name_and_not_by_that_of_a
     assert "accuracy 50.0%  seedlings top-1 25.0%  seed-bank 5shot 75.0%" in table[1]
     line = status.stage_line(folder, has_ended=True)
     assert line.endswith("  accuracy 0.5000  seedlings top-1 0.2500  seed-bank 5shot 0.7500")
-    record = async_evaluation.evaluation_record(3, metrics, {})
+    record = evaluation_record(3, metrics, {})
     assert record["line"] == f"evaluate step 3  {line.partition('  ')[2]}"
 
 
 def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_else(protocol):
-    loaded = campaign.load(
-        protocol, ["plain={kind: finetune, init: '@finetune.seed-0', data: {train: '@shards/train'}}"]
-    )
+    loaded = load(protocol, ["plain={kind: finetune, init: '@finetune.seed-0', data: {train: '@shards/train'}}"])
     said: list[str] = []
 
     def end_as(name: str, failure: StageFailed) -> dict[str, Any]:
@@ -728,11 +731,9 @@ def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_e
             raise failure
 
         stage = loaded.stage(name)
-        kind = replace(stage.kind, run=fail, checks=no_checks)
+        kind = with_methods(stage.kind, run=fail, checks=no_checks)
         stage = replace(stage, kind=kind, parents={})
-        context = Context(
-            loaded, stage, said.append, poll=lambda folder, number, step: None, stop_requested=lambda: False
-        )
+        context = Context(loaded, stage, said.append, poll=lambda attempt, step: None, stop_requested=lambda: False)
         return run_stage(context, fresh=False)
 
     diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")
@@ -754,7 +755,7 @@ def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
         "    grid: {optim: {lr: [1]}, init: [weights/a, '@pretrain', /b]}\n"
         "    held_out: {data: {evaluate: shards/rest}}\n"
     )
-    text, changed = portable(read_recipe(recipe), "/runs/x", Path("/home/me"))
+    text, changed = portable(read_recipe(recipe), "/runs/x", Path("/home/me"), KINDS)
     assert changed == [
         "finetune.init",
         "finetune.sweep.each.cars.data.train",
@@ -774,7 +775,7 @@ def test_paths_of_a_sweep_travel_with_a_submitted_job(tmp_path):
 def test_a_sweep_that_was_killed_goes_on_and_ends_as_one_that_was_not(protocol, tmp_path, capsys):
     assert main(["run", str(protocol), f"run={tmp_path}/undisturbed"]) == 0
     command = [sys.executable, "-m", "jobs", "run", str(protocol)]
-    loaded = campaign.load(protocol, [])
+    loaded = load(protocol, [])
     # Killed as soon as the second run of the grid, and then the second seed, have committed a checkpoint.
     for name in ("finetune.lr-0.1", "finetune.seed-1"):
         folder = loaded.directory(loaded.stage(name))
@@ -810,7 +811,7 @@ def test_cifar10_goes_from_tars_to_one_table_with_intervals(tmp_path, capsys):
         *("pretrain.optim.schedule.warmup_steps=2", "finetune.optim.schedule.warmup_steps=1"),
     ]
     assert main(["run", "cifar10", *overrides]) == 0
-    loaded = campaign.load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
+    loaded = load(ROOT / "jobs" / "recipes" / "cifar10.yaml", overrides)
     table = artifacts.read_record(loaded.directory(loaded.stage("evaluate")) / "sweep.json")
     assert list(table["rows"]) == ["pretrained", "finetuned"]
     for row in table["rows"].values():

@@ -11,10 +11,10 @@ import pytest
 import models
 from data.errors import ConfigError, DataError
 from jobs.extras.studies import figure
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Context
 from pipeline import artifacts, config
 from pipeline.training_config import TrainConfig
+from tests.support import campaigns
 
 SPEC = Path(__file__).parents[5] / "shared" / "reference" / "SPEC.md"
 
@@ -55,10 +55,10 @@ def draw(tmp_path: Path, section: dict[str, Any]) -> tuple[dict[str, Any], Path]
     """Run a figure and return its record, and its folder."""
     recipe = tmp_path / "figure.yaml"
     recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "figure": section}))
-    loaded = campaign.load(recipe, [])
+    loaded = campaigns.load(recipe, [])
     stage = loaded.stage("figure")
     loaded.directory(stage).mkdir(parents=True, exist_ok=True)
-    context = Context(loaded, stage, print, poll=lambda folder, number: None, stop_requested=lambda: False)
+    context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
     stage.kind.run(stage.config, context)
     return artifacts.read_record(loaded.directory(stage) / "figure.json"), loaded.directory(stage)
 

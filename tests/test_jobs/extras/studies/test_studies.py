@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from jobs.recipe import campaign
 from pipeline import artifacts
+from tests.support import campaigns
 from tests.support.hosts import ROOT
 
 RECIPE = ROOT / "jobs" / "recipes" / "studies" / "all-laptop.yaml"
@@ -19,7 +19,7 @@ RECIPE = ROOT / "jobs" / "recipes" / "studies" / "all-laptop.yaml"
 def test_every_study_of_the_laptop_ends_with_its_figure_and_one_page_has_them_all(tmp_path):
     run = tmp_path / "studies"
     subprocess.run([sys.executable, "-m", "jobs", "run", str(RECIPE), f"run={run}"], cwd=ROOT, check=True)
-    loaded = campaign.load(RECIPE, [f"run={run}"])
+    loaded = campaigns.load(RECIPE, [f"run={run}"])
     page = (run / "report.html").read_text()
     figures = [stage for stage in loaded.stages if stage.kind.name == "figure"]
     for stage in figures:

@@ -20,15 +20,17 @@ from benchmarks.memory import CASES, counting_allocator, measured, planned
 from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.extras.planning.preflight import stage_requirements
-from jobs.recipe.campaign import load
 from pipeline.batches import patches_to_keep
 from pipeline.extras.plan import memory, memory_traces
-from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need, recomputed_blocks
-from pipeline.extras.plan.memory_traces import Kind, Moment, Trace, step_to_trace
-from pipeline.extras.plan.tracer import LiveBytes, TracedWorker, copied_by_gloo
+from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need
+from pipeline.extras.plan.memory_traces import Kind, MemoryTrace, Moment, step_to_trace
+from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, copied_by_gloo
 from pipeline.optimization import OptimConfig
 from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
+from pipeline.worker import Group, StageData
+from tests.support.campaigns import load
+from tests.support.configs import FullConfig
 
 MIB = 2**20
 
@@ -139,22 +141,6 @@ def test_activations_on_a_gpu_are_those_of_fused_attention(name, gib):
     assert need.parts[Kind.ACTIVATIONS] / GIB == pytest.approx(gib, rel=0.02)
 
 
-@pytest.mark.slow
-def test_a_budget_for_activations_recomputes_the_fewest_blocks_of_a_resnet_too():
-    model = models.config_of("BiT-R50x1", 64, 10, width=32)
-    cfg = TrainConfig(steps=1, micro_batch=8, batch_size=8)
-
-    def activations(blocks: int) -> int:
-        trace = memory_traces.trace_of(step_to_trace(cfg, model, 1, 1, blocks, is_gpu=False))
-        return max(moment.parts(8)[Kind.ACTIVATIONS] for moment in trace.activations)
-
-    budget = dataclasses.replace(cfg, activation_gb=0.6 * activations(0) / GIB)
-    blocks = recomputed_blocks(budget, model, is_gpu=False)
-    assert activations(blocks) <= 0.6 * activations(0) < activations(blocks - 1)
-    with pytest.raises(ConfigError, match=r"with all 16 blocks recomputed, .* largest that fits: "):
-        recomputed_blocks(dataclasses.replace(cfg, activation_gb=1e-3), model, is_gpu=False)
-
-
 # ---------------------------------------------------------------------------------------------------------- by hand
 
 
@@ -179,17 +165,20 @@ def test_bytes_live_from_the_operation_that_made_them_until_their_last_tensor_is
 
 def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
     cfg = TrainConfig(data=CASES[0].cfg.data, steps=1, batch_size=8, micro_batch=8)
-    worker: Any = TracedWorker(cfg, torch.device("cpu"), CASES[0].model_config, engine=cast(Any, None))
+    data = TracedData(cfg.phases(1, CASES[0].model_config))
+    group = TracedGroup(torch.device("cpu"))
+    worker: Any = TracedWorker(cfg, group, CASES[0].model_config, cast(Any, None), data)
     asked: Any = None
     assert patches_to_keep(worker, 0, asked) == []
-    of_traced = {field.name for field in dataclasses.fields(TracedWorker)}
-    assert of_traced <= {field.name for field in dataclasses.fields(Worker)}
+    for traced, real in ((TracedWorker, Worker), (TracedGroup, Group), (TracedData, StageData)):
+        of_traced = {field.name for field in dataclasses.fields(traced)}
+        assert of_traced <= {field.name for field in dataclasses.fields(real)}
 
 
 def test_the_fullest_moment_depends_on_the_micro_batch():
     update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
     backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
-    trace = Trace(0, (update, backward), (backward,))
+    trace = MemoryTrace(0, (update, backward), (backward,))
     assert trace.fullest(2).phase == "update" and trace.fullest(6).phase == "backward"
     assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
 
@@ -236,7 +225,7 @@ def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> Non
     """The step to trace lists its fields by hand: a forgotten one would be planned with its default, without a word."""
     in_the_step = {"objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"}
     in_the_step |= {"data", "optim", "steps", "micro_batch", "batch_size", "deepspeed"}
-    beside_it = {"model", "init", "checkpoint_blocks", "activation_gb"}  # as the model and the blocks recomputed
+    beside_it = {"model", "init", "checkpoint_blocks"}  # as the model and the blocks recomputed
     not_traced = {"thinning", "compile"}  # what is planned then is said (docs/design/memory.md)
     without_memory = {"new_head", "passes", "uneven", "seed", "evaluate_every", "evaluate_on", "probe", "log_every"}
     without_memory |= {
@@ -253,7 +242,7 @@ def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> Non
         "timeout_s",
         "stall_s",
     }
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    fields = {field.name for field in dataclasses.fields(FullConfig)}
     assert fields == in_the_step | beside_it | not_traced | without_memory
     step = step_to_trace(TrainConfig(steps=1), models.ViTConfig(), 1, 1, 0, is_gpu=False)
     assert set(step.config) == in_the_step - {"deepspeed"}
@@ -355,7 +344,7 @@ def test_a_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path
 def untraceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step can be traced."""
 
-    def refuse(step: memory_traces.StepToTrace) -> Trace:
+    def refuse(step: memory_traces.StepToTrace) -> MemoryTrace:
         raise memory_traces.TraceFailed("the step could not be traced: by hand")
 
     monkeypatch.setattr(memory, "trace_of", refuse)
@@ -372,27 +361,15 @@ def test_a_step_that_cannot_be_traced_ends_neither_plan_nor_preflight(recipe, ca
     assert stage_requirements(campaign, campaign.stage("pretrain"), 2).memory_bytes is None
 
 
-def test_what_fits_a_budget_for_activations_is_not_guessed(recipe, capsys, untraceable):
-    for command in ("plan", "run"):
-        assert main([command, str(recipe), "pretrain.activation_gb=1"]) == 78
-        ended = capsys.readouterr()
-        assert (
-            "pretrain.activation_gb=1: how many blocks to recompute is not known: the step could not be traced: by hand"
-            "\n  type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N, from 0 to "
-        ) in ended.err
-        if command == "plan":
-            assert "  memory  not known: the step could not be traced: by hand\n" in ended.out
-
-
 @pytest.fixture
 def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
 
-    def trace(step: memory_traces.StepToTrace) -> Trace:
+    def trace(step: memory_traces.StepToTrace) -> MemoryTrace:
         share = 1 - step.recomputed / 24
         states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
         moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
-        return Trace(0, (moment,), (moment,))
+        return MemoryTrace(0, (moment,), (moment,))
 
     monkeypatch.setattr(memory, "trace_of", trace)
 
@@ -414,21 +391,6 @@ def test_what_does_not_fit_is_refused_with_what_to_change_best_first(traced_by_h
     together = r"pretrain\.micro_batch=1 pretrain\.checkpoint_blocks=12 pretrain\.zero=3 together need 768\.0 MiB"
     with pytest.raises(ConfigError, match=together):
         check_fits(cfg, model, 2, GIB, is_gpu=True, name="pretrain")
-    # A number of blocks takes the place of a budget for activations.
-    budget = dataclasses.replace(cfg, activation_gb=16.0)
-    with pytest.raises(ConfigError, match=r"; pretrain\.checkpoint_blocks=2 pretrain\.activation_gb=null \(needs 16"):
-        check_fits(budget, model, 2, 17 * GIB, is_gpu=True, name="pretrain")
-
-
-@pytest.mark.parametrize("command", ["plan", "run"])
-def test_a_budget_that_nothing_fits_is_refused_with_what_to_type(recipe, capsys, traced_by_hand, command):
-    assert main([command, str(recipe), "pretrain.activation_gb=1.5", "pretrain.zero=1", "finetune.zero=1"]) == 78
-    ended = capsys.readouterr()
-    assert "pretrain.activation_gb: activations of micro_batch 4 take " in ended.err
-    assert "  type pretrain.micro_batch=1, or a larger pretrain.activation_gb" in ended.err
-    if command == "plan":
-        assert "  memory  does not fit activation_gb: activations of micro_batch 4 take" in ended.out
-        assert "finetune (finetune, key" in ended.out, "the lines of the other stages are there"
 
 
 def test_of_the_host_pinned_memory_is_counted_in_powers_of_two(traced_by_hand):
@@ -469,10 +431,6 @@ def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(
         "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
     )
     assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
-    assert main(["run", str(recipe), *limited, "pretrain.activation_gb=1"]) == 78
-    said = capsys.readouterr().err
-    assert "pretrain.activation_gb=1: how many blocks to recompute is not known: the step is not traced with" in said
-    assert "type the number in its place: pretrain.activation_gb=null pretrain.checkpoint_blocks=N" in said
 
     stage = load(recipe, limited).stage("pretrain")
     assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None

@@ -1,139 +1,35 @@
-"""What a run shows outside of its folder: a view of each stage, gauges, and the files for Grafana."""
+"""The gauges of a run, and the files for Prometheus and Grafana that show them."""
 
 import json
 import math
 import re
 import shutil
 import subprocess
-import threading
-import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from jobs.cluster.ray_agent import WORKER_GAUGE
-from jobs.extras.monitor import status_poller
 from jobs.extras.monitor.gauges import OF_DRIVER, OF_REPORT, OF_RUN, values_of
-from jobs.extras.monitor.status_poller import StageStatus, StatusPoller, View, records_since
-from tests.support.families import wait_until
+from jobs.run.reading import StageReader
+from tests.test_jobs.run.test_reading import REPORT, two_attempts
 
 pytestmark = pytest.mark.quick
 
 DEPLOY = Path(__file__).parents[4] / "deploy" / "monitoring"
-REPORT = {
-    "kind": "train",
-    "time": 1000.0,
-    "attempt": 2,
-    "step": 120,
-    "steps": 700,
-    "loss": 2.8410,
-    "grad_norm": 0.42,
-    "images_per_s": 41234.0,
-    "mfu": None,
-    "eta_s": 275_000.0,
-    "world": 8,
-}
-COMMIT = {"kind": "checkpoint", "time": 940.0, "attempt": 2, "step": 100}
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Path:
-    """The folder of a stage in its second attempt, with one incident and half a line."""
-    directory = tmp_path / "digits" / "pre-train-1a2b3c4d"
-    for number in (3, 7):
-        (directory / "attempts" / f"attempt-{number:06d}").mkdir(parents=True)
-    incident = '2026-11-22 08:00:00 attempt 7: worker 1 on n1: its process died\nTraceback\n  File "x.py", line 3\n'
-    (directory / "incidents.txt").write_text(incident)
-    lines = [json.dumps(record) for record in (REPORT, COMMIT)]
-    (directory / "metrics.jsonl").write_text("\n".join(["torn}", *lines, '{"kind": "train", "st']))
-    return directory
-
-
-# ------------------------------------------------------------------------ the view
-
-
-def test_a_look_reads_what_the_stage_folder_says_and_later_only_what_was_added(stage) -> None:
-    look = StageStatus(stage)
-    view = look("working")
-    assert (view.run, view.stage, view.key) == ("digits", "pre-train", "1a2b3c4d")
-    assert (view.attempts, view.incidents, view.report, view.commit) == (2, 1, REPORT, COMMIT)
-    with (stage / "metrics.jsonl").open("a") as file:
-        file.write('ep": 130}\n')
-    with (stage / "incidents.txt").open("a") as file:
-        file.write("2026-11-22 09:00:00 the worker group: no traceback\n\n")
-    view = look("working")
-    assert (view.report, view.incidents) == ({"kind": "train", "step": 130}, 2)
-    # Started over: the file is a shorter one.
-    (stage / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
-    assert look("working").report == {"kind": "train", "step": 1}
-
-
-def test_records_are_read_in_pieces_and_every_one_once(tmp_path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert records_since(path, 0) == ([], 0)
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(100)))
-    steps: list[int] = []
-    offset = 0
-    while offset < path.stat().st_size:
-        records, offset = records_since(path, offset, most_bytes=200)
-        steps += [record["step"] for record in records]
-    assert steps == list(range(100))
-
-
-def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(stage) -> None:
-    view = StageStatus(stage)("waiting")
-    values = values_of(View(**{**vars(view), "time": 1060.0}))
+def test_gauges_leave_out_what_is_unknown_or_not_finite_and_say_that_it_is_not(tmp_path) -> None:
+    message = StageReader(two_attempts(tmp_path)).read("waiting")
+    values = values_of(replace(message, time=1060.0))
     assert values["loss"] == 2.8410 and values["checkpoint_age_s"] == 120.0 and values["report_age_s"] == 60.0
     assert (values["waiting"], values["restarts"], values["incidents"], values["is_finite"]) == (1.0, 1.0, 1.0, 1.0)
     assert "mfu" not in values and "lr" not in values
-    values = values_of(View(**{**vars(view), "report": {**REPORT, "loss": math.nan}}))
+    values = values_of(replace(message, report={**REPORT, "loss": math.nan}))
     assert values["is_finite"] == 0.0 and "loss" not in values
     assert set(values) <= {*OF_REPORT, *OF_DRIVER}
-
-
-# ------------------------------------------------------------------------ the poller
-
-
-def test_the_poller_shows_a_stage_that_waits_works_and_ends(stage, monkeypatch) -> None:
-    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
-    states: list[str] = []
-    show_run = partial(states.append, "run")
-    poller = StatusPoller("monitoring", [lambda view: states.append(view.state)], states.append, show_run=show_run)
-    wait_until(lambda: "run" in states)  # before its first stage, and between two
-    poller.show_stage(stage)
-    wait_until(lambda: "waiting" in states)
-    poller.poll(stage / "attempts" / "attempt-000007", 7)
-    wait_until(lambda: "working" in states)
-    poller.close()
-    assert states[-1] == "run", "once more at the end, when the command has written its exit code"
-    of_stage = [state for state in states if state != "run"]
-    assert of_stage[-1] == "ended" and set(of_stage) == {"waiting", "working", "ended"}
-
-
-def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(stage, monkeypatch) -> None:
-    monkeypatch.setattr(status_poller, "POLL_EVERY_S", 0.01)
-    monkeypatch.setattr(status_poller, "CLOSE_S", 0.2)
-    said: list[str] = []
-    looks: list[str] = []
-    is_over = threading.Event()
-
-    def fail_then_hang(view: View) -> None:
-        looks.append(view.state)
-        if len(looks) < 5:
-            raise ConnectionError("the head is away\nand more")
-        is_over.wait()
-
-    poller = StatusPoller("monitoring", [fail_then_hang], said.append)
-    poller.show_stage(stage)
-    wait_until(lambda: len(looks) == 5)
-    began = time.monotonic()
-    poller.close()
-    assert time.monotonic() - began < 10, "of a look that never ends"
-    assert len(said) == 2 and said[1].startswith("monitoring: no answer within 0.2 s")
-    assert said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
-    is_over.set()
 
 
 # ------------------------------------------------------------------------ the files for Prometheus and Grafana

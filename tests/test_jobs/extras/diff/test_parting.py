@@ -11,9 +11,11 @@ import pytest
 
 from data.shards.packing import pack
 from data.sources.samples import digits
-from jobs.extras.report.comparing import Effect, differences, part
+from jobs.extras.diff.facts import Effect
+from jobs.extras.diff.parting import part
+from jobs.extras.diff.recorded import recorded_differences
+from jobs.extras.history import read_run
 from jobs.extras.report.page import write_report
-from jobs.extras.report.reading import read_run
 from pipeline import artifacts
 from tests.support.paged_runs import add, change, change_metrics, make_run, start
 
@@ -112,7 +114,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path,
 
 def test_runs_that_are_alike_differ_in_nothing_and_do_not_part(twins):
     first, second = (read_run(folder).stages[0] for folder in twins)
-    assert differences(first, second) == []
+    assert recorded_differences(first, second) == []
     parting = part(first, second, [])
     assert (parting.step, parting.common, parting.suspects) == (None, 24, ())
 
@@ -125,7 +127,10 @@ def test_fifty_planted_differences_are_all_named(twins, tmp_path):
         run = tmp_path / str(number)
         shutil.copytree(twins[1].parent, run)
         plant(run / twins[1].name)
-        named = {(difference.kind, difference.name) for difference in differences(first, read_run(run).stages[0])}
+        named = {
+            (difference.known.kind, difference.name)
+            for difference in recorded_differences(first, read_run(run).stages[0])
+        }
         # What is not planted is not named. A set brings its digest, tars and classes along, a version all the others.
         brings_others = kind == "packages" or name.startswith("set ")
         if (kind, name) not in named or (len(named) > 1 and not brings_others):
@@ -176,7 +181,7 @@ def test_where_two_runs_part_and_why(tmp_path, shards, planted, step, by, ledger
     for name in planted:
         plants[name](second)
     stages = [read_run(folder).stages[0] for folder in (first, second)]
-    parting = part(*stages, differences(*stages))
+    parting = part(*stages, recorded_differences(*stages))
     assert parting.step == step
     assert parting.losses == (LOSSES[step - 1], losses[step - 1])
     assert next((suspect.name for suspect in parting.suspects), None) == cause
@@ -189,7 +194,7 @@ def test_while_the_loss_stands_still_another_model_comes_before_another_learning
     for name in ("optim.lr", "model.dropout"):
         plant_config(name, second)
     stages = [read_run(folder).stages[0] for folder in (first, second)]
-    parting = part(*stages, differences(*stages))
+    parting = part(*stages, recorded_differences(*stages))
     assert (parting.step, [suspect.name for suspect in parting.suspects]) == (3, ["model.dropout", "optim.lr"])
 
 
@@ -197,6 +202,6 @@ def test_a_fact_that_cannot_act_is_named_and_never_the_cause(twins, tmp_path, sh
     second = make_run(tmp_path / "second", shards, losses=[loss + 1 for loss in LOSSES])
     plant_config("log_every", second)
     stages = [read_run(folder).stages[0] for folder in (twins[0], second)]
-    (difference,) = differences(*stages)
-    assert difference.effect is Effect.NONE
+    (difference,) = recorded_differences(*stages)
+    assert difference.known.effect is Effect.NONE
     assert not part(*stages, [difference]).suspects

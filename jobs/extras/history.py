@@ -1,15 +1,15 @@
-"""What a run's folder holds, read for its page: the stages, the steps of each, what ended it, what it waits for.
+"""The history of a run, for its page and for `diff`: all steps of its stages, what ended them, what they wait for.
 
     run = read_run(Path("runs/digits"))
-    run.stages[1].steps.loss[-1]            the loss of the last step that was taken
+    run.stages[1].steps.loss[-1]            the loss of the last step
 
-A step may have been taken by several attempts. `Stage.steps` are those whose weights went on; `Stage.lost` are the
-steps that a later attempt did again. Nothing here imports torch: a page of a million steps takes a second or two.
+It builds on jobs/run/reading.py, which reads how a run stands now. Several attempts may have taken the same step:
+`StageHistory.steps` are those whose weights were kept, `StageHistory.lost` those that a later attempt repeated. Nothing
+here imports torch: a page of a million steps takes a second or two.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -29,11 +29,11 @@ from data.errors import DataError, UsageError
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Folder, Storage
-from jobs.ownership import judge
+from jobs.run.reading import outcome_of, read_command, read_incidents, stage_folders
 from pipeline import artifacts
-from pipeline.monitoring.telemetry import Account, Record, account, counted, duration, read_metrics
+from pipeline.monitoring.telemetry import Account, Record, account, read_metrics
+from pipeline.values import counted, duration
 
-INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
 BAD_SAMPLE = re.compile(r"bad sample \d+ replaced: (?P<sample>.*): (?P<reason>[^:]*)$")
 LEASE_PERIODS = 1.2  # for which a lease of another machine is watched: 6 s, for `report` is not to wait for longer
 DRAW = "-seed-"  # in the name of a value that is of a single draw of the shots
@@ -56,7 +56,7 @@ class Incident(NamedTuple):
 
 
 @dataclass
-class Stage:
+class StageHistory:
     """One stage of a run, as its folder shows it; the sets that it reads are loaded when they are asked for."""
 
     folder: Path
@@ -146,18 +146,11 @@ class Stage:
                 sets[name] = f"{path} cannot be read now: {str(error).splitlines()[0]}"
         return sets
 
-    def read_incidents(self) -> None:
-        """Read what incidents.txt tells, each with what became of it."""
-        path = self.folder / "incidents.txt"
-        if not path.exists():
-            return
-        for entry in INCIDENT.split(path.read_text(errors="replace")):
-            first_line, _, traceback = entry.partition("\n")
-            if not first_line.strip():
-                continue
-            clock = first_line[:19]
+    def add_incidents(self) -> None:
+        """Read incidents.txt, and find the consequence of each incident."""
+        for entry in read_incidents(self.folder):
             # The clock has whole seconds: an attempt that began within the same second is a later one.
-            happened = time.mktime(time.strptime(clock, "%Y-%m-%d %H:%M:%S"))
+            happened = time.mktime(time.strptime(entry.clock, "%Y-%m-%d %H:%M:%S"))
             consequence = "no attempt has trained since"
             for start in self.starts[1:]:
                 if start["time"] >= happened:
@@ -165,7 +158,7 @@ class Stage:
                     consequence = f"attempt {start['attempt']} went on {after} later with {start['world']} workers: "
                     consequence += start["text"]
                     break
-            self.incidents.append(Incident(clock, first_line[20:], traceback.strip(), consequence))
+            self.incidents.append(Incident(entry.clock, entry.cause, entry.traceback, consequence))
 
     @cached_property
     def log_lines(self) -> list[str]:
@@ -189,67 +182,57 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """A run directory, or one stage of it."""
 
     path: Path
     name: str
     address: str  # as commands name it
-    stages: list[Stage]
+    stages: list[StageHistory]
     state: str  # "running", "done" or "stopped"
     end: str  # of the last command, in words
     command: str  # that goes on with it
 
     @property
-    def trained(self) -> list[Stage]:
+    def trained(self) -> list[StageHistory]:
         """Return the stages that have trained or are about to."""
         return [stage for stage in self.stages if stage.task]
 
 
-def read_run(path: Path, store: Storage | None = None) -> Run:
+def read_run(path: Path, store: Storage | None = None) -> RunHistory:
     """Read a run directory or a stage's folder, or the copy of those of a store. Raises UsageError for neither."""
-    records = list(path.glob("*/stage.json"))
-    run = path
+    run, folders = stage_folders(path)
     name = path.name
-    if (path / "stage.json").exists():
-        records = [path / "stage.json"]
-        run = path.parent
+    if path != run:
         name = f"{run.name}/{path.name}"
-    if not records:
+    if not folders:
         neighbours = sorted({record.parents[1].name for record in path.parent.glob("*/*/stage.json")})
         raise UsageError(
             f"no run at {path}\n  expected a run directory, or a stage's folder in it\n"
-            f"  runs beside it: {', '.join(neighbours) or 'none'}"
+            f"  runs next to it: {', '.join(neighbours) or 'none'}"
         )
     storage = store or Folder(run)
+    # The lease of another machine is watched only for a moment.
+    last = read_command(run, storage, lambda text: None, LEASE_PERIODS)
     state = "stopped"
     end = "no command has ended yet"
-    command = ""
-    try:
-        last = json.loads((run / "status.json").read_text())
-        command = last["command"]
-        end = f"{last['message']} (exit {last['exit_code']}, {last['time']})"
-        if last["exit_code"] == 0:
-            state = "done"
-        elif last["exit_code"] is None:
-            # A command that was killed could not write its end: status.json says "running" for ever.
-            # A copy of a run has no lease, which says nothing. A lease of another machine is watched for a moment.
-            lease_state, lease = judge(storage, lambda text: None, LEASE_PERIODS)
-            end = f"killed, or lost with its machine; begun {last['time']}"
-            if lease_state == "held" or lease is None:
-                state = "running"
-                end = f"since {last['time']}"
-    except (OSError, ValueError, KeyError, TypeError):  # not there, torn or altered
-        pass
-    records.sort(key=lambda record: artifacts.started_s(record.parent))
-    stages = [read_stage(record.parent, storage.address(record.parent.name)) for record in records]
+    if last.exit_code is not None:
+        state = "done" if last.exit_code == 0 else "stopped"
+        end = f"{last.message} (exit {last.exit_code}, {last.time})"
+    # A copy of a run has no lease, which means nothing.
+    elif last.state == "running" or (last.state == "killed" and not last.has_lease):
+        state = "running"
+        end = f"since {last.time}"
+    elif last.state == "killed":
+        end = f"killed, or lost with its machine; begun {last.time}"
+    stages = [read_stage(folder, storage.address(folder.name)) for folder in folders]
     address = storage.address("" if path == run else path.name)
-    return Run(path, name, address, stages, state, end, command)
+    return RunHistory(path, name, address, stages, state, end, last.command)
 
 
-def read_stage(folder: Path, address: str) -> Stage:
+def read_stage(folder: Path, address: str) -> StageHistory:
     """Read a stage's folder; what was altered is said on the page, and the rest of the page is there."""
-    stage = Stage(folder, folder.name, address)
+    stage = StageHistory(folder, folder.name, address)
     try:
         stage.record = artifacts.read_record(folder / "stage.json")
         stage.name = str(stage.record.get("name") or folder.name)
@@ -262,7 +245,7 @@ def read_stage(folder: Path, address: str) -> Stage:
         stage.starts = stage.of_kind("start")
         stage.reports = stage.of_kind("train")
         stage.read_steps()
-        stage.read_incidents()
+        stage.add_incidents()
         stage.account = account(stage.records)
         if stage.task:
             stage.setup = setup_of(stage)
@@ -277,23 +260,22 @@ def read_stage(folder: Path, address: str) -> Stage:
     if stage.done is None:
         if stage.reports:
             stage.result = f"step {stage.reports[-1]['step']:,} of {stage.reports[-1]['steps']:,}"
-    elif "diverged" in stage.done or "summary" in stage.done:
-        stage.result = str(stage.done.get("diverged") or stage.done["summary"])
-    elif "sets" in stage.done:
-        results = []
-        for name, packed in stage.done["sets"].items():
-            results.append(f"{name} {packed['samples']:,} samples")
-        stage.result = ", ".join(results)
     else:
-        results = []
-        for name, value in stage.done.get("metrics", {}).items():
-            if DRAW not in name:
-                results.append(f"{name} {value:.2%}")
-        stage.result = ", ".join(results)
+        stage.result = result_of(stage.done)
     return stage
 
 
-def setup_of(stage: Stage) -> dict[str, str]:
+def result_of(done: Mapping[str, Any]) -> str:
+    """Return what a finished stage resulted in: why it diverged, a sweep's choice, the sets it made, or its metrics."""
+    outcome = outcome_of(done)
+    if outcome.diverged or "summary" in done:
+        return outcome.diverged or outcome.summary
+    if "sets" in done:
+        return ", ".join(f"{name} {packed['samples']:,} samples" for name, packed in outcome.sets.items())
+    return ", ".join(f"{name} {value:.2%}" for name, value in outcome.metrics.items())
+
+
+def setup_of(stage: StageHistory) -> dict[str, str]:
     """Return what a stage trains, how, when and where: in words, from its config and from its attempts."""
     config = stage.record["config"]
     model = stage.record["model"]

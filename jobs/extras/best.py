@@ -1,0 +1,43 @@
+"""The best evaluation of a stage that trains: `keep_best` and `patience`, and the best of each metric in done.json."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jobs.resolved_recipe import Available, CheckResult, Context, Stage
+from jobs.stages.training import TrainingExtra
+from models.checks import did_you_mean
+from pipeline.config import require
+from pipeline.extras.best import BestConfig, best_of, evaluations_of
+from pipeline.monitoring.telemetry import read_metrics
+from pipeline.training_config import TrainConfig
+
+
+class Best(TrainingExtra):
+    """Adds `keep_best` and `patience`."""
+
+    config = BestConfig
+    hook = "pipeline.extras.best:KeepBest"
+
+    def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
+        """Refuse a metric that the stage will not have, and a run whose records lie apart."""
+        keep_best = stage.config.keep_best
+        if keep_best is None:
+            return
+        name = stage.name
+        metrics = list(stage.kind.metrics(stage.config))
+        require(
+            keep_best in metrics,
+            f"{name}.keep_best is {keep_best}, which its evaluations will not have"
+            f"{did_you_mean(keep_best, metrics)}\n  expected one of {', '.join(metrics) or 'none'}\n"
+            "  data.evaluate gives accuracy, probe gives 1shot, 5shot and so on",
+        )
+        require(
+            there.campaign.remote is None,
+            f"{name}.keep_best reads the records of all attempts, and {there.campaign.remote} is no shared folder\n"
+            f"  leave it out: {name}.keep_best=null",
+        )
+        yield from ()
+
+    def after(self, cfg: TrainConfig, context: Context, outcome: dict[str, Any]) -> None:
+        """Add the best evaluation of each metric, also of evaluations by a spare worker."""
+        outcome["best"] = best_of(evaluations_of(read_metrics(context.directory, None)))

@@ -1,0 +1,98 @@
+"""Values of a config that another stage determines: `lr: "@finetune.grid/optim.lr"`.
+
+1. Before that stage has finished, a placeholder stands in the config (`StageKind.placeholders`), and the field is
+   pending. The stage's key is of the placeholder and of the other stage's key, so that it never changes.
+2. `with_values` replaces the placeholders of all stages whose values are known by now. It is called when a recipe is
+   loaded, and when a stage starts.
+
+    before  finetune.seed-0: optim.lr is the best of 0.003, 0.01, 0.03 by accuracy, known after finetune.grid
+    after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy (finetune.grid)
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from data.errors import DataError
+from jobs.recipe.key import model_of
+from jobs.recipe.sections import value_at, with_field
+from jobs.resolved_recipe import Campaign, Stage, reference
+from pipeline import artifacts, config
+
+
+def with_values(campaign: Campaign) -> Campaign:
+    """Return the campaign with the values that finished stages have determined in the configs of other stages.
+
+    Raises DataError if a stage was run with other values.
+    """
+    stages: dict[str, Stage] = {}
+    is_changed = False
+    # A record is read once for all stages that need it: a benchmark of 19 tasks has a hundred runs and more.
+    values_of: dict[str, Mapping[str, object]] = {}
+    for stage in campaign.stages:
+        # 1. The values that are known.
+        known: dict[str, object] = {}
+        for field, value in stage.references.items():
+            source, part = source_of(campaign, value)
+            if source.name not in values_of:
+                folder = campaign.directory(source)
+                is_finished = artifacts.read_done(folder) is not None
+                values_of[source.name] = source.kind.values(folder) if is_finished else {}
+            # There is no value if all runs of a sweep were stopped early; then the stage is not run.
+            if part in values_of[source.name]:
+                known[field] = values_of[source.name][part]
+
+        # 2. The config with them, unless the stage was run with others.
+        if known != known_values(stage):
+            check_same(campaign, stage, known)
+            stage_config = stage.config
+            for field, known_value in known.items():
+                stage_config = with_field(stage_config, field.split("."), known_value)
+            pending = tuple(field for field in stage.references if field not in known)
+            stage = replace(stage, config=stage_config, pending=pending)
+            is_changed = True
+        # 3. A value may be of the model, which later stages start from.
+        if is_changed and stage.model is not None:
+            stage = replace(stage, model=model_of(stage, stages, []))
+        stages[stage.name] = stage
+    return replace(campaign, stages=tuple(stages.values()))
+
+
+def source_of(campaign: Campaign, value: str) -> tuple[Stage, str]:
+    """Return the stage that determines a value, and what it calls the value, of "@stage/part"."""
+    link = reference(value)
+    assert link is not None, "only references are kept as such"
+    return campaign.stage(link[0]), link[1]
+
+
+def known_values(stage: Stage) -> dict[str, object]:
+    """Return the values of a stage's config that other stages have determined."""
+    known = {}
+    for field in stage.references:
+        if field not in stage.pending:
+            known[field] = value_at(stage.config, field.split("."))
+    return known
+
+
+def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) -> None:
+    """Raise DataError if a stage was run with other values than are known now."""
+    path = campaign.directory(stage) / "stage.json"
+    if not path.exists():
+        return
+    changes = config.differences(artifacts.read_record(path).get("chosen", {}), known)
+    if changes:
+        names = ", ".join(sorted({source_of(campaign, value)[0].name for value in stage.references.values()}))
+        raise DataError(
+            f"{path.parent} was run with other values than {names} has chosen: {'; '.join(changes)}\n"
+            "  expected the same: was the table made again, of runs that came to something else?\n"
+            f"  bring the folder of {names} back, or move {path.parent} away to run {stage.name} with what is chosen "
+            "now"
+        )
+
+
+def in_words(campaign: Campaign, stage: Stage, field: str) -> str:
+    """Return a value that another stage determines in words: the value, or how it will be found."""
+    source, part = source_of(campaign, stage.references[field])
+    text = source.kind.value_in_words(source.config, part)
+    if field in stage.pending:
+        return f"{text}, known after {source.name}"
+    return f"{value_at(stage.config, field.split('.'))}, {text} ({source.name})"

@@ -1,0 +1,246 @@
+"""Read a run's folder: how its last command ended, and the outcome, attempts and newest records of each stage.
+
+    <run>/status.json                    read_command      running, done, stopped, or killed without an end
+    <run>/<stage>-<key>/stage.json       stage_folders     in the order in which the stages were first started
+                        done.json        read_outcome      None for an unfinished stage
+                        incidents.txt    read_incidents
+                        metrics.jsonl    StageReader       the newest record of each kind, while the stage runs
+
+`patchline status`, the log of a running command, the gauges and the page of a run all read through this module.
+Nothing here imports torch.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from data.storage import Storage
+from jobs.named_stages import STAGE_FOLDER
+from jobs.ownership import LOST_PERIODS, LeaseRecord, judge
+from pipeline import artifacts
+from pipeline.monitoring.telemetry import TAIL_BYTES, Record, records_in, without_single_seeds
+
+# How an incident begins in incidents.txt (supervisor.write_incident); a traceback has no such line.
+INCIDENT = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)
+CLOCK_LENGTH = len("2026-11-22 08:00:00")
+
+# "waiting": no attempt is running, the stage waits for places or for its next attempt.
+StageState: TypeAlias = Literal["waiting", "working", "ended"]
+
+# ------------------------------------------------------------------------ the run
+
+
+# "unknown": no command has ended yet, or status.json is torn. "killed": the command could not record its end.
+CommandState: TypeAlias = Literal["running", "done", "stopped", "killed", "unknown"]
+
+
+@dataclass(frozen=True)
+class LastCommand:
+    """The last command on a run, from status.json and, if it recorded no end, from the run's lease."""
+
+    state: CommandState
+    command: str = ""
+    message: str = ""
+    exit_code: int | None = None
+    time: str = ""  # of its end; of a command without one, of its start
+    has_lease: bool = False  # of a command without an end: the run has a lease, which a copy of a run has not
+    lease: LeaseRecord | None = None  # if it can be read
+    problem: Literal["", "missing", "altered"] = ""  # of status.json
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether no command is running any more; False if that is unknown."""
+        return self.state in ("done", "stopped", "killed")
+
+
+def read_command(run: Path, storage: Storage, log: Callable[[str], None], periods: float = LOST_PERIODS) -> LastCommand:
+    """Read how the last command on a run ended, or whether it still runs.
+
+    A killed command could not write its end: its lease tells. `log` receives what is being waited for, while the lease
+    of another machine is watched for so many `periods`. Raises StorageError.
+    """
+    try:
+        last = json.loads((run / "status.json").read_text())
+        command = LastCommand("stopped", last["command"], last["message"], last["exit_code"], last["time"])
+    except OSError:
+        return LastCommand("unknown", problem="missing")
+    except (ValueError, KeyError, TypeError):  # empty, torn or altered
+        return LastCommand("unknown", problem="altered")
+    if command.exit_code == 0:
+        return replace(command, state="done")
+    if command.exit_code is not None:
+        return command
+    state, seen = judge(storage, log, periods)
+    return replace(
+        command,
+        state="running" if state == "held" else "killed",
+        has_lease=seen is not None,
+        lease=seen.record if seen is not None else None,
+    )
+
+
+def stage_folders(path: Path) -> tuple[Path, list[Path]]:
+    """Return a run directory and its stages' folders in the order first started; for a stage's folder, only that one.
+
+    The list is empty if there is no run.
+    """
+    if (path / "stage.json").exists():
+        return path.parent, [path]
+    folders = [record.parent for record in path.glob("*/stage.json")]
+    return path, sorted(folders, key=artifacts.started_s)
+
+
+# ------------------------------------------------------------------------ a stage
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """The outcome of a finished stage, from its done.json."""
+
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)  # means over few-shot draws, without the single draws
+    summary: str = ""  # of a sweep's table
+    sets: dict[str, Any] = field(default_factory=dict)  # made by the stage, by name
+    diverged: str = ""  # why a run of a sweep has no result
+    stopped: str = ""  # why the stage ended early or was not run
+
+
+def read_outcome(folder: Path) -> StageOutcome | None:
+    """Read the outcome of a stage; None if it has not finished. Raises DataError if done.json was altered."""
+    done = artifacts.read_done(folder)
+    return None if done is None else outcome_of(done)
+
+
+def outcome_of(done: Mapping[str, Any]) -> StageOutcome:
+    """Return what the content of a done.json says."""
+    return StageOutcome(
+        seconds=done["seconds"],
+        metrics=without_single_seeds(done.get("metrics", {})),
+        summary=str(done.get("summary", "")),
+        sets=done.get("sets", {}),
+        diverged=str(done.get(artifacts.DIVERGED, "")),
+        stopped=str(done.get(artifacts.STOPPED, "")),
+    )
+
+
+class IncidentEntry(NamedTuple):
+    """One entry of incidents.txt: a worker that ended an attempt."""
+
+    clock: str  # "2026-11-22 08:00:00"
+    cause: str
+    traceback: str
+
+
+def read_incidents(folder: Path) -> list[IncidentEntry]:
+    """Read a stage's incidents.txt; empty if nothing happened."""
+    path = folder / "incidents.txt"
+    if not path.exists():
+        return []
+    incidents = []
+    for entry in INCIDENT.split(path.read_text(errors="replace")):
+        first_line, _, traceback = entry.partition("\n")
+        if first_line.strip():
+            clock = first_line[:CLOCK_LENGTH]
+            incidents.append(IncidentEntry(clock, first_line[CLOCK_LENGTH + 1 :], traceback.strip()))
+    return incidents
+
+
+def attempt_count(folder: Path) -> int:
+    """Return how many attempts a stage has begun."""
+    return len(list(folder.glob("attempts/attempt-*")))
+
+
+# ------------------------------------------------------------------------ a stage that runs
+
+
+@dataclass(frozen=True)
+class StatusMessage:
+    """A stage at one moment, as its folder and its workers report it."""
+
+    directory: Path  # the stage's folder
+    stage: str
+    key: str  # its first eight characters
+    state: StageState
+    attempt: int  # the number of the attempt that runs; 0 if none does
+    step: int  # the last step that every worker of this attempt has reported; may be newer than `report`
+    attempts: int  # begun so far
+    incidents: int
+    report: Record | None  # the newest record of kind "train"
+    commit: Record | None  # the newest record of kind "checkpoint"
+    evaluation: Record | None  # the newest record of kind "evaluate"
+    time: float  # seconds since 1970
+
+    @property
+    def run(self) -> str:
+        """Return the name of the run's folder."""
+        return self.directory.parent.name
+
+
+class StageReader:
+    """Reads a stage's folder repeatedly; the cost of a call does not depend on the length of the run."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.metrics = directory / "metrics.jsonl"
+        self.offset = max(0, size_of(self.metrics) - TAIL_BYTES)
+        self.newest: dict[str, Record] = {}  # by kind
+        self.incidents = 0
+        self.incident_bytes = 0  # size of incidents.txt when it was last counted
+        # The folder is named <stage>-<key>, and the name of a stage may contain dashes.
+        self.stage = directory.name
+        self.key = ""
+        parts = STAGE_FOLDER.fullmatch(directory.name)
+        if parts is not None:
+            self.stage = parts["name"]
+            self.key = directory.name.removeprefix(f"{self.stage}-")
+
+    def read(self, state: StageState, attempt: int = 0, step: int = 0) -> StatusMessage:
+        """Return how the stage stands now. Raises OSError if the run directory does not answer."""
+        records, self.offset = records_since(self.metrics, self.offset)
+        for record in records:
+            self.newest[record.get("kind", "")] = record
+        incidents_bytes = size_of(self.directory / "incidents.txt")
+        if incidents_bytes != self.incident_bytes:
+            self.incident_bytes = incidents_bytes
+            self.incidents = len(read_incidents(self.directory))
+        return StatusMessage(
+            directory=self.directory,
+            stage=self.stage,
+            key=self.key,
+            state=state,
+            attempt=attempt,
+            step=step,
+            attempts=attempt_count(self.directory),
+            incidents=self.incidents,
+            report=self.newest.get("train"),
+            commit=self.newest.get("checkpoint"),
+            evaluation=self.newest.get("evaluate"),
+            time=time.time(),
+        )
+
+
+def records_since(path: Path, offset: int, most_bytes: int = TAIL_BYTES) -> tuple[list[Record], int]:
+    """Return the records after `offset`, of at most `most_bytes`, and the offset for the next call.
+
+    An incomplete last line is left to the next call. Lines that are no records, such as one cut by the offset, are
+    excluded.
+    """
+    size = size_of(path)
+    if size < offset:  # another file: the stage was started over
+        offset = 0
+    if size == offset:
+        return [], offset
+    with open(path, "rb") as file:
+        file.seek(offset)
+        added = file.read(most_bytes)
+    whole = added[: added.rfind(b"\n") + 1]
+    return list(records_in(whole.splitlines(), path)), offset + len(whole)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if it does not exist yet."""
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,130 @@
+"""Watchers follow a run from outside: the terminal, the page, gauges, trackers. None of them can end it.
+
+    class Killer(Watcher):
+        def status(self, message: StatusMessage) -> None:
+            if message.report is not None and message.report["step"] > 40: ...
+
+    run_campaign(campaign, watchers=[Killer(), "jobs.extras.report.kept:KeptPage"])
+
+One command calls, in this order:
+1. `started`, when the run belongs to this command;
+2. for each stage that is not skipped: `stage`, then `status` about twice a second while its workers run. The state of
+   the first message of a stage is "waiting", that of the last one "ended";
+3. `ended`, when status.json says how the command ended. It is not called if another command took the run over;
+4. `close`, when the lease of the run is released.
+
+A watcher that raises an exception misses that call. The exception is logged once and the run continues.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+
+from data.checks import one_line
+from data.errors import Preempted, RunOwned
+from jobs.ownership import Lease
+from jobs.resolved_recipe import Campaign, Context
+from jobs.run.reading import StageReader, StageState, StatusMessage
+
+Log = Callable[[str], None]
+
+
+class Watcher:
+    """Base class of watchers; every method does nothing."""
+
+    def started(self, campaign: Campaign, lease: Lease, log: Log) -> None:
+        """Prepare to watch this command's run."""
+
+    def stage(self, context: Context) -> None:
+        """Prepare to watch this stage."""
+
+    def status(self, message: StatusMessage) -> None:
+        """Show how the stage stands. This is called from the driver's loop: return at once."""
+
+    def ended(self) -> None:
+        """Show how the command ended; the run still belongs to it."""
+
+    def close(self) -> None:
+        """Release what the watcher holds."""
+
+
+def load_watcher(name: str) -> Watcher:
+    """Create the watcher of a name such as "jobs.extras.report.kept:KeptPage". Raises ImportError."""
+    module, _, class_name = name.partition(":")
+    watcher = getattr(import_module(module), class_name)()
+    assert isinstance(watcher, Watcher), name
+    return watcher
+
+
+class Watchers:
+    """The watchers of one command; forwards each call to all of them."""
+
+    def __init__(self, watchers: Sequence[Watcher | str], log: Log) -> None:
+        self.log = log
+        self.complaints: set[str] = set()  # logged already
+        self.reader: StageReader | None = None  # of the stage that runs
+        self.watchers: list[Watcher] = []
+        for watcher in watchers:
+            with self.failures_logged(str(watcher)):
+                self.watchers.append(load_watcher(watcher) if isinstance(watcher, str) else watcher)
+
+    @contextmanager
+    def of_command(self, campaign: Campaign, lease: Lease) -> Iterator[None]:
+        """Watch the command that runs in the block, up to its entry in status.json."""
+        for watcher in self.watchers:
+            with self.failures_logged(watcher):
+                watcher.started(campaign, lease, self.log)
+        is_owner = True
+        try:
+            yield
+        except RunOwned:
+            is_owner = False
+            raise
+        finally:
+            for watcher in self.watchers:
+                if is_owner:
+                    with self.failures_logged(watcher):
+                        watcher.ended()
+
+    @contextmanager
+    def of_stage(self, context: Context) -> Iterator[None]:
+        """Watch the stage that runs in the block."""
+        self.reader = StageReader(context.directory)
+        for watcher in self.watchers:
+            with self.failures_logged(watcher):
+                watcher.stage(context)
+        self.status("waiting")
+        try:
+            yield
+        finally:
+            self.status("ended")
+
+    def status(self, state: StageState, attempt: int = 0, step: int = 0) -> None:
+        """Read how the stage stands and send it to every watcher."""
+        # A stale handle of a shared folder costs this message; the next one reads again.
+        with suppress(OSError):
+            assert self.reader is not None
+            message = self.reader.read(state, attempt, step)
+            for watcher in self.watchers:
+                with self.failures_logged(watcher):
+                    watcher.status(message)
+
+    def close(self) -> None:
+        """Close the watchers, in reverse order: the terminal, which comes first, shows what the others log."""
+        for watcher in reversed(self.watchers):
+            with self.failures_logged(watcher):
+                watcher.close()
+
+    @contextmanager
+    def failures_logged(self, watcher: Watcher | str) -> Iterator[None]:
+        """Log an exception of a watcher, each one once, and continue."""
+        name = watcher if isinstance(watcher, str) else type(watcher).__name__
+        try:
+            yield
+        except (Preempted, RunOwned):  # a signal arrived during the call (jobs/run/session.py)
+            raise
+        except Exception as error:
+            complaint = f"{name}: {type(error).__name__}: {one_line(str(error))}"
+            if complaint not in self.complaints:
+                self.complaints.add(complaint)
+                self.log(f"{complaint}; the run continues without it")

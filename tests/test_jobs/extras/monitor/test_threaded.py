@@ -1,0 +1,111 @@
+"""A watcher with a thread: it shows a stage that waits, works and ends, and cannot hold up a run."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.extras.monitor import threaded
+from jobs.extras.monitor.threaded import ThreadedWatcher
+from jobs.run.reading import StageReader, StatusMessage
+from tests.support.families import wait_until
+from tests.test_jobs.run.test_reading import two_attempts
+
+pytestmark = pytest.mark.quick
+
+
+class States(ThreadedWatcher):
+    """Keeps the state of everything that it shows."""
+
+    name = "monitoring"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[str] = []
+
+    def show(self, message: StatusMessage) -> None:
+        self.states.append(message.state)
+
+    def show_run(self) -> None:
+        self.states.append("run")
+
+
+def context(needs_workers: bool) -> Any:
+    return SimpleNamespace(stage=SimpleNamespace(kind=SimpleNamespace(needs_workers=needs_workers)))
+
+
+def test_a_stage_that_waits_works_and_ends_is_shown_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
+    reader = StageReader(two_attempts(tmp_path))
+    watcher = States()
+    watcher.start(print)
+    wait_until(lambda: "run" in watcher.states)  # before the first stage, and between two
+    watcher.stage(context(needs_workers=True))
+    watcher.status(reader.read("waiting"))
+    wait_until(lambda: "waiting" in watcher.states)
+    watcher.status(reader.read("working", 7))
+    wait_until(lambda: "working" in watcher.states)
+    watcher.status(reader.read("ended"))
+    watcher.close()
+    assert watcher.states[-1] == "run", "once more at the end, when the command has written its exit code"
+    of_stage = [state for state in watcher.states if state != "run"]
+    assert of_stage[-1] == "ended"
+    assert set(of_stage) == {"waiting", "working", "ended"}
+
+
+def test_an_attempt_that_has_not_reported_for_a_while_is_shown_as_waiting(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
+    message = StageReader(two_attempts(tmp_path)).read("working", 7)
+    watcher = States()
+    watcher.stage(context(needs_workers=True))
+    watcher.status(replace(message, time=message.time - 1.1 * threaded.SILENT_S))
+    watcher.start(print)
+    wait_until(lambda: "waiting" in watcher.states)
+    watcher.close()
+    assert "working" not in watcher.states
+
+
+def test_the_end_of_every_stage_is_shown_however_short_it_was(tmp_path: Path) -> None:
+    reader = StageReader(two_attempts(tmp_path))
+    watcher = States()
+    watcher.stage(context(needs_workers=True))
+    for _ in range(3):
+        watcher.status(reader.read("ended"))
+    watcher.stage(context(needs_workers=False))
+    watcher.status(reader.read("ended"))
+    watcher.start(print)
+    watcher.close()
+    assert watcher.states == ["ended", "ended", "ended", "run"], "a stage of the driver is not shown"
+
+
+def test_who_fails_or_never_answers_costs_a_line_and_never_the_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(threaded, "SHOW_EVERY_S", 0.01)
+    monkeypatch.setattr(threaded, "CLOSE_S", 0.2)
+    said: list[str] = []
+    shown: list[str] = []
+    is_over = threading.Event()
+
+    class Failing(ThreadedWatcher):
+        name = "monitoring"
+
+        def show(self, message: StatusMessage) -> None:
+            shown.append(message.state)
+            if len(shown) < 5:
+                raise ConnectionError("the head is away\nand more")
+            is_over.wait()
+
+    watcher = Failing()
+    watcher.start(said.append)
+    watcher.stage(context(needs_workers=True))
+    watcher.status(StageReader(two_attempts(tmp_path)).read("working", 7))
+    wait_until(lambda: len(shown) == 5)
+    began = time.monotonic()
+    watcher.close()
+    assert time.monotonic() - began < 10, "of a call that never returns"
+    assert len(said) == 2 and said[1].startswith("monitoring: no answer within 0.2 s")
+    assert said[0].startswith("monitoring: ConnectionError: the head is away; the run goes on")
+    is_over.set()

@@ -1,0 +1,81 @@
+"""A key depends on what a stage's output depends on, and on nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.errors import ConfigError
+from jobs.resolved_recipe import Campaign
+from pipeline.config import digest
+from tests.support import campaigns
+
+
+def keys(recipe: Path, *overrides: str) -> dict[str, str]:
+    return {stage.name: stage.key for stage in campaigns.load(recipe, list(overrides)).stages}
+
+
+def changed(recipe: Path, *overrides: str) -> set[str]:
+    """Return the stages whose keys change with overrides."""
+    before = keys(recipe)
+    after = keys(recipe, *overrides)
+    return {name for name in before if before[name] != after[name]}
+
+
+@pytest.mark.parametrize("override", ["cluster.workers=1", "pretrain.log_every=1", "pretrain.micro_batch=2"])
+def test_how_a_stage_is_computed_changes_no_key(recipe, override):
+    assert changed(recipe, override) == set()
+
+
+def test_what_a_stage_is_evaluated_on_changes_no_key(recipe, shards):
+    assert changed(recipe, f"pretrain.data.evaluate={shards}/train") == set()
+
+
+def test_a_change_reaches_all_later_stages(recipe):
+    assert changed(recipe, "pretrain.optim.lr=1") == {"pretrain", "resize", "finetune", "fewshot"}
+    assert changed(recipe, "resize.image_size=32") == {"resize", "finetune", "fewshot"}
+    assert changed(recipe, "finetune.optim.lr=1") == {"finetune"}
+
+
+def test_the_same_set_at_another_path_is_the_same_input(recipe, shards, tmp_path):
+    (tmp_path / "elsewhere").symlink_to(shards)
+    assert changed(recipe, f"pretrain.data.train={tmp_path}/elsewhere/train") == set()
+    assert "pretrain" in changed(recipe, f"pretrain.data.train={shards}/test")
+
+
+def test_the_key_of_a_stage_without_defaults_is_the_digest_of_its_section_and_its_inputs(recipe):
+    loaded = campaigns.load(recipe, [])
+    parent = loaded.stage("pretrain").key
+    identity = {"schema": 1, "kind": "resize", "config": {"image_size": 24}, "inputs": {"init": f"{parent}/"}}
+    assert loaded.stage("resize").key == digest(json.loads(json.dumps(identity)))
+
+
+def test_evaluations_that_choose_the_weights_are_in_the_key(recipe, shards):
+    best = "pretrain.keep_best=accuracy"
+    before = keys(recipe, best, "pretrain.evaluate_every=8")
+    after = keys(recipe, best, "pretrain.evaluate_every=8", f"pretrain.data.evaluate={shards}/train")
+    assert before["pretrain"] != after["pretrain"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "finetune.init=@fewshot",
+            "finetune.init is @fewshot: that is no weights\n  expected @stage, of one of the kinds",
+        ),
+        ("resize.init=@pretrain/part", "resize.init is @pretrain/part: that is no weights"),
+        ("finetune.data.train=@resize/train", "a resize stage makes no data\n  expected @stage/set of a pack stage"),
+    ],
+)
+def test_a_reference_to_the_wrong_kind_of_output_is_refused(recipe, override, message):
+    with pytest.raises(ConfigError) as error:
+        campaigns.load(recipe, [override])
+    assert message in str(error.value)
+
+
+def test_missing_inputs_are_named_and_have_no_model(recipe, tmp_path):
+    loaded: Campaign = campaigns.load(recipe, [f"resize.init={tmp_path}/nowhere"])
+    stage = loaded.stage("resize")
+    assert stage.missing[0].startswith(f"resize.init: no weights.safetensors in {tmp_path}/nowhere")
+    assert stage.model is None

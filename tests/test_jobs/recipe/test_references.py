@@ -1,0 +1,143 @@
+"""Values that another stage determines: placeholders before it has finished, its values afterwards, the same keys."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from data.errors import ConfigError, DataError
+from jobs.recipe import campaign
+from jobs.recipe.records import stage_record
+from jobs.recipe.references import in_words, with_values
+from jobs.resolved_recipe import Campaign, StageKind
+from pipeline import artifacts
+from pipeline.config import Tags, tags
+from tests.support.campaigns import KINDS
+
+pytestmark = pytest.mark.quick
+
+
+@dataclass(frozen=True)
+class ChooserConfig:
+    rates: tuple[float, ...] = (0.5, 0.25)
+
+    RESUME: ClassVar[Tags] = tags(forbid="rates")
+
+
+class Chooser(StageKind):
+    """Determines one value for others, and reads nothing."""
+
+    name = "chooser"
+    config = ChooserConfig
+    needs_workers = False
+
+    def placeholders(self, cfg: ChooserConfig) -> Mapping[str, object]:
+        return {"rate": cfg.rates[0]}
+
+    def values(self, folder: Path) -> Mapping[str, object]:
+        chosen: dict[str, object] = artifacts.read_record(folder / "chosen.json")["chosen"]
+        return chosen
+
+    def value_in_words(self, cfg: ChooserConfig, name: str) -> str:
+        return f"one of {cfg.rates}"
+
+
+@dataclass(frozen=True)
+class UserConfig:
+    rate: float = 1.0
+    title: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    RESUME: ClassVar[Tags] = tags(forbid="rate more", free="title")
+
+
+class User(StageKind):
+    name = "user"
+    config = UserConfig
+    needs_workers = False
+
+
+ALL = {**KINDS, "chooser": Chooser(), "user": User()}
+RECIPE = "user: {rate: '@chooser/rate', title: '@home'}\nchooser: {}\n"
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Campaign:
+    (tmp_path / "recipe.yaml").write_text(f"run: {tmp_path}/run\n{RECIPE}")
+    return load(tmp_path)
+
+
+def load(folder: Path, *overrides: str) -> Campaign:
+    return campaign.load(folder / "recipe.yaml", list(overrides), ALL)
+
+
+def finish(loaded: Campaign, **chosen: float) -> None:
+    chooser = loaded.stage("chooser")
+    folder = loaded.directory(chooser)
+    folder.mkdir(parents=True)
+    artifacts.write_record(folder / "chosen.json", {"chosen": chosen})
+    artifacts.write_record(folder / "done.json", {"key": chooser.key})
+
+
+def test_a_placeholder_stands_in_the_config_until_the_value_is_known(loaded):
+    user = loaded.stage("user")
+    assert user.config.rate == 0.5
+    assert user.pending == ("rate",)
+    assert user.references == {"rate": "@chooser/rate"}
+    assert in_words(loaded, user, "rate") == "one of (0.5, 0.25), known after chooser"
+
+
+def test_a_stage_comes_after_the_stage_that_determines_its_value(loaded):
+    assert [stage.name for stage in loaded.stages] == ["chooser", "user"]
+    assert loaded.waiting_for(loaded.stage("chooser")) == [loaded.stage("user")]
+
+
+def test_the_value_replaces_the_placeholder_and_the_key_stays(loaded):
+    finish(loaded, rate=0.25)
+    after = with_values(loaded)
+    user = after.stage("user")
+    assert user.config.rate == 0.25
+    assert user.pending == ()
+    assert user.key == loaded.stage("user").key
+    assert in_words(after, user, "rate") == "0.25, one of (0.5, 0.25) (chooser)"
+    assert stage_record(user)["chosen"] == {"rate": 0.25}
+    assert "chosen" not in stage_record(loaded.stage("user"))
+
+
+def test_a_recipe_that_is_loaded_later_has_the_value(loaded, tmp_path):
+    finish(loaded, rate=0.25)
+    assert load(tmp_path).stage("user").config.rate == 0.25
+
+
+def test_without_a_value_the_field_stays_pending(loaded):
+    finish(loaded)
+    assert with_values(loaded).stage("user").pending == ("rate",)
+
+
+def test_a_stage_that_was_run_with_another_value_is_refused(loaded):
+    finish(loaded, rate=0.25)
+    user = with_values(loaded).stage("user")
+    folder = loaded.directory(user)
+    folder.mkdir()
+    artifacts.write_record(folder / "stage.json", {**stage_record(user), "chosen": {"rate": 0.5}})
+    with pytest.raises(DataError, match=r"was run with other values than chooser has chosen: rate: 0\.5 → 0\.25"):
+        with_values(loaded)
+
+
+def test_the_key_depends_on_the_stage_that_determines_the_value(loaded, tmp_path):
+    other = load(tmp_path, "chooser.rates=[0.5,0.125]")
+    assert other.stage("user").config == loaded.stage("user").config
+    assert other.stage("user").key != loaded.stage("user").key
+
+
+def test_a_value_that_the_stage_does_not_determine_is_refused(loaded, tmp_path):
+    with pytest.raises(ConfigError, match=r"user\.rate is @chooser/rat: chooser determines no 'rat'; did you mean"):
+        load(tmp_path, "user.rate='@chooser/rat'")
+
+
+def test_other_texts_with_an_at_sign_stay_what_they_are(loaded, tmp_path):
+    assert loaded.stage("user").config.title == "@home"
+    user = load(tmp_path, "user.more.handle='@nobody/here'").stage("user")
+    assert user.config.more == {"handle": "@nobody/here"}

@@ -1,0 +1,64 @@
+"""Checks of stages: which come first, what stops at which, and how an error refuses a run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data.errors import ConfigError, DataError, ExitCode
+from jobs.recipe.validate import refuse, validate, validate_all
+from jobs.resolved_recipe import INPUTS, Available, CheckResult, Stage
+from tests.support import campaigns
+
+
+def test_a_result_before_an_error_is_kept_and_those_after_it_are_not_made(recipe):
+    loaded = campaigns.load(recipe, [])
+
+    def checks(stage: Stage, there: Available) -> Iterator[CheckResult]:
+        yield CheckResult("WARN", "a subject", "first")
+        raise ConfigError("second\n  type something")
+
+    stage = loaded.stage("pretrain")
+    changed = Stage(stage.name, campaigns.with_methods(stage.kind, checks=checks), stage.config, stage.source)
+    results = validate(changed, Available(loaded, looks_at_files=False))
+    assert [(result.level, result.text) for result in results] == [("WARN", "first"), ("FAIL", "second")]
+    assert results[1].remedy == "  type something"
+    assert results[1].exit_code == ExitCode.CONFIG
+
+
+def test_a_stage_is_checked_by_the_stages_that_read_it(recipe):
+    loaded = campaigns.load(recipe, [])
+    calls = []
+
+    def check_parent(stage: Stage, parent: Stage, there: Available) -> None:
+        calls.append((stage.name, parent.name))
+
+    for name in ("resize", "finetune", "fewshot"):
+        stage = loaded.stage(name)
+        kind = campaigns.with_methods(stage.kind, check_parent=check_parent)
+        object.__setattr__(stage, "kind", kind)
+    there = Available(loaded)
+    for stage in loaded.stages:
+        validate(stage, there)
+    assert calls == [("resize", "pretrain"), ("finetune", "resize"), ("fewshot", "resize")]
+
+
+@pytest.mark.quick
+def test_missing_inputs_are_refused_first_and_together():
+    results = [
+        CheckResult("WARN", "x", "a warning"),
+        CheckResult.of(ConfigError("a wrong config"), "x"),
+        CheckResult.of(DataError("a is missing"), INPUTS),
+        CheckResult.of(DataError("b is missing"), INPUTS),
+    ]
+    with pytest.raises(DataError, match="2 inputs are missing: a is missing\n  b is missing"):
+        refuse(results)
+    with pytest.raises(ConfigError, match="a wrong config"):
+        refuse(results[:2])
+    refuse(results[:1])
+
+
+def test_all_missing_inputs_of_a_recipe_are_found(recipe: Path):
+    loaded = campaigns.load(recipe, ["pretrain.data.train=/nowhere", "fewshot.init=/neither"])
+    failures = [result for result in validate_all(loaded, loaded.stages) if result.level == "FAIL"]
+    assert [failure.text.partition(":")[0] for failure in failures] == ["pretrain.data.train", "fewshot.init"]

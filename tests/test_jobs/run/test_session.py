@@ -1,0 +1,161 @@
+"""A command's life on a run: what it checks first, runs and skips, tells its watchers and leaves in status.json."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.errors import ConfigError, DataError, Preempted, RunOwned
+from data.sources.samples import digits
+from jobs.ownership import Lease
+from jobs.resolved_recipe import Campaign
+from jobs.run.reading import StatusMessage
+from jobs.run.session import Stopper, run_campaign, stages_of, temporary_run
+from jobs.run.watchers import Watcher
+from tests.support import campaigns
+
+pytestmark = pytest.mark.quick
+
+DIGITS = "shards: {kind: pack, sets: {train: {source: digits, split: train, keep: [0, 1], image_size: 8}}}\n"
+
+
+@pytest.fixture
+def packing(tmp_path: Path) -> Campaign:
+    """A campaign of one stage that the driver runs itself."""
+    recipe = tmp_path / "packing.yaml"
+    recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{DIGITS}")
+    return campaigns.load(recipe, [])
+
+
+class States(Watcher):
+    """Keeps what it is told of stages and of the end."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.events: list[str] = []
+
+    def status(self, message: StatusMessage) -> None:
+        self.events.append(f"{message.stage} {message.state}")
+
+    def ended(self) -> None:
+        self.events.append(f"exit code {json.loads((self.run / 'status.json').read_text())['exit_code']}")
+
+
+def test_a_stage_is_run_once_and_skipped_by_the_next_command(packing, capsys) -> None:
+    (row,) = run_campaign(packing, quiet=True)
+    assert not row["skipped"]
+    zeros_and_ones = [sample for sample in digits(train=True, image_size=8) if sample.labels[0] in (0, 1)]
+    assert row["samples_seen"] == len(zeros_and_ones)
+    first = States(packing.run)
+    (again,) = run_campaign(packing, watchers=[first])
+    assert again["skipped"]
+    assert first.events == ["exit code 0"], "of a stage that is skipped there is no status"
+    stage = packing.stages[0]
+    line = f"shards: skipped, finished with the same config and inputs (key {stage.key[:8]})"
+    assert line in capsys.readouterr().out
+
+
+def test_watchers_see_the_stage_and_the_end_that_status_json_has(packing) -> None:
+    states = States(packing.run)
+    run_campaign(packing, watchers=[states], quiet=True)
+    assert states.events == ["shards waiting", "shards ended", "exit code 0"]
+
+
+def test_what_is_missing_is_refused_before_anything_starts(tmp_path) -> None:
+    recipe = tmp_path / "missing.yaml"
+    text = "shards: {kind: pack, sets: {train: {source: folder, path: " + str(tmp_path / "nothing") + "}}}\n"
+    recipe.write_text(f"run: {tmp_path / 'run'}\ncluster: {{backend: processes, workers: 1}}\n{text}")
+    loaded = campaigns.load(recipe, [])
+    states = States(loaded.run)
+    with pytest.raises(DataError, match="nothing"):
+        run_campaign(loaded, watchers=[states], quiet=True)
+    assert states.events == ["exit code 65"]
+    assert not list(loaded.run.glob("shards-*"))
+
+
+def test_a_run_of_another_command_is_refused_and_its_status_stays(packing) -> None:
+    states = States(packing.run)
+    with Lease(packing.storage, print):
+        (packing.run / "status.json").write_text("of the other command")
+        with pytest.raises(RunOwned):
+            run_campaign(packing, watchers=[states], quiet=True)
+    assert (packing.run / "status.json").read_text() == "of the other command"
+    assert states.events == []
+
+
+def test_only_names_a_stage_or_a_section(packing) -> None:
+    stage = packing.stages[0]
+    runs = tuple(replace(stage, name=f"grid.{number}", source="grid") for number in range(2))
+    several = replace(packing, stages=(stage, *runs))
+    assert [stage.name for stage in stages_of(several, None)] == ["shards", "grid.0", "grid.1"]
+    assert [stage.name for stage in stages_of(several, "grid")] == ["grid.0", "grid.1"]
+    assert [stage.name for stage in stages_of(several, "grid.1")] == ["grid.1"]
+
+
+# ------------------------------------------------------------------------ signals
+
+
+@pytest.fixture
+def stopper(packing):
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    lines: list[str] = []
+    made: Any = Stopper(lines.append, Lease(packing.storage, print))
+    made.lines = lines
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_signal_asks_for_a_commit_and_a_second_interrupt_ends_at_once(stopper) -> None:
+    assert not stopper.is_asked()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopper.is_asked()
+    assert stopper.lines == ["SIGTERM: finishing the step, committing, then exit 75; Ctrl-C again ends at once"]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(stopper.lines) == 1, "a second SIGTERM asks for the same thing"
+    with pytest.raises(KeyboardInterrupt, match="interrupted twice"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_ends_the_work_of_the_driver_itself_at_once(stopper) -> None:
+    stopper.works_here = True
+    with pytest.raises(Preempted, match="stopped by SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None:
+    monkeypatch.setattr(Stopper, "is_asked", lambda self: True)
+    with pytest.raises(Preempted, match="stopped before shards; run the same command again to go on"):
+        run_campaign(packing, quiet=True)
+    assert json.loads((packing.run / "status.json").read_text())["exit_code"] == 75
+    assert not list(packing.run.glob("shards-*"))
+
+
+# ------------------------------------------------------------------------ a temporary folder
+
+
+def test_a_temporary_folder_goes_with_a_run_directory_that_was_not_there(tmp_path) -> None:
+    run = tmp_path / "new" / "run"
+    with temporary_run(run) as folder:
+        assert folder.parent == run
+    assert not run.exists()
+
+
+def test_a_run_directory_that_was_there_stays(tmp_path) -> None:
+    with pytest.raises(ConfigError), temporary_run(tmp_path):
+        raise ConfigError("an error in the block")
+    assert tmp_path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_within_the_block_removes_the_folder(tmp_path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), temporary_run(tmp_path / "run"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGTERM) is before

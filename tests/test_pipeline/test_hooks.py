@@ -1,0 +1,177 @@
+"""Hooks attach to a real run, by name; their keys stay flat, and a name that is none is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import models
+from data.errors import ConfigError
+from jobs.cluster.worker_group import run_worker_group
+from jobs.cluster_config import ClusterConfig
+from pipeline import config
+from pipeline.checkpoints.manifest import committed, read_manifest, step_of
+from pipeline.checkpoints.reader import Reader
+from pipeline.extras.best import BestConfig
+from pipeline.extras.branches import BranchConfig
+from pipeline.extras.token_dropping import ThinnedConfig
+from pipeline.hooks import Hook, build_config, compose, is_used, load_classes, own_keys, plain_values
+from pipeline.monitoring.telemetry import read_metrics
+from pipeline.train import train
+from pipeline.training_config import TrainConfig
+from tests.support import reference_runs as runs
+from tests.support.recorded_hooks import calls_of
+
+RECORDER = "tests.support.recorded_hooks:Recorder"
+NO_WEIGHT = "tests.support.recorded_hooks:NoWeight"
+CASE = runs.CASES["mixup"]  # two workers, six steps of 16 images, in micro-batches of 4
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    runs.make_sets(folder / "sets")
+    runs.given_weights(folder / "given")
+    return folder
+
+
+def run(sets: Path, folder: Path, hooks: dict[str, Any], **values: Any) -> tuple[dict[str, Any], Path]:
+    """Train the case with hooks in its task; return rank 0's result and the stage's folder."""
+    task = runs.task_of(CASE, "stage", sets / "sets", sets / "given", folder)
+    task["config"] = {**task["config"], **values}
+    task["hooks"] = hooks
+    cluster = ClusterConfig(workers=CASE.world, backend="processes")
+    result: Any = run_worker_group(train, task, cluster=cluster, name="group", directory=folder)
+    return result, folder / "stage"
+
+
+def test_each_moment_of_a_stage_reaches_a_hook_once_and_in_order(sets: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    every_two = {"evaluate_every": 2, "save_every": 3, "log_every": 6, "notes": str(notes)}
+    result, stage = run(sets, tmp_path, {RECORDER: {}}, **every_two)
+    assert result["step"] == 6
+
+    calls = [call for call in calls_of(notes, 0) if call[0] != "masked"]
+    saves = [["before_record", 3], ["before_save", 3]]  # the record of a save's steps comes first
+    last = [["before_record", 6], ["before_save", 6]]
+    evaluated = [["is_over", 2], ["is_over", 4]]
+    first = [["begin", 0], ["is_over", 0], ["before_record", 1]]  # the first step is logged
+    assert calls == [*first, evaluated[0], *saves, evaluated[1], *last, ["choose"]]
+    # The other worker is asked in nothing that rank 0 decides.
+    others = [call for call in calls_of(notes, 1) if call[0] != "masked"]
+    assert others == [call for call in calls if call[0] not in ("is_over", "choose")]
+
+    # Each step asks once for the whole batch, then for each micro-batch of this worker.
+    asked = [call[1:] for call in calls_of(notes, 0) if call[0] == "masked"]
+    expected = []
+    for step in range(6):
+        expected += [[step, 16], [step, 4], [step, 4]]
+    assert asked == expected
+    assert {record["noted"] for record in read_metrics(stage, "train")} == {"train"}
+
+
+def test_a_hook_ends_a_stage_and_chooses_the_weights_that_it_exports(sets: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    values = {"evaluate_every": 2, "save_every": 2, "notes": str(notes)}
+    result, stage = run(sets, tmp_path, {RECORDER: {"over": 4, "best": 2}}, **values)
+    assert result["step"] == 4
+    assert result["kept"]["step"] == 2
+    assert "enough: the stage ends at step 4 of 6" in (stage / "log.txt").read_text()
+
+    (chosen,) = [folder for folder in committed(stage / "checkpoints") if step_of(folder) == 2]
+    assert result["kept"]["ledger"] == read_manifest(chosen).ledger
+    exported, _ = models.load_weights(stage)
+    shapes = {name: weight.shape for name, weight in exported.items()}
+    of_checkpoint = Reader(chosen, read_manifest(chosen).files).weights(shapes)
+    for name, weight in exported.items():
+        assert weight.equal(of_checkpoint[name]), name
+
+
+def test_a_hook_changes_no_bit_of_a_run_that_it_only_watches(sets: Path, tmp_path: Path) -> None:
+    weights = []
+    for hooks in ({}, {RECORDER: {}}):
+        folder = tmp_path / str(len(hooks))
+        folder.mkdir()
+        more = {"notes": str(folder / "notes")} if hooks else {}
+        _, stage = run(sets, folder, hooks, **more)
+        weights.append((stage / "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_samples_without_weight_are_marked_in_the_ledger_and_change_the_weights(sets: Path, tmp_path: Path) -> None:
+    ledgers = []
+    weights = []
+    for hooks in ({}, {NO_WEIGHT: {"shard": 1}}):
+        folder = tmp_path / str(len(hooks))
+        folder.mkdir()
+        result, stage = run(sets, folder, hooks)
+        ledgers.append(result["ledger"])
+        weights.append((stage / "weights.safetensors").read_bytes())
+    assert ledgers[0] != ledgers[1]
+    assert weights[0] != weights[1]
+
+
+# ------------------------------------------------------------------------------------------------ names and keys
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name", ["pipeline.extras.best:Nothing", "pipeline.extras.nothing:Best", "pipeline.extras.best:best_of", "best"]
+)
+def test_a_name_that_is_no_hook_is_refused_with_what_one_looks_like(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load_classes([name])
+
+
+@pytest.mark.quick
+def test_a_composed_config_has_the_keys_of_all_parts_flat_and_their_checks() -> None:
+    parts = (BranchConfig, ThinnedConfig, BestConfig)
+    composed = compose(*parts)
+    keys = [field.name for field in dataclasses.fields(composed)]
+    core = [field.name for field in dataclasses.fields(TrainConfig)]
+    assert sorted(keys) == sorted([*core, "begin", "law", "thinning", "keep_best", "patience"])
+    assert composed is compose(*parts), "configs of two stages are compared"
+
+    built = config.build(composed, {"steps": 10, "keep_best": "accuracy", "evaluate_every": 5}, "pretrain")
+    assert isinstance(built, BestConfig)
+    assert built.saves_evaluated
+    assert built.exempt_checkpoints == 1
+    for wrong, message in (
+        ({"steps": 0}, "steps is 0"),  # of the core
+        ({"begin": 5}, "give init"),
+        ({"patience": 2}, "keep_best names no metric"),
+        ({"thinning": {"patch_dropout": 2.0}}, "patch_dropout is 2.0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config.build(composed, {"steps": 10, **wrong}, "pretrain")
+
+
+@pytest.mark.quick
+def test_a_part_is_used_if_one_of_its_keys_has_another_value_than_the_default() -> None:
+    composed = compose(BranchConfig, ThinnedConfig, BestConfig)
+    plain = composed(steps=10, log_every=1)
+    assert not any(is_used(plain, part) for part in (BranchConfig, ThinnedConfig, BestConfig))
+    kept = composed(steps=10, evaluate_every=5, keep_best="accuracy")
+    assert is_used(kept, BestConfig)
+    assert not is_used(kept, ThinnedConfig)
+    assert own_keys(BestConfig) == ["keep_best", "patience"]
+
+
+@pytest.mark.quick
+def test_a_task_holds_the_keys_of_its_hooks_alone_and_builds_the_same_config() -> None:
+    composed = compose(BranchConfig, ThinnedConfig, BestConfig)
+    cfg: Any = composed(steps=10, evaluate_every=5, keep_best="accuracy", patience=3)
+    values = json.loads(json.dumps(plain_values(cfg, [BestConfig])))
+    assert "thinning" not in values
+    built: Any = build_config(values, ["pipeline.extras.best:KeepBest"])
+    assert (built.keep_best, built.patience) == ("accuracy", 3)
+    with pytest.raises(ConfigError, match=r"unknown key config\.keep_best"):
+        build_config(values)
+
+
+@pytest.mark.quick
+def test_a_hook_has_at_most_six_methods_which_do_nothing() -> None:
+    methods = [name for name in vars(Hook) if not name.startswith("_") and callable(vars(Hook)[name])]
+    assert len([name for name in methods if name != "Config"]) <= 6
