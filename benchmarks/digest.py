@@ -21,7 +21,7 @@ from pathlib import Path
 import cv2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from data.decoder import BatchLayout, Decoder, Task
+from data.decoder import BatchLayout, Decoder, DecodeTask
 from data.images.augment import AugmentConfig
 from data.index.index import Index
 from data.index.shard import sample_digest
@@ -62,7 +62,7 @@ def loading_s(decoder: Decoder, steps: range) -> float:
     memory = bytearray(decoder.layout.bytes)
     start = time.process_time()
     for step in steps:
-        decoder.run(Task(step, 0, BATCH), decoder.layout.arrays(memory))
+        decoder.run(DecodeTask(step, 0, BATCH), decoder.layout.arrays(memory))
     return (time.process_time() - start) / (len(steps) * BATCH)
 
 

@@ -326,7 +326,7 @@ INDEX_COSTS = """
 import sys, time
 from pathlib import Path
 import data.decoder
-from data.decoder import Decoder, BatchLayout, Task
+from data.decoder import Decoder, BatchLayout, DecodeTask
 try:
     from data.decoder import DecoderProcess
 except ImportError:
@@ -348,7 +348,7 @@ def decoder_mib(index, order):
     decoder = Decoder(index, order, BatchLayout(1, 16, 1), AugmentConfig(), 0, ShardReader(index))
     process = DecoderProcess(decoder, 1)
     process.brief()
-    process.give(Task(0, 0, 1))
+    process.give(DecodeTask(0, 0, 1))
     try:
         process.answer(60.0)
     except DataError:  # the shards are not there: the batch was computed before that was seen

@@ -10,7 +10,7 @@ What becomes of a task:
 5. A bad sample is replaced by the next ones of its lane until one is good; each bad one is named in the answer.
 6. The answer, `Done`, goes back through the pipe: the bad samples, and where the time went.
 
-    Task(step=7, first=12, stop=16) with two labels a sample at most and images of 224 pixels fills
+    DecodeTask(step=7, first=12, stop=16) with two labels a sample at most and images of 224 pixels fills
     images (4, 224, 224, 3), labels [[3, −1], [17, 4], …] and ids [[0, 21, 508], [0, 21, 77], …],
     and is answered by Done(bad=(BadSample("train-000021.tar", "n0144", "truncated"),), storage_s=0.002, decode_s=0.05)
 
@@ -68,7 +68,7 @@ MEASURED = 128  # images that are decoded to tell how fast it goes
 PAGE = 4096  # bytes; every micro-batch begins on a page of its own
 
 
-class Task(NamedTuple):
+class DecodeTask(NamedTuple):
     """One micro-batch to decode: the slots `first` … `stop` − 1 of the global batch `step`."""
 
     step: int
@@ -167,7 +167,7 @@ class Decoder:
         self.__dict__.update(state)
         self.order.with_sizes(self.index.shard_samples)
 
-    def run(self, task: Task, arrays: Arrays) -> Done:
+    def run(self, task: DecodeTask, arrays: Arrays) -> Done:
         """Fill the arrays' first rows; bad samples are replaced by the next good ones of their lanes.
 
         Raises DataError where a hundred in a row are bad, and what the reader raises.
@@ -329,7 +329,7 @@ class DecoderProcess:
         os.ftruncate(self.file, all_bytes)
         self.memory = mmap(self.file, 0)
         self.free_offsets = deque(range(0, all_bytes, batch_bytes))
-        self.pending: deque[tuple[Task, int]] = deque()  # tasks and their offsets, the oldest first
+        self.pending: deque[tuple[DecodeTask, int]] = deque()  # tasks and their offsets, the oldest first
         self.start()
 
     def start(self) -> None:
@@ -357,7 +357,7 @@ class DecoderProcess:
         with suppress(OSError):
             self.connection.send(self.decoder)
 
-    def give(self, task: Task) -> None:
+    def give(self, task: DecodeTask) -> None:
         """Queue a task; one that a dead process cannot take is given to the next."""
         # The last one that became free: the spare place takes no memory as long as nothing is held.
         offset = self.free_offsets.pop()
@@ -366,7 +366,7 @@ class DecoderProcess:
         with suppress(OSError):
             self.connection.send((task, offset))
 
-    def answer(self, timeout_s: float) -> tuple[Task, int, Done]:
+    def answer(self, timeout_s: float) -> tuple[DecodeTask, int, Done]:
         """Return the oldest task, the offset of its arrays, which `lend` must be given, and what became of it.
 
         Raises what the process met, and DataError where the task costs one process after another its life.

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.decoder import Arrays, BadSample, BatchLayout, Decoder, DecoderProcess, Done, Task
+from data.decoder import Arrays, BadSample, BatchLayout, Decoder, DecoderProcess, DecodeTask, Done
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
@@ -160,11 +160,11 @@ class TrainLoader:
             if not self.stopped:
                 self.decoder.reader.begin_again()
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[DecodeTask]:
         """Give every micro-batch to come, step by step."""
         for step in count(self.start_step):
             for part in self.parts:
-                yield Task(step, part.start, part.stop)
+                yield DecodeTask(step, part.start, part.stop)
 
     def stop(self) -> None:
         """Fetch no more shards, whatever the iteration waits for; from any thread. The process may then end."""
@@ -220,7 +220,7 @@ class TrainLoader:
             for process in crew:
                 process.end()
 
-    def take(self, task: Task, arrays: Arrays, done: Done, waited_s: float) -> Batch:
+    def take(self, task: DecodeTask, arrays: Arrays, done: Done, waited_s: float) -> Batch:
         """Make a batch of a task's arrays; split the wait by what its process spent its time on."""
         start = perf_counter()
         self.warn_once(done.given_up)
@@ -250,7 +250,7 @@ class TrainLoader:
             logging.getLogger(__name__).warning(reason)
 
     def decode_on_device(
-        self, task: Task, done: Done, images: Tensor, labels: Tensor, ids: Tensor
+        self, task: DecodeTask, done: Done, images: Tensor, labels: Tensor, ids: Tensor
     ) -> tuple[Tensor, tuple[BadSample, ...]]:
         """Return the images (b, S, S, 3) on the device, the encoded ones decoded there; and what was bad.
 
@@ -264,7 +264,7 @@ class TrainLoader:
         bad: tuple[BadSample, ...] = ()
         for row in refused:
             slot = task.first + row
-            done_here = self.decoder_of_refused.run(Task(task.step, slot, slot + 1), arrays)
+            done_here = self.decoder_of_refused.run(DecodeTask(task.step, slot, slot + 1), arrays)
             self.warn_once(done_here.given_up)
             images[row] = torch.from_numpy(arrays.images[0])
             labels[row] = torch.from_numpy(arrays.labels[0])

@@ -35,7 +35,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.kinds import CORE, with_extras
+from jobs.core_kinds import CORE, with_extras
 from jobs.progress import activity
 from jobs.terminal import is_closed_pipe, program, write_last
 
@@ -77,8 +77,8 @@ EXAMPLES = {
 # Extras of the kinds that train (jobs/stages/training.py).
 TRAINING_EXTRAS = (
     "jobs.extras.studies.law:Branches",
-    "jobs.extras.token_dropping:TokenDropping",
-    "jobs.extras.async_evaluation.extra:AsyncEvaluation",
+    "jobs.extras.token_dropping:TokenDroppingExtra",
+    "jobs.extras.async_evaluation.extra:AsyncEvaluationExtra",
     "jobs.extras.best:Best",
     "jobs.extras.planning.memory_check:MemoryCheck",
 )
@@ -90,6 +90,13 @@ KINDS = {
     "sweep": "jobs.extras.studies.table:Table",
     "figure": "jobs.extras.studies.figure:Figure",
 }
+
+# What shows a run elsewhere than on the terminal (jobs/run/watchers.py).
+WATCHERS = (
+    "jobs.extras.report.kept:KeptPage",
+    "jobs.extras.monitor.gauges:Gauges",
+    "jobs.extras.monitor.trackers:Trackers",
+)
 
 COMMANDS = CommandTable(
     {
@@ -138,6 +145,7 @@ COMMANDS = CommandTable(
         },
     },
     kinds=KINDS,
+    watchers=WATCHERS,
     groups={
         "checkpoints": "List, verify, inspect, compare, export or prune checkpoints.",
         "data": "Check, measure or repair a set of shards.",

@@ -6,23 +6,13 @@ The table of all kinds, those of extras too, is in jobs/__main__.py. A kind whos
 stays in the table: a recipe that uses it is refused with a message.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from data.errors import ConfigError
 from jobs.resolved_recipe import Kinds, Sections, StageKind, StageSection
-
-# The kinds of the core.
-CORE = {
-    "pack": "jobs.stages.pack:Pack",
-    "pretrain": "jobs.stages.training:Pretrain",
-    "resize": "jobs.stages.resize:Resize",
-    "finetune": "jobs.stages.training:Finetune",
-    "fewshot": "jobs.stages.fewshot:FewShot",
-    "evaluate": "jobs.stages.evaluate:Evaluate",
-}
 
 
 @dataclass(frozen=True)
@@ -58,13 +48,8 @@ class MissingKind(StageKind):
         return expanded
 
 
-def with_extras(place: str, extras: Sequence[str]) -> str:
-    """Return the text of a kind to which extras are attached, each "module:Class"."""
-    return " ".join([place, *extras])
-
-
 def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
-    """Return an instance of every kind of a table: name → "module:Class", with its extras (`with_extras`) if any.
+    """Return an instance of every kind of a table: name → "module:Class", with its extras if it has any.
 
     An extra whose module was removed is left out.
     """

@@ -1,9 +1,9 @@
-"""How far a long count has come: a live bar on a terminal, a line every few seconds anywhere else.
+"""The progress of a long count: a live bar on a terminal, a line every few seconds elsewhere.
 
     progress = ProgressMeter("samples", total=60_000)
     progress(1_200, "3 shards")        1.2k of 60.0k samples  3 shards  240/s  eta 4m05s
 
-Every command says what it does from its second second on (`activity`), also where it has nothing to count.
+Every command shows what it does after one second (`activity`), even if it has nothing to count.
 """
 
 import sys
@@ -15,15 +15,15 @@ from typing import TextIO
 from data.checks import printable_lines
 from pipeline.values import amount, duration
 
-WAIT_S = 1.0  # after which a command says what it does
+WAIT_S = 1.0  # after which a command shows what it does
 
 
 class LiveBar:
-    """One bar at the bottom of a terminal, below whatever is said meanwhile; it turns while the process lives."""
+    """One bar at the bottom of a terminal, below the lines that are printed; it turns while the process lives."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Draw on stdout, or on another stream."""
-        # rich takes 0.1 s to import, for which a command without a bar does not wait.
+        # rich takes 0.1 s to import; a command without a bar does not wait for it.
         from rich.console import Console
         from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -37,13 +37,13 @@ class LiveBar:
             TimeRemainingColumn(),
         )
         self.rich = RichProgress(*columns, transient=True, console=Console(file=file))
-        # Nothing is shown before the first count: until then there is nothing to say.
+        # Hidden before the first count.
         self.task = self.rich.add_task("", total=None, visible=False, count="")
         self.rich.start()
 
     def update(self, done: int, total: int | None, text: str) -> None:
-        """Move the bar; without a total it swings."""
-        # Of a count that has ended rich stops the clock: what follows is another one.
+        """Move the bar; without a total it pulses."""
+        # rich stops the clock of a count that has ended: start it again for the next count.
         shown = self.rich.tasks[0]
         if shown.finished and (total is None or done < shown.completed):
             self.rich.reset(self.task)
@@ -54,7 +54,7 @@ class LiveBar:
 
     def write(self, text: str) -> None:
         """Print a line above the bar."""
-        # Brackets in a path are no markup, numbers get no colour, and a long line is not broken.
+        # Print brackets in a path as they are, numbers without colour, and long lines unbroken.
         self.rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -62,16 +62,16 @@ class LiveBar:
 
 
 class Activity:
-    """Shows what this process does: a bar on a terminal, elsewhere a line on stderr, both after WAIT_S."""
+    """Shows what this process does, after WAIT_S: by a bar on a terminal, elsewhere by a line on stderr."""
 
     def __init__(self) -> None:
-        self.text = ""  # "" where nothing is to be said
+        self.text = ""  # "" if there is nothing to show
         self.bar: LiveBar | None = None
         self.timer = threading.Timer(0, str)
-        self.lock = threading.RLock()  # the timer's thread speaks too
+        self.lock = threading.RLock()  # the timer's thread shows it
 
     def now(self, text: str) -> None:
-        """Do something else from now on."""
+        """Show this activity from now on."""
         with self.lock:
             self.text = printable_lines(text)
             self.timer.cancel()
@@ -83,13 +83,13 @@ class Activity:
             self.timer.start()
 
     def speak(self) -> None:
-        """Say what has taken longer than WAIT_S."""
+        """Show the activity, which has taken longer than WAIT_S."""
         with self.lock:
             if self.text and not self.show(0, None, self.text):
                 print(self.text, file=sys.stderr, flush=True)
 
     def show(self, done: int, total: int | None, text: str) -> bool:
-        """Show how far it has come; returns whether stdout is a terminal, which alone can show it."""
+        """Show progress on a bar; return whether stdout is a terminal, which has one."""
         with self.lock:
             if self.bar is None and sys.stdout.isatty():
                 self.bar = LiveBar()
@@ -98,7 +98,7 @@ class Activity:
             return self.bar is not None
 
     def end(self) -> None:
-        """Take the bar away, and say nothing any more."""
+        """Remove the bar, and show nothing more."""
         with self.lock:
             self.text = ""
             self.timer.cancel()
@@ -111,7 +111,7 @@ activity = Activity()  # of this process: a terminal has one bar at its bottom
 
 
 class ProgressMeter:
-    """Shows how much of a count is done: by `show`, or where that cannot, by a line every `every_s` seconds at most."""
+    """Shows how much of a count is done: by `show`, or if that returns False, by a line every `every_s` seconds."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ProgressMeter:
         self.last_line = self.began
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show that so many are done; `note` is what else there is to say of them."""
+        """Show that so many are done, with a note."""
         now = self.clock()
         # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
@@ -147,7 +147,7 @@ class ProgressMeter:
         self.last_line = now
         count = amount(done)
         eta = ""
-        # When the rest will be done can be told only where the total is known.
+        # The remaining time is known only if the total is.
         if self.total:
             count += f" of {amount(self.total)}"
             if rate:
@@ -157,10 +157,10 @@ class ProgressMeter:
         self.log("  ".join(filter(None, parts)))
 
     def packed(self, shards: int, samples: int) -> None:
-        """Show what has been packed: the `report` of data.shards.packing and data.extras.doctor.doctor.repair."""
+        """Show what has been packed; this is the `report` of data.shards.packing and of a repair."""
         self(samples, f"{shards} shards")
 
     def of(self, done: int, total: int) -> None:
-        """Show how many are done of a total that every call names: the `report` of indexing and checking."""
+        """Show how many of a total are done; this is the `report` of indexing and checking."""
         self.total = total
         self(done)

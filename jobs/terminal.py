@@ -1,11 +1,11 @@
-"""Lines for a terminal that may take none: the run never waits for it.
+"""Write lines to a terminal that may be stuck, without making the run wait for it.
 
-A terminal takes no lines after Ctrl-S, while `less` is not scrolled on, or when a log collector hangs.
-A plain `print` then waits for ever, and the watchdog and a SIGTERM wait with it. Here, in order:
-1. `write` puts a line into a queue and returns at once; a signal handler may call it amid another call;
-2. a thread writes the lines of the queue, above a bar where the stream is a terminal;
-3. where too many lines wait, the next are dropped; the first that gets through again is preceded by their number;
-4. `close` waits a few seconds for the lines that are left, and returns how many were never written.
+A terminal takes no lines after Ctrl-S, while `less` is not scrolled, or when a log collector hangs. A plain `print`
+then blocks for ever, and the watchdog and a SIGTERM wait with it. Here, in order:
+1. `write` puts a line into a queue and returns at once; a signal handler may call it during another call;
+2. a thread writes the lines of the queue, above a bar if the stream is a terminal;
+3. if too many lines wait, the next ones are dropped; the first line that gets through is preceded by their number;
+4. `close` waits a few seconds for the remaining lines, and returns how many were never written.
 
     terminal = Terminal(sys.stdout)
     terminal.write("ray: 1 nodes")
@@ -32,11 +32,11 @@ COMMAND = "python -m jobs"  # how commands begin in all messages
 
 MOST_WAITING = 10_000  # lines; some 2 MB
 LONGEST_LINE = 100  # characters on a terminal; what is redirected stays one line
-CLOSE_S = 3.0  # for the lines that are left at the end: a terminal may be slow, and need not be stuck
+CLOSE_S = 3.0  # for the remaining lines: a terminal may be slow without being stuck
 
 
 class BarPlace(NamedTuple):
-    """Where the bar is to stand."""
+    """The next state of the bar."""
 
     done: int
     total: int | None
@@ -44,31 +44,31 @@ class BarPlace(NamedTuple):
 
 
 class MoveBar:
-    """Stands in the queue for the bar's next move, to wherever it is to stand when the thread comes to it."""
+    """In the queue: move the bar to its latest place."""
 
 
 class Terminal:
-    """Writes lines to a stream from a thread; no call waits, but `close`."""
+    """Writes lines to a stream from a thread; only `close` waits."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.handle = handle_of(stream)
-        # Of Python's queues only SimpleQueue may be used in a signal handler that interrupts a `put`.
+        # Only a SimpleQueue may be used in a signal handler that interrupts a `put`.
         self.waiting: queue.SimpleQueue[str | MoveBar | None] = queue.SimpleQueue()
-        self.dropped = 0  # lines, all in all
-        self.dropped_said = 0  # of them, those that the terminal has been told of
+        self.dropped = 0  # lines in total
+        self.dropped_said = 0  # those of them that the terminal has reported
         self.bar_place: BarPlace | None = None
         self.is_move_waiting = False
         self.has_bar = self.handle is not None and stream.isatty()
         self.thread = threading.Thread(target=self.work, name="terminal", daemon=True)
         if self.handle is not None:
-            # The thread writes past the stream's buffer: what is in it comes first.
+            # The thread bypasses the stream's buffer: empty it first.
             with suppress(OSError):
                 stream.flush()
             self.thread.start()
 
     def write(self, text: str) -> None:
-        """Have a line written, or dropped and counted where too many wait."""
+        """Queue a line, or drop and count it if too many wait."""
         text = as_typed(text)
         if self.handle is None:
             print(text, file=self.stream, flush=True)
@@ -78,7 +78,7 @@ class Terminal:
             self.dropped += 1
 
     def move_bar(self, done: int, total: int | None, text: str) -> None:
-        """Have the bar moved, once the lines before it are written; one move waits, however often it is called."""
+        """Move the bar after the lines before it; at most one move waits in the queue."""
         if not self.has_bar:
             return
         self.bar_place = BarPlace(done, total, printable_lines(text))
@@ -87,37 +87,37 @@ class Terminal:
             self.waiting.put(MoveBar())
 
     def close(self) -> int:
-        """Wait for the lines that are left, and take the bar away; returns how many lines were never written."""
+        """Wait for the remaining lines, and remove the bar; return how many lines were never written."""
         if self.handle is None:
             return 0
         self.waiting.put(None)
         self.thread.join(CLOSE_S)
         lost = self.dropped - self.dropped_said
         if self.thread.is_alive():
-            # The None stands for the line that the thread has taken out and cannot get rid of.
+            # The None counts for the line that the thread cannot write.
             lost += self.waiting.qsize() - self.is_move_waiting
-            # The bar has put streams of its own there, which are as stuck as the terminal.
+            # The bar has replaced them by streams that are as stuck as the terminal.
             if self.has_bar:
                 sys.stdout = sys.__stdout__
                 sys.stderr = sys.__stderr__
         return lost
 
     def work(self) -> None:
-        """Do the thread's part: write until a None comes."""
+        """Write until a None comes; called in the thread."""
         assert self.handle is not None
         bar = None
         if self.has_bar:
-            # A stream of its own: Python's stdout, locked in a write that never ends, would abort the process's end.
+            # A separate stream: a write to Python's stdout that never returns would abort the end of the process.
             bar = LiveBar(os.fdopen(os.dup(self.handle), "w", encoding=self.stream.encoding, errors="replace"))
         while True:
             item = self.waiting.get()
             if item is None:
                 break
             dropped = self.dropped - self.dropped_said
-            # A terminal or pipe that is closed must not end the run.
+            # A closed terminal or pipe must not end the run.
             with suppress(OSError):
                 if isinstance(item, MoveBar):
-                    # First: a move that is asked for from now on is another one.
+                    # First: a later request is another move.
                     self.is_move_waiting = False
                     assert bar is not None and self.bar_place is not None
                     bar.update(*self.bar_place)
@@ -140,9 +140,9 @@ class Terminal:
 
 
 def folded(text: str, width: int) -> str:
-    """Return a text with its long lines broken at words, for a terminal of so many columns.
+    """Return a text with long lines broken at words, for a terminal of so many columns.
 
-    What follows a break stands further to the right. A command stays on one line, to be copied.
+    Continued lines are indented. A command stays on one line, so that it can be copied.
     """
     lines = []
     for line in text.splitlines() or [""]:
@@ -166,14 +166,14 @@ def folded(text: str, width: int) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """Return a text as a stream takes it: with long lines broken for a terminal, and as it is for any other."""
+    """Return a text for a stream: with long lines broken for a terminal, unchanged for any other."""
     if not stream.isatty():
         return text
     return folded(text, shutil.get_terminal_size().columns)
 
 
 def handle_of(stream: TextIO | None) -> int | None:
-    """Return a stream's file handle; None for a buffer in memory, which takes every line, and where there is none."""
+    """Return a stream's file handle; None for a buffer in memory, or if there is no stream."""
     if stream is None:
         return None
     try:
@@ -183,7 +183,7 @@ def handle_of(stream: TextIO | None) -> int | None:
 
 
 def is_closed_pipe(stream: TextIO) -> bool:
-    """Return whether a stream is a pipe that nobody reads any more."""
+    """Return whether a stream is a pipe whose reader has ended."""
     handle = handle_of(stream)
     if handle is None:
         return False
@@ -193,21 +193,21 @@ def is_closed_pipe(stream: TextIO) -> bool:
 
 
 def write_all(handle: int, content: bytes) -> None:
-    """Write to a file handle, past Python's streams, however long that takes; raises OSError."""
+    """Write to a file handle, bypassing Python's streams, however long that takes. Raises OSError."""
     while content:
         try:
             content = content[os.write(handle, content) :]
-        except BlockingIOError:  # of a pipe that its reader has set so
+        except BlockingIOError:  # the reader of a pipe has made it non-blocking
             select.select([], [handle], [])
 
 
 def program() -> str:
-    """Return how this process's command begins, as it was typed."""
+    """Return the beginning of this process's command, as it was typed."""
     return "patchline" if Path(sys.argv[0]).name == "patchline" else COMMAND
 
 
 def as_typed(text: str) -> str:
-    """Return a text with the commands in it begun as that of this process was."""
+    """Return a text in which commands begin as the command of this process does."""
     return text.replace(f"{COMMAND} ", f"{program()} ")
 
 
@@ -219,9 +219,9 @@ def typed_command() -> str:
 
 
 def echo(line: str) -> None:
-    """Print a line of a command's answer at once, without what a terminal would obey."""
+    """Print a line of a command's answer at once, without control characters."""
     text = as_typed(printable_lines(line))
-    # Above the bar, whose stdout would break a long line; people copy commands from the answers.
+    # Above the bar, whose stdout would break a long line: people copy commands from answers.
     if activity.bar is not None:
         activity.bar.write(folded(text, activity.bar.rich.console.width))
     else:
@@ -229,7 +229,7 @@ def echo(line: str) -> None:
 
 
 def write_last(text: str) -> None:
-    """Write a line to stderr before the process ends; a stderr that takes no line is waited for a few seconds."""
+    """Write a line to stderr before the process ends; wait at most a few seconds for a stuck stderr."""
     stream = sys.stderr
     text = for_stream(as_typed(text), stream)
     handle = handle_of(stream)

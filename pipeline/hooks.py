@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # both import torch, without which a recipe is checked
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → what its constructor is given
 
 
-class Choice(TypedDict):
+class ExportChoice(TypedDict):
     """Holds the step whose weights a stage exports instead of the last, and the value that it was chosen by."""
 
     metric: str
@@ -70,7 +70,7 @@ class Hook:
         """Return why the stage ends at this step, which has been evaluated, or ""; called on rank 0 alone."""
         return ""
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> ExportChoice | None:
         """Return the step whose weights are exported; None: the last; called on rank 0 alone, after the last step."""
         return None
 

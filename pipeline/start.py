@@ -59,7 +59,7 @@ from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest,
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
 
 
-class Task(NamedTuple):
+class WorkerTask(NamedTuple):
     """Holds what the workers of an attempt are told."""
 
     cfg: TrainConfig
@@ -76,17 +76,17 @@ class Worker(Setup):
     hooks: tuple[Hook, ...]
 
 
-def read_task(task: Mapping[str, Any]) -> Task:
+def read_task(task: Mapping[str, Any]) -> WorkerTask:
     """Return a task as typed values; plain ones are {"config": {…}, "job": {…}, "hooks": {…}}.
 
     Raises ConfigError.
     """
     plain_config = json.loads(json.dumps(task["config"]))  # tuples become lists, as they are in a recipe
     hooks = task.get("hooks", {})
-    return Task(build_config(plain_config, hooks), Job(**task["job"]), hooks)
+    return WorkerTask(build_config(plain_config, hooks), Job(**task["job"]), hooks)
 
 
-def set_up(task: Task) -> tuple[Worker, Progress]:
+def set_up(task: WorkerTask) -> tuple[Worker, Progress]:
     """Collective: join the group, build everything, and load the checkpoint to resume from, if there is one.
 
     Raises ClusterError, ConfigError, DataError, CheckpointError and StorageError, all of them before the first step;
@@ -179,7 +179,7 @@ def join(cfg: TrainConfig, job: Job) -> Group:
     return Group(phases, device, rank, dist.get_world_size(), telemetry, checkpoints)
 
 
-def build(task: Task, group: Group, init: str | None) -> Worker:
+def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
     """Collective: build what this worker trains with; `init` are the weights that it starts from, if any.
 
     Raises ConfigError, DataError, StorageError.

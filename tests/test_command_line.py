@@ -210,9 +210,7 @@ def test_the_fork_server_is_started_before_the_driver_imports_torch(recipe, only
 def test_options_may_stand_anywhere_among_the_overrides(recipe, monkeypatch, words):
     calls = []
     monkeypatch.setattr("jobs.recipe.campaign.resolve", lambda document, kinds: document)
-    monkeypatch.setattr(
-        "jobs.run.session.run_campaign", lambda loaded, watchers, fresh, only: calls.append((loaded, fresh))
-    )
+    monkeypatch.setattr("jobs.run.session.run_campaign", lambda loaded, fresh, **_: calls.append((loaded, fresh)))
     assert main(["run", *(word.format(recipe=recipe) for word in words)]) == 0
     ((document, fresh),) = calls
     assert fresh and document.source == str(recipe) and (document.values["a"], document.values["b"]) == (1, 2)

@@ -7,7 +7,6 @@ import ast
 import functools
 import re
 import sys
-from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -55,18 +54,7 @@ WALLS = (
 KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
 # Imports of extras by the core that are still there: each goes when its extra attaches from outside.
-REMAINING = {
-    "jobs.commands.checkpoints → pipeline.extras.async_evaluation",
-    "jobs.commands.checkpoints → pipeline.extras.best",
-    "jobs.commands.status → pipeline.extras.async_evaluation",
-}
-
-
-# Names that several classes share, and how many do. A name goes from here when its classes are renamed.
-SHARED_NAMES = {
-    # of a kind of stage, in the file of its kind
-    "TakenStep": 2,
-}
+REMAINING: set[str] = set()
 
 
 # ----------------------------------------------------------------------------- what the source says
@@ -234,19 +222,19 @@ def test_the_core_imports_no_extra() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """A reader who searches for a class finds one. SHARED_NAMES only ever gets shorter."""
-    assert shared_class_names() == SHARED_NAMES
+    """A reader who searches for a class finds one."""
+    assert shared_class_names() == {}
 
 
-def shared_class_names() -> dict[str, int]:
-    """Return the names that several classes of the product have, each with their number."""
-    counts: Counter[str] = Counter()
+def shared_class_names() -> dict[str, list[str]]:
+    """Return the names that several classes of the product have, each with the modules of these classes."""
+    modules: dict[str, list[str]] = {}
     for package in PACKAGES:
-        for path in modules_of(package).values():
+        for module, path in modules_of(package).items():
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
-                    counts[node.name] += 1
-    return {name: count for name, count in counts.items() if count > 1}
+                    modules.setdefault(node.name, []).append(module)
+    return {name: several for name, several in modules.items() if len(several) > 1}
 
 
 @pytest.mark.parametrize("module", ["models", "jobs.recipe.campaign", "jobs.run.session", *KIND_MODULES])

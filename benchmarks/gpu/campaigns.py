@@ -12,12 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.parts import Context
-from jobs.__main__ import KINDS
-from jobs.kinds import load_kinds
-from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.run.session import run_campaign
-from tests.support import demo
+from tests.support import campaigns, demo
 
 
 def kill_and_compare(
@@ -38,18 +35,14 @@ def kill_and_compare(
     ]
 
     began = time.monotonic()
-    killed = campaign.load(
-        demo.RECIPE, [f"run={context.work / name}", f"cluster.backend={backend}", *overrides], load_kinds(KINDS)
-    )
+    killed = campaigns.load(demo.RECIPE, [f"run={context.work / name}", f"cluster.backend={backend}", *overrides])
     killer = demo.Killer(killed)
     stages = [None] if is_whole else ["shards", "pretrain"]
     for stage in stages:
         run_campaign(killed, only=stage, watchers=[killer])
     took_s = time.monotonic() - began
 
-    twin = campaign.load(
-        demo.RECIPE, [f"run={context.work / name}-twin", "cluster.backend=processes", *overrides], load_kinds(KINDS)
-    )
+    twin = campaigns.load(demo.RECIPE, [f"run={context.work / name}-twin", "cluster.backend=processes", *overrides])
     for stage in ("shards", "pretrain"):
         run_campaign(twin, only=stage, quiet=True)
 

@@ -10,13 +10,6 @@ import typer
 
 from data.errors import Preempted
 
-# What follows a run besides the terminal (jobs/run/watchers.py), each as "module:Class".
-WATCHERS = (
-    "jobs.extras.report.kept:KeptPage",
-    "jobs.extras.monitor.gauges:Gauges",
-    "jobs.extras.monitor.trackers:Trackers",
-)
-
 # `jobs.__main__.main` looks for --debug itself; the commands declare it only for their help and for completion.
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 

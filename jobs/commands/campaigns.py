@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError
-from jobs.commands.arguments import WATCHERS, Debug, Fresh, Overrides, Recipe, Run
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, Run
 from jobs.named_stages import RECORD, find_stage
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run(
     # Imported here and not above, as in every command: neither `--help` nor a wrong recipe waits for it.
     from jobs.run.session import run_campaign
 
-    run_campaign(campaign, watchers=WATCHERS, fresh=fresh, only=only)
+    run_campaign(campaign, watchers=context.obj.watchers, fresh=fresh, only=only)
 
 
 def status(run: Run, _debug: Debug = False) -> None:

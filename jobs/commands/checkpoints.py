@@ -22,11 +22,10 @@ from jobs.progress import activity
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest, step_of
+from pipeline.checkpoints.needed import needed_steps
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
 from pipeline.evaluation.protocols import preprocessing_of
-from pipeline.extras import async_evaluation
-from pipeline.extras.best import steps_of_best
 from pipeline.monitoring.telemetry import read_metrics, scores_of
 from pipeline.versions import code_version
 
@@ -293,9 +292,9 @@ def prune(path: SavedRun, keep: Keep = 2, keep_every: KeepEvery = 0, _debug: Deb
                 checkpoints.verify(name)
         for checkpoints in run.stages:
             folder = run.storage.local / checkpoints.stage
-            needed = async_evaluation.requested(folder)
+            metric = None
             if (folder / artifacts.TASK).exists():
                 metric = artifacts.read_record(folder / artifacts.TASK)["config"].get("keep_best")
-                needed += steps_of_best(folder, metric, checkpoints.committed_steps)
+            needed = needed_steps(folder, metric, checkpoints.committed_steps)
             for name in checkpoints.prune(keep, keep_every, needed):
                 echo(f"{checkpoints.stage}: {name} deleted")

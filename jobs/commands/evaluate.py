@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from data.errors import DataError, UsageError
-from jobs.commands.arguments import WATCHERS, Debug
+from jobs.commands.arguments import Debug
 from jobs.commands.weights import AnyWeights, find_weights
 from jobs.named_stages import find_set
 from jobs.terminal import echo
@@ -42,6 +42,7 @@ DocumentFolder = Annotated[
 
 
 def evaluate(
+    context: typer.Context,
     weights: AnyWeights,
     words: SetsAndOverrides,
     protocol: ProtocolNames = None,
@@ -57,7 +58,8 @@ def evaluate(
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
-    from jobs.kinds import CORE, load_kinds
+    from jobs.core_kinds import CORE
+    from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
@@ -113,7 +115,7 @@ def evaluate(
         cluster["backend"] = "processes"
     cluster |= values.get("cluster", {})
     campaign = replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster"))
-    run_campaign(campaign, watchers=WATCHERS)
+    run_campaign(campaign, watchers=context.obj.watchers)
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)
     echo(f"written  {campaign.run / NAME}: {counted(len(json.loads(document)['results']), 'result')}")

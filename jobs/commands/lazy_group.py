@@ -11,7 +11,7 @@ typer takes 0.1 s to import; torch, numpy or Ray take seconds. A command's funct
 it is called.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -27,7 +27,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 @dataclass(frozen=True)
 class CommandTable:
-    """All commands, and all kinds of stages. Every command finds the table in its context as `context.obj`.
+    """All commands, kinds of stages and watchers. Every command finds the table in its context as `context.obj`.
 
     A command is named by the words to type. Its function is "module:name"; the function's annotations are the arguments
     and options, and its docstring is the help of the command. --help shows the summary instead.
@@ -36,6 +36,7 @@ class CommandTable:
     sections: Mapping[str, Mapping[str, tuple[str, str]]]  # heading in --help → words → (function, summary)
     groups: Mapping[str, str]  # first word of several commands → its summary: "data" for "data check"
     kinds: Mapping[str, str] = field(default_factory=dict)  # name in a recipe → "module:Class" of the kind of stage
+    watchers: Sequence[str] = ()  # "module:Class" of each watcher of a run (jobs/run/watchers.py)
 
     def load(self, words: str) -> Callable[..., Any]:
         """Import the function of a command. Raises ModuleNotFoundError if its extra is not installed."""

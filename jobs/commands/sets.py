@@ -128,7 +128,7 @@ def pack(
     """Pack images of many kinds into shards with their index."""
     from data.index.names import Numbering
     from data.shards.packing import pack
-    from jobs.stages.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
+    from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
 
     renamed = {}

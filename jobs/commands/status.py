@@ -14,7 +14,7 @@ from jobs.run.reading import LastCommand, read_command, read_outcome, stage_fold
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.checkpoints import manifest
-from pipeline.extras import async_evaluation
+from pipeline.checkpoints.needed import requested_steps
 from pipeline.monitoring.telemetry import account, last_metrics, read_metrics
 from pipeline.values import amount, duration
 
@@ -111,7 +111,7 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
     if last is None:
         return "ended before its first report" if has_ended else "started, no step yet"
     # Of evaluations beside training (`evaluate_on: spare`) these are still to come.
-    steps = async_evaluation.requested(folder)
+    steps = requested_steps(folder)
     to_judge = f"to be judged: {', '.join(map(str, steps))}  " if steps else ""
     # The time is that of rank 0's clock, which may be ahead of this one.
     age_s = max(time.time() - last["time"], 0)

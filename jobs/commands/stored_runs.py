@@ -1,7 +1,7 @@
-"""How commands open what a person names: a run's folder or URL, a stage's, or the folder of one checkpoint.
+"""Open what a person names: the folder or URL of a run, of a stage, or of one checkpoint.
 
-Of a run at s3://… a temporary folder gets what commands read whole: records and metrics, not checkpoints, which are
-fetched one at a time by those that need all of one. What a command prints names the URL in the place of the folder.
+For a run at s3://… the records and metrics are fetched into a temporary folder. A checkpoint is fetched only by a
+command that needs all of it. Commands print the URL instead of the folder.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from pipeline.artifacts import (
 )
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 
-# Of the run and of each stage; other files are read by no command here.
+# Files of the run and of each stage that the commands read.
 OF_RUN = ("status.json",)
 OF_STAGE = (RECORD, TASK, DONE, CONFIG, PROVENANCE, "metrics.jsonl", "incidents.txt")
 SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EXCLUDED_STEPS)
@@ -37,21 +37,21 @@ SMALL_FILES = (*OF_RUN, *OF_STAGE, "evaluation.json", "sweep.json", EXAMPLES, EX
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """Holds a run that a person has named, or one of its stages, or one of its checkpoints."""
+    """A run that a person has named, or one of its stages, or one of its checkpoints."""
 
     name: str  # as it was typed
     storage: Storage
-    stages: list[StageCheckpoints]  # those that are meant
-    only: str = ""  # the checkpoint that is meant; "" where it is not one alone
+    stages: list[StageCheckpoints]  # all of the run, or the one that was named
+    only: str = ""  # the checkpoint that was named; "" for a run or a stage
 
     def in_words(self, line: str) -> str:
-        """Return a line with the run's URL in the place of its local copy."""
+        """Return a line with the run's URL instead of its local copy."""
         return line.replace(str(self.storage.local), self.storage.address())
 
 
 @contextmanager
 def opened(name: str) -> Iterator[OpenedRun]:
-    """Give the block the run, stage or checkpoint of this path or URL. Raises UsageError where there is none."""
+    """Yield the run, stage or checkpoint of this path or URL. Raises UsageError if there is none."""
     if "://" in name:
         with local_copy(name) as (store, stage):
             yield OpenedRun(name, store, [StageCheckpoints(store, stage)] if stage else stages_of(store))
@@ -73,7 +73,7 @@ def opened(name: str) -> Iterator[OpenedRun]:
 
 
 def stages_of(storage: Storage) -> list[StageCheckpoints]:
-    """Return the checkpoints of every stage that has some, by the stages' names. Raises UsageError for none."""
+    """Return the checkpoints of every stage that has any, sorted by name. Raises UsageError if there are none."""
     stages: set[str] = set()
     for name in storage.list():
         stage, _, below = name.partition("/")
@@ -89,9 +89,9 @@ def stages_of(storage: Storage) -> list[StageCheckpoints]:
 
 @contextmanager
 def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, str]]:
-    """Give the block a run with a temporary local folder, and the stage in it that the URL names, "" for none.
+    """Yield a run with a temporary local folder, and the stage in it that the URL names, "" for none.
 
-    The folder has what commands read of the run, and with_logs each log.txt. Raises UsageError where there is no run,
+    The folder has the files that commands read, and each log.txt if `with_logs`. Raises UsageError if there is no run,
     StorageError.
     """
     run = check_store_url(url)
@@ -99,12 +99,12 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
     stage_name = ""
     with TemporaryDirectory(prefix="patchline-run-") as temporary:
         folder = Path(temporary).resolve()
-        # A stage's folder is told by its record, and of the run above it the end of the last command is read.
+        # A stage's folder has a record; the end of the last command is read from the run above it.
         if Bucket(run, folder).read("stage.json") is not None:
             run, _, stage = run.rpartition("/")
         store = Bucket(run, folder / run.rpartition("/")[2])
         is_there = bool(store.list())
-        # RUN/STAGE, without the key that the stage's folder has; the run itself has two names or more behind s3://.
+        # RUN/STAGE without the key of the stage's folder; the run itself has two names or more after s3://.
         if not is_there and run.count("/") > 3:
             run, _, stage_name = run.rpartition("/")
             store = Bucket(run, folder / run.rpartition("/")[2])
@@ -124,9 +124,10 @@ def local_copy(url: str, *, with_logs: bool = False) -> Iterator[tuple[Bucket, s
 
 
 def fetch_weights(url: str) -> str:
-    """Return a folder of the user's cache with the weights that a URL means: RUN, RUN/STAGE, or a stage's folder.
+    """Return a folder of the user's cache with the weights of a URL: RUN, RUN/STAGE, or a stage's folder.
 
-    What is there already is compared, not fetched again. Raises UsageError, DataError, StorageError, CheckpointError.
+    Files that are there already are compared, not fetched again. Raises UsageError, DataError, StorageError,
+    CheckpointError.
     """
     with local_copy(url) as (store, stage):
         folder = Path(find_stage(str(store.local / stage), typed=url))
@@ -140,16 +141,16 @@ def fetch_weights(url: str) -> str:
             if name in done["files"]:
                 record = done["files"][name]
                 cache.bring(f"{folder.name}/{name}", record["bytes"], record["sha256"])
-        # Last: it speaks for the others.
+        # Last: it promises that the others are there.
         write_whole(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
         return str(cache.local / folder.name)
 
 
 def status(url: str) -> None:
-    """Print where a run stands, as `status.status` does. Raises UsageError where there is no run, StorageError."""
+    """Print how a run stands, as `status.status` does. Raises UsageError if there is no run, StorageError."""
     with local_copy(url) as (store, stage):
         for folder in store.local.iterdir():
-            # The newest manifest alone is asked from which step a resume would start.
+            # Only the newest manifest is needed: it has the step from which a resume would start.
             checkpoints = StageCheckpoints(store, folder.name)
             for name in checkpoints.committed()[:1]:
                 (checkpoints.local / name).mkdir(parents=True)

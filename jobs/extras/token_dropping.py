@@ -4,7 +4,7 @@ from jobs.stages.training import TrainingExtra
 from pipeline.extras.token_dropping import ThinnedConfig
 
 
-class TokenDropping(TrainingExtra):
+class TokenDroppingExtra(TrainingExtra):
     """Adds the section `thinning`."""
 
     config = ThinnedConfig

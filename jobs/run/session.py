@@ -78,7 +78,9 @@ def run_campaign(
             if any(stage.kind.needs_workers for stage in unfinished):
                 start_workers(campaign.cluster, log)  # 6, once for all stages
             session = Session(campaign, log, lease, watching, stopper, put_files, fresh=fresh)
-            rows = [session.run_or_skip(stage.name) for stage in stages]  # 7
+            rows = []
+            for stage in stages:
+                rows.append(session.run_or_skip(stage.name))  # 7
             log_table(rows, log)  # 8
             log_next(session.campaign, rows, log)
             return rows
@@ -176,7 +178,7 @@ class Session:
         self.watching.status("working", attempt, step)
 
     def report_skipped(self, stage: Stage, outcome: dict[str, Any]) -> None:
-        """Log why a finished stage is skipped, which changed settings it ignores, and what evaluates it again."""
+        """Log why a finished stage is skipped, which settings have changed, and what evaluates it again."""
         directory = self.campaign.directory(stage)
         end = "diverged" if DIVERGED in outcome else "finished"
         line = f"{stage.name}: skipped, {end} with the same config and inputs (key {stage.key[:8]})"
@@ -255,10 +257,11 @@ def stages_of(campaign: Campaign, only: str | None) -> list[Stage]:
         raise ConfigError(f"the recipe has {found}; --only names one")
     if not sections:
         known = list(dict.fromkeys(stage.source for stage in campaign.stages))
-        names = [*known, *(stage.name for stage in campaign.stages), *(stage.kind.name for stage in campaign.stages)]
-        raise ConfigError(
-            f"the recipe has no stage {only!r}{did_you_mean(only, names)}\n  its stages: {', '.join(known)}"
-        )
+        names = list(known)
+        for stage in campaign.stages:
+            names += [stage.name, stage.kind.name]
+        hint = did_you_mean(only, dict.fromkeys(names))
+        raise ConfigError(f"the recipe has no stage {only!r}{hint}\n  its stages: {', '.join(known)}")
     return [stage for stage in campaign.stages if stage.source in sections]
 
 

@@ -1,19 +1,20 @@
-"""One stage of a campaign, run: what is checked before it, its work, and the files that say what it did.
+"""One stage of a campaign, run: what is checked before it, its work, and the files that record what it did.
 
-In order:
-1. the stages it reads must have finished, and what they made must fit it;
-2. a half-done stage of the same name with another config is a conflict: undo the change, or start over with `--fresh`;
-3. `stage.json` is written: the config that this folder belongs to, which a later start compares with its own;
-4. the stage works (jobs/stages); that a run of a sweep diverges is an outcome too, which the sweep's table judges, and
-   what goes on from a stage that was stopped as hopeless is not run;
-5. `provenance.json` is written: config, inputs with their digests, code, environment;
-6. `done.json` is written last, with the sha256 of every file that the stage hands on: from now on the stage is
-   finished, and the session (jobs/run/session.py) skips it.
+`run_stage`, in order:
+1. check that the stages it reads have finished, and that what they made fits it;
+2. refuse a half-done stage of the same name with another config: undo the change, or start over with `--fresh`;
+3. write `stage.json`: the config that this folder belongs to, which a later start compares with its own;
+4. let the stage work (jobs/stages). If a run of a sweep diverges, this is its outcome, and the sweep's table evaluates
+   it; a stage that starts from one that was stopped is not run;
+5. write `provenance.json`: config, inputs with their digests, code, environment;
+6. write `done.json` last, with the sha256 of every file that other stages may read: from now on the stage is finished,
+   and the session (jobs/run/session.py) skips it.
 """
 
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,73 +33,106 @@ from pipeline.versions import code_version
 
 
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
-    """Run a stage that has not finished; returns the content of its done.json.
+    """Run a stage that has not finished; return the content of its done.json.
 
-    Raises ConfigError where a stage it reads has not run, and, unless `fresh`, where it is half done with another
-    config.
+    Raises ConfigError if a stage that it reads has not run, or, unless `fresh`, if it is half done with another config.
     """
     began = time.time()
-    campaign = context.campaign
     stage = context.stage
     directory = context.directory
-    # 1. Nothing is written before this and 2 have passed: a start that is refused leaves the run as it was.
-    stopped = ""  # why what the stage starts from has ended early
+    # 1 and 2. Nothing is written before these have passed: a start that is refused leaves the run as it was.
+    stopped = check_parents(context)
+    # Data that earlier stages made exists only now.
+    there = Available(context.campaign)
+    refuse(validate(stage, there, fresh=fresh))
+
+    # 3.
+    record_start(context, began)
+    inputs = inputs_of(context, there)
+    # The time of earlier commands, which may have been killed, follows from the records of their attempts.
+    earlier_s = account(read_metrics(directory, None)).wall
+
+    # 4. The names of its model's outputs are known now that its sets exist.
+    context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
+    if stopped:
+        context.log(f"{stage.name}: not run: {stopped}")
+        outcome: dict[str, Any] = {STOPPED: stopped}
+    else:
+        outcome = work(context)
+    # A driver that was frozen, and woke up after another took the run over, must not record that its stage is done.
+    context.check_owned()
+
+    # 5 and 6. Each file is written whole, and done.json last: it promises that all others exist.
+    files = outcome.pop("files", {})
+    write_provenance(context, inputs, outcome)
+    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
+    other_files = [name for name in artifacts.HANDED_ON if name not in files]
+    files = {**files, **artifacts.digests(directory, other_files)}
+    finished = time.time()
+    seconds = round(earlier_s + finished - began, 1)
+    done = {"key": stage.key, "seconds": seconds, "finished": finished, **outcome, "files": files}
+    artifacts.write_record(directory / artifacts.DONE, done)
+    return done
+
+
+def check_parents(context: Context) -> str:
+    """Check that all stages that a stage reads have finished; return why it is not run, "" if it is.
+
+    Raises ConfigError if one has not run, Diverged if one has no result.
+    """
+    stage = context.stage
+    stopped = ""
     for field, value in stage.parents.items():
         link = reference(value)
         if link is None:
             continue
         parent = link[0]
-        parent_outcome = campaign.done(campaign.stage(parent))
-        if parent_outcome is None:
+        outcome = context.campaign.done(context.campaign.stage(parent))
+        if outcome is None:
             raise ConfigError(
                 f"{stage.name}.{field} is {value}, which has not run\n  run the campaign, or {parent} alone first"
             )
-        if DIVERGED in parent_outcome and not stage.kind.reads_outcomes:
-            reason = parent_outcome[DIVERGED]
-            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {reason}")
-        if STOPPED in parent_outcome and not stage.kind.reads_outcomes:
+        if DIVERGED in outcome and not stage.kind.reads_outcomes:
+            raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[DIVERGED]}")
+        if STOPPED in outcome and not stage.kind.reads_outcomes:
             stopped = f"{parent} was stopped"
-    # 2. Once more: data that stages before it made is there only now.
-    there = Available(campaign)
-    refuse(validate(stage, there, fresh=fresh))
+    return stopped
 
-    # 3. Compare first: the new stage.json takes the place of the record of what the last start was given.
+
+def record_start(context: Context, began: float) -> None:
+    """Write stage.json, and log which settings have changed since the last start."""
+    stage = context.stage
+    directory = context.directory
     directory.mkdir(parents=True, exist_ok=True)
+    # Before it is written: the new stage.json replaces the record of the last start.
     warnings = changed_warnings(directory, stage)
     if warnings:
         context.log(f"{stage.name}: resuming with a changed {'; '.join(warnings.values())}")
     record = {**stage_record(stage), "started": began, "resumed": began}
-    # Of a stage that goes on, when it was first started.
+    # A resumed stage keeps the time of its first start.
     if (directory / "stage.json").exists():
         record["started"] = artifacts.read_record(directory / "stage.json").get("started", began)
     artifacts.write_record(directory / "stage.json", record)
     context.log(f"{stage.name}: key {stage.key[:8]}, in {directory}")
-    inputs = inputs_of(context, there)
 
-    # What earlier commands have worked on it, which may have been killed: their attempts' records tell.
-    earlier_s = account(read_metrics(directory, None)).wall
 
-    # 4. What the outputs of its model are called is known now that its sets are there.
-    context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
+def work(context: Context) -> dict[str, Any]:
+    """Let the stage work; return its outcome. Raises what the stage raises, unless a run of a sweep diverges."""
+    stage = context.stage
     try:
-        if stopped:
-            # Nothing is spent on what goes on from a hopeless run; the tables behind it go on without.
-            context.log(f"{stage.name}: not run: {stopped}")
-            outcome: dict[str, Any] = {STOPPED: stopped}
-        else:
-            outcome = dict(stage.kind.run(stage.config, context))
+        return dict(stage.kind.run(stage.config, context))
     except StageFailed as error:
-        # The largest learning rate of a grid may well diverge: the table then says so, and the other runs go on.
+        # The largest learning rate of a grid may well diverge: the table shows it, and the other runs continue.
         if not stage.is_run or error.kind != Diverged.__name__:
             raise
         message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
         context.log(f"{stage.name}: {message}\n  the sweep goes on without this run")
-        outcome = {DIVERGED: message}
+        return {DIVERGED: message}
 
-    # A driver that was frozen, and woke up after another has taken the run over, must not say that its stage is done.
-    context.check_owned()
-    # 5 and 6. Each is written whole, and done.json last: it promises that all the rest is there.
-    files = outcome.pop("files", {})
+
+def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Mapping[str, Any]) -> None:
+    """Write provenance.json: where the outcome comes from."""
+    stage = context.stage
     provenance: dict[str, Any] = {
         "stage": stage.name,
         "key": stage.key,
@@ -112,22 +146,14 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     for name in ("ledger", "samples_seen", "step", "kept"):
         if name in outcome:
             provenance[name] = outcome[name]
-    artifacts.write_record(directory / artifacts.PROVENANCE, provenance)
-    # Weights were read back by the worker that wrote them, before anybody else could have changed them.
-    other_files = [name for name in artifacts.HANDED_ON if name not in files]
-    files = {**files, **artifacts.digests(directory, other_files)}
-    finished = time.time()
-    seconds = round(earlier_s + finished - began, 1)
-    done = {"key": stage.key, "seconds": seconds, "finished": finished, **outcome, "files": files}
-    artifacts.write_record(directory / artifacts.DONE, done)
-    return done
+    artifacts.write_record(context.directory / artifacts.PROVENANCE, provenance)
 
 
 def inputs_of(context: Context, there: Available) -> dict[str, dict[str, str | None]]:
-    """Return the path of every input of a stage, and the digest of what lies there before the stage works.
+    """Return the path of every input of a stage, and the digest of its content before the stage works.
 
-    The digest of a set is its index's, `part_of` the digest of the set that it is a subset of; the digest of weights
-    that a stage trains on from is the sha256 that their maker recorded. Raises DataError for an altered record.
+    The digest of a set is that of its index; `part_of` is the digest of the set that a subset belongs to. The digest of
+    weights is the sha256 that their maker recorded. Raises DataError if a record was altered.
     """
     stage = context.stage
     kinds_of_input = stage.kind.inputs_of(stage.config)

@@ -1,14 +1,14 @@
-"""A run that is kept in an object store: the way of its small files there and back.
+"""A run in an object store: its small files are copied there and back.
 
-In the store, beside the checkpoints (data/bucket.py), under the run's URL:
+In the store, next to the checkpoints (data/bucket.py), under the run's URL:
     leases/, attempts/      who owns the run (jobs/ownership.py); attempts/000000.json is the test of the store
     status.json, log.txt, <stage>/stage.json, <stage>/weights.safetensors …    as in a run directory
-Here, in the run's local folder: the same small files, and sync.json, which says of which owner they are.
+Here, in the run's local folder: the same small files, and sync.json, which names the owner of these files.
 
 One command on such a run, in order (`synced`), once it has the lease:
-1. fetch its small files, unless the last owner worked in this very folder (`pull`);
-2. put what has changed every minute, in a thread; the end of a stage and of the command put too. Before each file it
-   looks whether the run is still this command's.
+1. fetch its small files, unless the last owner worked in this folder (`pull`);
+2. store what has changed every minute, in a thread, and at the end of each stage and of the command. Before each file,
+   check that this command still owns the run.
 """
 
 import json
@@ -28,7 +28,7 @@ from pipeline.artifacts import DONE
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
 SYNC_FILE = "sync.json"
-PUT_EVERY_S = 60.0  # so often the thread puts what has changed
+PUT_EVERY_S = 60.0  # between two rounds of the thread that stores what has changed
 NOT_SYNCED = ("checkpoints", ATTEMPTS, LEASES)  # folders: they have rules of their own
 
 Log = Callable[[str], None]
@@ -36,32 +36,32 @@ Log = Callable[[str], None]
 
 @contextmanager
 def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], None]]:
-    """Keep a run's local folder and its URL alike while the block works; gives the function that puts what has changed.
+    """Keep a run's local folder and its URL equal during the block; yield the function that stores what has changed.
 
-    That function raises RunOwned where another command has taken the run over, for which alone it looks where the run
-    is in a folder. Raises StorageError.
+    That function raises RunOwned if another command took the run over; for a run in a folder it does nothing else.
+    Raises StorageError.
     """
     if storage.is_shared:
         yield lease.check
         return
-    # 1. The folder holds the run's files. Those of the command that held the run last are here where it worked here.
+    # 1. The folder has the files of the last owner already if that command worked in it.
     sync = Sync(storage, lease, log)
     has_files = lease.last_token == sync.last_token
     sync.pull(has_files)
     sync.note()
-    # 2. A thread puts what has changed: a large file takes minutes.
+    # 2. A thread, because a large file takes minutes.
     has_ended = threading.Event()
     thread = threading.Thread(target=sync.keep_putting, args=(has_ended,), name="sync", daemon=True)
     thread.start()
     try:
-        # What the last command here could not put: workers on other nodes may need that a stage is done.
+        # What the last command here could not store: workers on other nodes may wait for the end of a stage.
         if has_files:
             sync.put()
         yield sync.put
     finally:
         # 3. The last files.
         has_ended.set()
-        # Before the thread is waited for: it may be asking a store that is gone.
+        # Before waiting for the thread: its store may be gone.
         storage.be_brief()
         thread.join()
         try:
@@ -72,15 +72,15 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
 
 @contextmanager
 def looked_at(storage: Storage) -> Iterator[Path]:
-    """Give the block a folder with a run's small files, for a command that only reads them.
+    """Yield a folder with a run's small files, for a command that only reads them.
 
-    That is the run's local folder where a command works on it here, or was the last to do so. Elsewhere it is a
-    temporary one: workers of a run that lives may write into the local folder of this node. Raises StorageError.
+    This is the run's local folder if the newest command works or worked here. Otherwise it is a temporary one, because
+    workers of a running command may write into the local folder of this node. Raises StorageError.
     """
     if storage.is_shared:
         yield storage.local
         return
-    # The newest command works here, or did so.
+    # Does the newest command work here, or did it?
     seen = newest_lease(storage)
     has_all_here = seen is not None and seen.record is not None and seen.record["token"] == last_owner(storage.local)[0]
     if has_all_here:
@@ -100,12 +100,12 @@ class Sync:
         self.run = store.local
         self.lease = lease
         self.log = log
-        self.lock = threading.Lock()  # the thread and the command do not put at once
-        # The command that worked here last; by name: size and mtime in ns of what the store has.
+        self.lock = threading.Lock()  # the thread and the command do not store files at the same time
+        # The command that worked here last, and by name: size and mtime in ns of the files in the store.
         self.last_token, self.known = last_owner(store.local)
 
     def keep_putting(self, has_ended: threading.Event) -> None:
-        """Put what has changed, again and again, as long as the run is this command's."""
+        """Store what has changed repeatedly, as long as this command owns the run."""
         while not has_ended.wait(PUT_EVERY_S):
             try:
                 self.put()
@@ -115,7 +115,7 @@ class Sync:
                 self.log(f"not all small files are in {self.store.url} yet: {error}")
 
     def pull(self, has_files: bool) -> None:
-        """Fetch the run's small files. Where the folder is another owner's, or an older one, they replace all in it."""
+        """Fetch the run's small files. They replace the content of the folder if it has another owner's files."""
         if not has_files:
             self.known = {}
             for path in self.run.iterdir():
@@ -127,9 +127,9 @@ class Sync:
             self.known[name] = state_of(self.run / name)
 
     def put(self) -> None:
-        """Put every small file that has changed; the record that a stage is done comes after all else of it.
+        """Store every small file that has changed; the record that a stage is done comes last.
 
-        Raises RunOwned where another command has taken the run over, StorageError.
+        Raises RunOwned if another command took the run over, StorageError.
         """
         with self.lock:
             self.lease.check()
@@ -137,28 +137,28 @@ class Sync:
             for path in self.run.rglob("*"):
                 if is_synced(path.relative_to(self.run)):
                     paths.append(path)
-            # The records that a stage is done come behind all other files.
+            # The records of finished stages come after all other files.
             for path in sorted(paths, key=lambda path: path.name == DONE):
-                # A file may go while we look, as temporary ones do.
+                # A temporary file may disappear meanwhile.
                 with suppress(FileNotFoundError):
                     name = path.relative_to(self.run).as_posix()
                     state = state_of(path)
                     if path.is_file() and self.known.get(name) != state:
-                        # Before each of them: a large one takes minutes, in which the run may be taken over.
+                        # Before each file: a large one takes minutes, in which the run may be taken over.
                         self.lease.check()
                         self.store.send(name)
                         self.known[name] = state
             self.note()
 
     def note(self) -> None:
-        """Write down whose files these are, and which of them the store has."""
+        """Record the owner of these files, and which of them the store has."""
         write_whole(self.run / SYNC_FILE, json.dumps({"token": self.lease.record["token"], "known": self.known}))
 
 
 def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[str, int]:
-    """Fetch those files of a run that are wanted and not in its local folder yet; returns their bytes by name.
+    """Fetch the wanted files of a run that are not in its local folder yet; return their sizes in bytes by name.
 
-    How often a stage was tried is counted by its folders of attempts: those are made too. Raises StorageError.
+    The folders of attempts are made too, because their number is the number of attempts. Raises StorageError.
     """
     missing: dict[str, int] = {}
     claims: list[str] = []  # of attempts
@@ -184,8 +184,8 @@ def fetch_small_files(store: Bucket, is_wanted: Callable[[str], bool]) -> dict[s
 
 
 def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
-    """Return the token of the command that worked in a local folder last, and what it knew the store to have."""
-    # Torn or not there: then the store knows better.
+    """Return the token of the last command that worked in a local folder, and the files that it had stored."""
+    # If it is torn or missing, all files are fetched.
     with suppress(OSError, ValueError, KeyError):
         record = json.loads((run / SYNC_FILE).read_text())
         return record["token"], record["known"]
@@ -193,12 +193,12 @@ def last_owner(run: Path) -> tuple[str, dict[str, list[int]]]:
 
 
 def is_synced(name: Path) -> bool:
-    """Tell whether a file of a run, named below it, is one of the small ones that lie both here and in the store."""
+    """Return whether a file of a run, named relative to it, is a small one that is both here and in the store."""
     is_elsewhere = any(part in NOT_SYNCED for part in name.parts[:-1])
     return not is_elsewhere and name.as_posix() != SYNC_FILE and not name.name.startswith(".tmp-")
 
 
 def state_of(path: Path) -> list[int]:
-    """Return what tells a changed file from an unchanged one: size and mtime in ns."""
+    """Return the size and the mtime in ns, by which a changed file is recognized."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]

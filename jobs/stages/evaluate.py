@@ -2,7 +2,7 @@
 
 1. A result that an earlier evaluation of the same weights in this run has is carried over: a changed set or protocol
    costs that set or protocol alone.
-2. The workers compute the others (evaluation_worker.py): each set passes through the model once.
+2. The workers compute the others (pipeline/evaluation_worker.py): each set passes through the model once.
 3. The document is written: values with intervals, and the digests of weights, sets and protocols.
 
     evaluate:
@@ -15,8 +15,10 @@ the same at any world size, and sums are counts, or made by rank 0 in a fixed or
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,10 +32,12 @@ from data.images.preprocess import corrections
 from data.index.document import load_index
 from data.remote.cache import CacheConfig
 from data.shards.leaks import Leaks, in_pairs, read_leaks
+from jobs.cluster.supervisor import supervise
+from jobs.cluster.worker import Task
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import training
 from models import ModelConfig
-from pipeline import any_weights, artifacts
+from pipeline import any_weights, artifacts, config
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
 from pipeline.evaluation.document import Entry
@@ -53,6 +57,7 @@ from pipeline.versions import code_version
 
 if TYPE_CHECKING:
     from pipeline.evaluation.worker import Request
+    from pipeline.evaluation_worker import WorkerConfig
 
 Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
 
@@ -165,8 +170,7 @@ class Evaluate(StageKind):
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
         """Compute the results that no earlier evaluation of this run has, and write the document."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from jobs.stages.evaluation_worker import evaluate_on_workers
-        from pipeline.evaluation_task import WorkerConfig
+        from pipeline.evaluation_worker import WorkerConfig
 
         init = context.campaign.path_of(cfg.init)
         weights_digest = any_weights.digest_of(init, context.log)
@@ -432,3 +436,41 @@ def log_warnings(cfg: EvaluateConfig, context: Context, results: Iterable[Entry]
             nameless.append(f"the set {name}")
         if nameless and cfg.uses_head():
             context.log(f"no class names in {' and '.join(nameless)}: that labels mean the same is taken on trust")
+
+
+# ------------------------------------------------------------------------------------------------ workers
+
+
+def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context) -> list[Entry]:
+    """Run attempts until the requests are answered; return a result for each.
+
+    Raises DataError if the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
+    """
+    from pipeline.evaluation_worker import worker
+
+    outcome = supervise(
+        worker,
+        partial(make_task, cfg, init, requests, context),
+        context,
+        worlds=context.campaign.cluster.worlds,
+        stall_s=cfg.stall_s,
+        can_commit=False,
+    )
+    results: list[Entry] = outcome["results"]
+    return results
+
+
+def make_task(cfg: "WorkerConfig", init: str, requests: Sequence["Request"], context: Context, attempt: int) -> Task:
+    """Return the task of an attempt's workers. Raises DataError where the weights have changed."""
+    any_weights.digest_of(init, context.log)
+    return {
+        "run": str(context.campaign.run),
+        "attempt": attempt,
+        "claimed": time.time(),
+        "code": code_version(),
+        "folder": str(context.attempt_folder(attempt)),
+        "remote": context.campaign.remote,
+        "config": config.plain(cfg),
+        "init": init,
+        "requests": list(map(asdict, requests)),
+    }

@@ -13,7 +13,7 @@ from data.checks import at_least, more_than_0
 from data.files import write_whole
 from data.remote.cache import CacheConfig
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
-from jobs.stages import training
+from jobs.stages import evaluate, training
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
@@ -51,9 +51,8 @@ class FewShot(StageKind):
     def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
         """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from jobs.stages.evaluation_worker import evaluate_on_workers
         from pipeline.evaluation.worker import Request
-        from pipeline.evaluation_task import WorkerConfig
+        from pipeline.evaluation_worker import WorkerConfig
 
         worker_config = WorkerConfig(
             preprocess=cfg.preprocess or f"resize({context.model.image_size})",
@@ -68,7 +67,7 @@ class FewShot(StageKind):
         test = context.campaign.path_of(cfg.probe.test)
         train = context.campaign.path_of(cfg.probe.train)
         request = Request(test, train, cfg.probe.protocol(), first_label=True)
-        (result,) = evaluate_on_workers(worker_config, init, [request], context)
+        (result,) = evaluate.evaluate_on_workers(worker_config, init, [request], context)
         metrics = document.metrics_with_seeds(result)
         results = {
             "metrics": metrics,

@@ -21,7 +21,7 @@ from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
-from jobs.stages.sets import (
+from jobs.sets import (
     SetConfig,
     check_apart,
     expected_samples,

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from data.files import write_whole
+from pipeline.checkpoints.needed import EVALUATIONS, REQUESTED, file_of
 from pipeline.config import Tags, tags
 from pipeline.evaluation.document import EvaluationRecord, recorded_steps, skipped_record
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 
 SPARE_FILE = "spare"
-FOLDER = "evaluations"  # of a stage
-REQUESTED = ".requested"
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ class AsyncConfig(TrainConfig):
 # ------------------------------------------------------------------------------------------------ files
 
 
-def file_of(stage: Path, step: int, suffix: str) -> Path:
-    """Return the file of a step's evaluation with this suffix."""
-    return stage / FOLDER / f"step-{step:010d}{suffix}"
-
-
 def request(stage: Path, step: int) -> None:
     """Request the evaluation of a step beside training. Raises OSError."""
     path = file_of(stage, step, REQUESTED)
@@ -64,14 +58,6 @@ def request(stage: Path, step: int) -> None:
 def withdraw(stage: Path, step: int) -> None:
     """Take back the request for a step. Raises OSError."""
     file_of(stage, step, REQUESTED).unlink(missing_ok=True)
-
-
-def requested(stage: Path) -> list[int]:
-    """Return the steps that are requested, the oldest first: their checkpoints must stay."""
-    steps = []
-    for path in (stage / FOLDER).glob(f"step-*{REQUESTED}"):
-        steps.append(int(path.stem.removeprefix("step-")))
-    return sorted(steps)
 
 
 def recorded(stage: Path) -> set[int]:
@@ -97,7 +83,7 @@ def skip(stage: Path, step: int, reason: str) -> None:
 
 def records(stage: Path) -> list[Path]:
     """Return the files of the records that are not in metrics.jsonl yet, the oldest step first."""
-    return sorted((stage / FOLDER).glob("step-*.json"))
+    return sorted((stage / EVALUATIONS).glob("step-*.json"))
 
 
 def report_records(stage: Path, report: Callable[[str, Mapping[str, object], str], bool]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import models
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
+from pipeline.checkpoints.needed import requested_steps
 from pipeline.checkpoints.reader import Reader
 from pipeline.evaluate import LoopEvaluator, evaluate_weights
 from pipeline.evaluation.worker import EvaluationGroup
@@ -81,7 +82,7 @@ class AsyncEvaluator(LoopEvaluator):
             stage = Path(self.job.directory)
             with suppress(OSError):
                 # Requests are read first: an outcome is written before its request goes.
-                requested = async_evaluation.requested(stage)
+                requested = requested_steps(stage)
                 recorded = self.recorded(stage)
                 if evaluates_elsewhere:
                     commits = {progress.step, *map(step_of, committed(stage / "checkpoints"))}
@@ -113,7 +114,7 @@ class AsyncEvaluation(Hook):
         """Keep the checkpoints of requested steps."""
         self.worker = worker
         if self.cfg.evaluate_on == "spare":
-            worker.saver.needed.append(partial(async_evaluation.requested, Path(self.job.directory)))
+            worker.saver.needed.append(partial(requested_steps, Path(self.job.directory)))
 
     def before_record(self, kind: str, values: dict[str, Any]) -> str:
         """Report the outcomes that the driver has left, before the training steps that follow them."""

@@ -7,17 +7,17 @@ In:  records of evaluations: accuracy 0.91 at step 20, 0.93 at step 40, 0.92 at 
 Out: {"accuracy": {"value": 0.93, "step": 40}}; with patience 1 the stage ends at step 60, and keep_best keeps step 40
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypedDict
+from typing import TYPE_CHECKING, ClassVar
 
 from data.checks import at_least
 from data.errors import CheckpointError
+from pipeline.checkpoints.needed import BestStep, best_commit, best_of, evaluations_of, steps_of_best
 from pipeline.config import Tags, require, tags
-from pipeline.hooks import Choice, Hook
-from pipeline.monitoring.telemetry import Record, read_metrics, scores_of
+from pipeline.hooks import ExportChoice, Hook
+from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 from pipeline.values import counted
 
@@ -25,53 +25,7 @@ if TYPE_CHECKING:
     from pipeline.worker import Progress, Setup
 
 
-class Best(TypedDict):
-    """Holds the highest value of a metric, and the step of its evaluation; of equal ones the first."""
-
-    value: float
-    step: int
-
-
-def evaluations_of(records: Iterable[Record]) -> dict[int, dict[str, float]]:
-    """Return the metrics of each evaluated step that the stage has kept, by step in ascending order."""
-    evaluations: dict[int, dict[str, float]] = {}
-    for record in records:
-        if record["kind"] == "evaluate":
-            evaluations[record["step"]] = scores_of(record)
-        elif record["kind"] == "start":
-            # Steps after the one that an attempt starts from are taken, and evaluated, again.
-            for step in list(evaluations):
-                if step > record["step"]:
-                    del evaluations[step]
-    return dict(sorted(evaluations.items()))
-
-
-def best_of(evaluations: Mapping[int, Mapping[str, float]]) -> dict[str, Best]:
-    """Return the best of each metric; the steps are in ascending order."""
-    best: dict[str, Best] = {}
-    for step, scores in evaluations.items():
-        for name, value in scores.items():
-            if name not in best or value > best[name]["value"]:
-                best[name] = {"value": value, "step": step}
-    return best
-
-
-def best_commit(stage: Path, metric: str, committed: Collection[int]) -> Best | None:
-    """Return the best evaluation of a step whose checkpoint is there; None before the first."""
-    evaluations = evaluations_of(read_metrics(stage, None))
-    of_commits = {step: scores for step, scores in evaluations.items() if step in committed}
-    return best_of(of_commits).get(metric)
-
-
-def steps_of_best(stage: Path, metric: str | None, committed: Callable[[], Collection[int]]) -> list[int]:
-    """Return the step whose checkpoint stays as the best so far; none without a metric and before the first."""
-    best = None
-    if metric is not None:
-        best = best_commit(stage, metric, committed())
-    return [] if best is None else [best["step"]]
-
-
-def evaluations_since_best(stage: Path, metric: str) -> tuple[int, Best] | None:
+def evaluations_since_best(stage: Path, metric: str) -> tuple[int, BestStep] | None:
     """Return how many evaluations came after the best without a better one, and the best; None before the first."""
     evaluations = evaluations_of(read_metrics(stage, None))
     best = best_of(evaluations).get(metric)
@@ -161,7 +115,7 @@ class KeepBest(Hook):
             f"{best['step']}, patience is {patience}"
         )
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> ExportChoice | None:
         """Return the step of the best evaluation. Raises CheckpointError if none is on record."""
         metric = self.cfg.keep_best
         if metric is None:

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from data.errors import ExitCode
+from jobs.__main__ import WATCHERS
 from jobs.cluster.worker import records
-from jobs.commands.arguments import WATCHERS
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import tags
-from pipeline.hooks import Choice, Hook
+from pipeline.hooks import ExportChoice, Hook
 from pipeline.training_config import TrainConfig
 
 
@@ -55,7 +55,7 @@ class Recorder(Hook):
         self.note("is_over", progress.step)
         return "enough" if 0 < progress.step == self.over else ""
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> ExportChoice | None:
         self.note("choose")
         if not self.best:
             return None

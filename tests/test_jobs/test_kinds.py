@@ -10,7 +10,8 @@ import jobs.__main__
 import models
 from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.kinds import CORE, load_kinds
+from jobs.core_kinds import CORE
+from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.recipe.validate import validate
 from jobs.resolved_recipe import Available

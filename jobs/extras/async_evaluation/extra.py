@@ -5,7 +5,7 @@
 from data.errors import CheckpointError, StorageError
 from jobs.resolved_recipe import Context
 from jobs.stages.training import Companion, TrainingExtra
-from pipeline.extras import async_evaluation
+from pipeline.checkpoints.needed import EVALUATIONS
 from pipeline.extras.async_evaluation import AsyncConfig
 from pipeline.extras.replays.spikes import SpikeConfig
 from pipeline.hooks import HookOptions, compose
@@ -20,7 +20,7 @@ class SpareConfig(AsyncConfig, SpikeConfig):
     """Has the keys of all that a spare worker does."""
 
 
-class AsyncEvaluation(TrainingExtra):
+class AsyncEvaluationExtra(TrainingExtra):
     """Adds `evaluate_on` and `health`."""
 
     config = compose(AsyncConfig, SpikeConfig)
@@ -28,7 +28,7 @@ class AsyncEvaluation(TrainingExtra):
     def hooks(self, cfg: SpareConfig, context: Context) -> HookOptions:  # type: ignore[override]
         """Return the hooks for the keys in use, and for what earlier attempts have left."""
         hooks: dict[str, dict[str, object]] = {}
-        has_requests = (context.directory / async_evaluation.FOLDER).exists()
+        has_requests = (context.directory / EVALUATIONS).exists()
         if getattr(cfg, "evaluate_on", "training") == "spare" or has_requests:
             hooks[EVALUATION] = {}
         if searches_spikes(cfg):

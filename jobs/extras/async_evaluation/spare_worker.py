@@ -39,6 +39,7 @@ from jobs.resolved_recipe import Context
 from pipeline import artifacts
 from pipeline.artifacts import SEARCHES
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
+from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.evaluate import TRIES
 from pipeline.evaluation.document import evaluation_record
 from pipeline.extras import async_evaluation
@@ -123,16 +124,16 @@ class SpareWorker:
 
         Raises Preempted where somebody wants this process to end.
         """
-        has_requests = bool(async_evaluation.requested(self.stage))
+        has_requests = bool(requested_steps(self.stage))
         self.training_has_ended = True
         assert self.place is not None
         self.place.has_training_ended = True
         began = time.monotonic()
         next_line = began
         try:
-            while self.thread.is_alive() or async_evaluation.requested(self.stage):
+            while self.thread.is_alive() or requested_steps(self.stage):
                 self.start_thread()
-                left = ", ".join(map(str, async_evaluation.requested(self.stage)))
+                left = ", ".join(map(str, requested_steps(self.stage)))
                 if self.context.stop_requested():
                     raise Preempted(
                         f"stopped: training has ended, the evaluations of steps {left} have not; "
@@ -153,7 +154,7 @@ class SpareWorker:
             return
         # Checkpoints stayed beyond `keep` because they were to be evaluated.
         try:
-            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, async_evaluation.requested(self.stage))
+            self.context.checkpoints.prune(self.cfg.keep, self.cfg.keep_every, requested_steps(self.stage))
         except OSError as error:
             self.context.log(f"old checkpoints stay: {error}")
 
@@ -166,7 +167,7 @@ class SpareWorker:
             telemetry.close()
         left = [path.name for path in async_evaluation.records(self.stage)]
         if left:
-            folder = self.stage / async_evaluation.FOLDER
+            folder = self.stage / EVALUATIONS
             self.context.log(f"the disk refused the records of evaluations, which stay in {folder}: {', '.join(left)}")
         self.context.poll(attempt, 0)
 
@@ -178,7 +179,7 @@ class SpareWorker:
             trouble = ""
             try:
                 self.poll()
-                if self.training_has_ended and not async_evaluation.requested(self.stage):
+                if self.training_has_ended and not requested_steps(self.stage):
                     return
             except Exception as error:
                 # The head may be away, or the disk be full: the next poll tries again.
@@ -213,7 +214,7 @@ class SpareWorker:
         steps = {step_of(folder) for folder in committed(self.stage / "checkpoints")}
         newest = max(steps, default=-1)
         waiting = []
-        for step in async_evaluation.requested(self.stage):
+        for step in requested_steps(self.stage):
             if step in steps and step != self.running:
                 waiting.append(step)
             elif step < newest and step not in steps:
@@ -230,7 +231,7 @@ class SpareWorker:
         (checkpoint, *_) = [folder for folder in committed(self.stage / "checkpoints") if step_of(folder) == step]
         self.number += 1
         name = f"{self.attempt_folder.name}-step-{step:010d}-{self.number}"
-        folder = self.stage / async_evaluation.FOLDER / name
+        folder = self.stage / EVALUATIONS / name
         folder.mkdir()
         task = {**self.task, "checkpoint": str(checkpoint), "folder": str(folder)}
         self.running = step

@@ -35,7 +35,7 @@ from pipeline.architecture import model_config
 from pipeline.values import amount, duration, flow_yaml
 
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait
-    from jobs.extras.new.training import Choice, Machine
+    from jobs.extras.new.training import Machine, TrainingChoice
 
 MOST_BAD = 0.1  # of the images that were opened: with more, a set is no set to train on
 # What makes classes, by the source of images that have none.
@@ -188,7 +188,7 @@ def describe(image_set: FoundSet) -> None:
         echo(f"  {note}")
 
 
-def write_recipe(path: Path, name: str, sets: Sets, choice: "Choice", machine: "Machine") -> None:
+def write_recipe(path: Path, name: str, sets: Sets, choice: "TrainingChoice", machine: "Machine") -> None:
     """Write the recipe: where its stages find the sets, and a line for each choice with its reason."""
     # 1. Where it runs.
     cluster: dict[str, Any] = {"backend": "processes", "workers": machine.workers}

@@ -95,7 +95,7 @@ class ModelCandidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class TrainingChoice:
     """How the images are trained on."""
 
     model: ModelConfig
@@ -124,7 +124,7 @@ def this_machine() -> Machine:
     return Machine(counted(here, "core"), here, 0, workers, memory, "fp32")
 
 
-def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> Choice:
+def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, init: str | None) -> TrainingChoice:
     """Choose how the images are trained on: from random weights, a model of this `name`, or weights to fine-tune.
 
     Weights are fine-tuned with SGD, as in the paper's table 4.
@@ -187,7 +187,7 @@ def choose(sets: Sets, machine: Machine, budget_s: float, *, name: str | None, i
         reasons.insert(0, f"level {level} of AugReg (Steiner et al. 2022)")
     elif init is None:
         reasons.insert(0, "RandAugment needs more passes (Steiner et al. 2022)")
-    return Choice(
+    return TrainingChoice(
         model=chosen.model,
         section=chosen.section,
         augment=crop,

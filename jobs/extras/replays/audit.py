@@ -30,7 +30,7 @@ from jobs.extras.replays.stretch import Replays
 from jobs.terminal import echo
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.reader import Reader
-from pipeline.extras.replays.batch import TakenStep, TrainedStage
+from pipeline.extras.replays.batch import RecordedStep, TrainedStage
 from pipeline.monitoring.telemetry import account
 from pipeline.values import counted, duration
 
@@ -272,7 +272,7 @@ def compare(before: TrainedStage, after: TrainedStage, finding: Finding) -> None
         finding.worker = finding.differing[0].worker
 
 
-def first_difference(theirs: TakenStep, ours: TakenStep) -> tuple[str, int | None]:
+def first_difference(theirs: RecordedStep, ours: RecordedStep) -> tuple[str, int | None]:
     """Return what differs first in a step, "" for nothing, and the worker of the run, where it can be told."""
     pairs: list[tuple[str, Sequence[float], Sequence[float]]]
     pairs = [("loss", [theirs.loss], [ours.loss]), ("gradient", [theirs.grad_norm], [ours.grad_norm])]

@@ -27,7 +27,7 @@ from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan
 from pipeline.training_config import TrainConfig
 
-METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.TakenStep` has them
+METRICS = ("grad_norm", "loss")  # of a step, as `pipeline.extras.replays.batch.RecordedStep` has them
 MOST_SHOWN = 16  # samples of a set that are printed, and written as pictures
 
 

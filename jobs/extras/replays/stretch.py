@@ -22,7 +22,6 @@ from typing import Any
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
-from jobs.commands.arguments import WATCHERS
 from jobs.kinds import load_extras
 from jobs.named_stages import find_trained
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
@@ -37,15 +36,16 @@ from pipeline.training_config import TrainConfig
 from pipeline.versions import code_version, git_commit
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
+WATCHERS = ("jobs.extras.report.kept:KeptPage", "jobs.extras.monitor.gauges:Gauges")  # of a run that is kept
 
 Work = Callable[[TrainConfig, Context], Mapping[str, Any]]  # what a stage does
 
 
 # Extras that change what a step computes; the others have no part in a replay.
-OF_STEPS = ("jobs.extras.studies.law:Branches", "jobs.extras.token_dropping:TokenDropping")
+OF_STEPS = ("jobs.extras.studies.law:Branches", "jobs.extras.token_dropping:TokenDroppingExtra")
 
 
-class Masking(training.TrainingExtra):
+class AlwaysMasked(training.TrainingExtra):
     """Has samples without weight."""
 
     def __init__(self, masked: Sequence[Sequence[int]]) -> None:
@@ -63,7 +63,7 @@ class Replay(training.Training):
         self, name: str, class_names: tuple[str, ...], last: int, masked: Sequence[Sequence[int]], work: Work | None
     ) -> None:
         """Set what a run of the stage does: train up to the step `last` without `masked` samples, or `work`."""
-        super().__init__([*load_extras(*OF_STEPS), Masking(masked)])
+        super().__init__([*load_extras(*OF_STEPS), AlwaysMasked(masked)])
         self.inputs = {}
         self.name = name  # of the kind that the stage had
         self.class_names = class_names

@@ -46,7 +46,7 @@ class Rebuilt(NamedTuple):
     source: Index  # of all sets that are trained on, where the ids are numbers of shards and samples
 
 
-class TakenStep(NamedTuple):
+class RecordedStep(NamedTuple):
     """What metrics.jsonl has of a step, by the last attempt that took it: its weights went on."""
 
     attempt: int
@@ -124,7 +124,7 @@ class TrainedStage:
         return read_metrics(self.folder, None)
 
     @cached_property
-    def taken(self) -> Mapping[int, TakenStep]:
+    def taken(self) -> Mapping[int, RecordedStep]:
         """Return what is on record of every step: a disk may have refused some, others were given up."""
         taken = {}
         for record in self.records:
@@ -133,7 +133,7 @@ class TrainedStage:
             steps = steps_in(record)
             traces = record.get("traces", [()] * len(steps))
             for step, loss, norm, trace in zip(steps, record["losses"], record["grad_norms"], traces, strict=True):
-                taken[step] = TakenStep(record["attempt"], record["world"], loss, norm, trace)
+                taken[step] = RecordedStep(record["attempt"], record["world"], loss, norm, trace)
         return taken
 
     @cached_property

@@ -256,19 +256,6 @@ def test_as_many_workers_as_fit_after_the_patience_and_more_once_there_is_room(n
         nodes.cluster.remove_node(joined)
 
 
-@pytest.mark.parametrize(
-    ("workers", "rooms", "sizes"),
-    [
-        (8000, [8] * 1000, [8] * 1000),
-        (10, [3, 8, 1], [8, 2]),
-        (5, [1, 2, 0], [2, 1, 1, 1]),  # an autoscaler is told of what has no room, a worker each
-        (2, [], [1, 1]),
-    ],
-)
-def test_a_bundle_holds_as_many_workers_as_a_node_has_room_for(workers, rooms, sizes) -> None:
-    assert ray_places.bundle_sizes(workers, rooms) == sizes
-
-
 def test_the_workers_of_a_node_have_one_bundle_and_smaller_ones_where_only_those_have_room(nodes, monkeypatch) -> None:
     monkeypatch.setattr(ray_places, "NEXT_CHOICE_S", 0.5)
     four = ClusterConfig(workers=4, wait_s=30)

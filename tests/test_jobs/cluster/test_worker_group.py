@@ -251,28 +251,6 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         assert time.monotonic() - questions[0] < 16 * 0.2
 
 
-def test_a_few_spare_nodes_have_a_warm_agent(two, monkeypatch) -> None:
-    nodes: Any = nodes_of(two["ray"]).node_agents
-    started: list[str] = []
-
-    def start(node_id: str) -> None:
-        started.append(node_id)
-        nodes.actors[node_id] = None
-
-    monkeypatch.setattr(nodes, "start", start)
-    monkeypatch.setattr(nodes, "actors", {"a": None})
-    monkeypatch.setattr(nodes, "used", {"a"})
-    # A node with a worker and room for another one is no spare one that lacks an agent.
-    for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
-        nodes.warm_up_spares(set(spare))
-        assert started == list(expected), spare
-        started.clear()
-    # Those of workers with GPUs import nothing ahead.
-    monkeypatch.setattr(nodes, "cluster", ClusterConfig(gpus_per_worker=1))
-    nodes.warm_up_spares({"x", "y"})
-    assert not started
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_worker_that_a_signal_has_stopped_is_seen_and_named(backend, two, tmp_path) -> None:
     """By its agent, wherever the driver is."""

@@ -24,7 +24,7 @@ from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names
 from jobs.resolved_recipe import Available
-from jobs.stages.sets import SetConfig, source_names
+from jobs.sets import SetConfig, source_names
 from pipeline import config
 from tests.support.campaigns import load
 from tests.support.tars import write_tar

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
-from jobs.stages import evaluation_worker
+from jobs.stages import evaluate as stage
 from pipeline import any_weights, artifacts
 from pipeline.config import Recipe
 from pipeline.evaluation.features import normalise
@@ -213,7 +214,7 @@ def test_a_changed_set_or_protocol_runs_only_what_changed(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workers = Workers()
-    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    monkeypatch.setattr(stage, "supervise", workers)
     train = f"train={world / 'train'}"
     judged(world, tmp_path, "--protocol", "top-1", "--protocol", "knn", train)
     assert workers.asked == [("test", "top-1"), ("test", "knn")]
@@ -242,7 +243,7 @@ def test_an_answer_from_before_a_correction_is_not_carried_over(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
-    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    monkeypatch.setattr(stage, "supervise", workers)
     options = ("--protocol", "top-1", "preprocess=resize_small(18)|central_crop(16)")
     with monkeypatch.context() as before:
         before.setattr(preprocess, "CORRECTIONS", {})
@@ -256,7 +257,7 @@ def test_workers_are_told_the_leaked_samples_of_each_set(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
-    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    monkeypatch.setattr(stage, "supervise", workers)
     index = load_index(world / "test")
     pairs = []
     for number in (3, 102, 354):
@@ -311,7 +312,7 @@ def test_a_leak_verdict_names_what_was_compared_and_what_was_not(
     second = {"init": str(tmp_path / "first"), "data.evaluate": str(sets["other"]), "data.train": str(sets["finetune"])}
     weights = trained(tmp_path / "second", world, second)
     workers = Workers()
-    monkeypatch.setattr(evaluation_worker, "supervise", workers)
+    monkeypatch.setattr(stage, "supervise", workers)
 
     digest = {name: load_index(path).digest for name, path in sets.items()}
     train_sets = [{"path": name, "digest": digest[name]} for name in compared]
@@ -340,7 +341,7 @@ def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A set and weights that were replaced at their paths are not the old ones; a subset is known by its set."""
-    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    monkeypatch.setattr(stage, "supervise", Workers())
     images = list(digits(True, image_size=16))
     for name, first in (("old", 0), ("new", 40)):
         pack(images[first : first + 20], tmp_path / name, name="train", names=DIGITS)
@@ -379,7 +380,7 @@ def test_what_was_trained_on_goes_by_digests_and_not_by_paths(
 def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    monkeypatch.setattr(stage, "supervise", Workers())
     ops = "resize_small(20)|central_crop(16)"
     model = models.load(world / "weights")
     models.save(model, tmp_path / "weights", class_names=DIGITS, preprocessing=preprocessing_of(ops, model.config))
@@ -406,7 +407,7 @@ def test_weights_are_judged_on_the_pixels_that_are_recorded_with_them(
 def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    monkeypatch.setattr(stage, "supervise", Workers())
     compared = [{"path": "t", "digest": load_index(world / "test").digest}]
     leaks = {"schema": SCHEMA, "train": compared, "test": compared, "pairs": []}
     (tmp_path / "leaks.json").write_text(seal(leaks))
@@ -421,7 +422,7 @@ def test_weights_without_a_record_and_a_set_that_they_were_trained_on_are_named(
 def test_what_cannot_be_judged_is_refused_before_a_worker_starts(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluation_worker, "supervise", Workers())
+    monkeypatch.setattr(stage, "supervise", Workers())
     swapped = (*DIGITS[:3], DIGITS[4], DIGITS[3], *DIGITS[5:])
     pack(digits(False, image_size=16), tmp_path / "swapped", name="test", names=swapped)
     few = models.from_config(models.config_of("mu/8", 16, 3), torch.Generator())
@@ -473,8 +474,10 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
     started: list[Campaign] = []
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda campaign, watchers: started.append(campaign))
+    context: Any = SimpleNamespace(obj=SimpleNamespace(watchers=()))
+    words = [str(world / "test"), "cluster.max_restarts=7"]
     with pytest.raises(FileNotFoundError):  # nothing has run
-        evaluate(str(world / "weights"), [str(world / "test"), "cluster.max_restarts=7"], output=str(tmp_path))
+        evaluate(context, str(world / "weights"), words, output=str(tmp_path))
     assert read == [str(world / "weights")]
     cluster = started[0].cluster
     assert (cluster.workers, cluster.max_restarts, cluster.backend) == (2, 7, "processes")

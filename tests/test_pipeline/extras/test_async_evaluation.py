@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoints.needed import requested_steps
 from pipeline.evaluation.document import evaluation_record
 from pipeline.extras import async_evaluation
-from pipeline.extras.async_evaluation import recorded, records, report_records, requested
+from pipeline.extras.async_evaluation import recorded, records, report_records
 
 pytestmark = pytest.mark.quick
 
@@ -36,11 +37,11 @@ def test_a_step_has_an_outcome_until_an_attempt_takes_it_again(tmp_path: Path) -
 def test_a_request_stays_until_it_is_answered_or_withdrawn(tmp_path: Path) -> None:
     for step in (20, 8, 12):
         async_evaluation.request(tmp_path, step)
-    assert requested(tmp_path) == [8, 12, 20]
+    assert requested_steps(tmp_path) == [8, 12, 20]
     async_evaluation.withdraw(tmp_path, 12)
     async_evaluation.withdraw(tmp_path, 13)
     async_evaluation.skip(tmp_path, 8, "no room")
-    assert requested(tmp_path) == [20]
+    assert requested_steps(tmp_path) == [20]
 
 
 def test_records_go_in_the_order_of_their_steps_and_a_refused_one_stays(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from data.errors import ConfigError
 from jobs.extras.planning.trial import trial_key
 from pipeline import config
-from pipeline.extras.best import best_of, evaluations_of, evaluations_since_best
+from pipeline.checkpoints.needed import best_of, evaluations_of
+from pipeline.extras.best import evaluations_since_best
 from tests.support import campaigns
 from tests.support.configs import FullConfig
 

@@ -27,6 +27,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.commands import checkpoints
 from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWorker
 from pipeline.checkpoints.manifest import committed, step_of
+from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
 from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.extras import async_evaluation
@@ -120,7 +121,7 @@ def test_with_nothing_spare_the_loop_judges_and_says_at_what_price(loop, run, se
     assert judged(run) == judged(loop) and set(where(run).values()) == {"training"}
     log = (stage(run) / "log.txt").read_text()
     assert log.count("% of the time; evaluate_on=spare, but nothing was spare") == 1
-    assert not async_evaluation.requested(stage(run))
+    assert not requested_steps(stage(run))
 
 
 @pytest.mark.slow
@@ -163,7 +164,7 @@ def test_what_was_asked_for_is_judged_by_the_next_command(number, exit_code, loo
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == exit_code, said(run)
-    assert async_evaluation.requested(stage(run)) == [16, 32] and judged(run).keys() == {40}
+    assert requested_steps(stage(run)) == [16, 32] and judged(run).keys() == {40}
     assert exit_code != 75 or "the evaluations of steps 16, 32 have not; run the same command again" in said(run)
     (run.parent / "go").touch()
     assert finish(run, *EVERY_16, *sets, SPARE, patch="slow_evaluator") == 0, said(run)
@@ -284,7 +285,7 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     made.places.has_room = False
     made.commit(10, 20, 30)
     made.evaluations.poll()
-    assert made.places.judged == [] and async_evaluation.requested(tmp_path) == [20, 30]
+    assert made.places.judged == [] and requested_steps(tmp_path) == [20, 30]
     assert not (made.attempt / async_evaluation.SPARE_FILE).exists(), "the loop is to judge the next one itself"
     made.places.has_room = True
     for _ in range(3):
@@ -295,7 +296,7 @@ def test_of_commits_that_wait_the_two_newest_are_judged_and_the_others_named(tmp
     assert made.places.judged == [20, 30, 50, 60] and (made.attempt / async_evaluation.SPARE_FILE).exists()
     expected = {step: "evaluate" for step in (20, 30, 50, 60)}
     assert made.answers() == {**expected, 10: "evaluate_skipped", 40: "evaluate_skipped"}
-    assert not made.answers() and not async_evaluation.requested(tmp_path)
+    assert not made.answers() and not requested_steps(tmp_path)
 
 
 def test_spikes_are_searched_one_after_the_other_and_what_they_name_is_masked_once(tmp_path, monkeypatch) -> None:
@@ -357,7 +358,7 @@ def test_a_step_that_was_never_committed_is_not_waited_for(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     async_evaluation.request(tmp_path, 10)
     made.evaluations.poll()
-    assert async_evaluation.requested(tmp_path) == [10], "its save may be on its way"
+    assert requested_steps(tmp_path) == [10], "its save may be on its way"
     made.commit(20)
     made.evaluations.poll()
     assert made.answers() == {10: "evaluate_skipped", 20: "evaluate"}
@@ -387,7 +388,7 @@ def test_a_checkpoint_that_is_to_be_judged_is_not_pruned(tmp_path) -> None:
     made = Stage(tmp_path, Scripted())
     made.commit(10, 20, 30, 40)
     async_evaluation.withdraw(tmp_path, 20)
-    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, async_evaluation.requested(tmp_path))
+    removed = checkpoints_in(tmp_path / "checkpoints").prune(2, 0, requested_steps(tmp_path))
     assert removed == ["step-0000000020"]
 
 
@@ -409,7 +410,7 @@ def test_in_the_end_nothing_is_left_of_what_waited_or_was_put_off(tmp_path) -> N
     assert made.places.judged == [10, 10, 20]
     assert [step_of(folder) for folder in committed(tmp_path / "checkpoints")] == [50, 40, 30], "keep is 3"
     assert [record["step"] for record in read_metrics(tmp_path, "evaluate")] == [10, 20]
-    assert list((tmp_path / async_evaluation.FOLDER).iterdir()) == []
+    assert list((tmp_path / EVALUATIONS).iterdir()) == []
 
 
 def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> None:
@@ -417,7 +418,7 @@ def test_an_evaluation_that_ends_with_its_attempt_leaves_no_folder(tmp_path) -> 
     made.commit(10)
     made.evaluations.has_ended.set()
     made.evaluations.evaluate(10)
-    assert [path.name for path in (tmp_path / async_evaluation.FOLDER).iterdir()] == ["step-0000000010.requested"]
+    assert [path.name for path in (tmp_path / EVALUATIONS).iterdir()] == ["step-0000000010.requested"]
 
 
 def test_a_thread_that_outlives_its_attempt_stays_told_to_end_and_has_no_second_beside_it(
@@ -526,7 +527,7 @@ def test_an_attempt_evaluates_the_commits_that_have_no_outcome(where, records, i
     expected = [10] * is_due
     evaluated, requested = ([], expected) if where == "spare" else (expected, [])
     assert evaluator.evaluated == evaluated
-    assert async_evaluation.requested(tmp_path) == requested
+    assert requested_steps(tmp_path) == requested
 
 
 def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path) -> None:
@@ -563,15 +564,15 @@ def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_
     assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
     evaluator = Evaluating(alone.job)
     assert evaluator.resume(alone, progress)
-    assert evaluator.evaluated == [10] and not async_evaluation.requested(tmp_path)
+    assert evaluator.evaluated == [10] and not requested_steps(tmp_path)
 
 
 def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
     evaluator = Evaluating(alone.job, "spare")
     async_evaluation.request(tmp_path, 10)
-    assert not evaluator.request(alone, 10) and async_evaluation.requested(tmp_path) == []
+    assert not evaluator.request(alone, 10) and requested_steps(tmp_path) == []
     (tmp_path / async_evaluation.SPARE_FILE).touch()
-    assert evaluator.request(alone, 10) and async_evaluation.requested(tmp_path) == [10]
+    assert evaluator.request(alone, 10) and requested_steps(tmp_path) == [10]
 
 
 # ------------------------------------------------------------------------ on Ray

@@ -1,8 +1,8 @@
-"""A worker of a stage that evaluates weights and trains nothing: it answers requests on the sets that they name.
+"""A worker of a stage that evaluates weights and trains nothing (evaluate, fewshot).
 
 1. It joins the group, is checked as in training, and loads the whole model: workers share nothing but the sets.
-2. It evaluates as everywhere (pipeline/evaluation/worker.py). A stop takes effect between two batches, and about once a
-   second while rank 0 computes. Nothing of an attempt that was stopped is kept.
+2. It evaluates as everywhere (pipeline/evaluation/worker.py). A stop takes effect between two batches, or within about
+   a second while rank 0 computes. Nothing of an attempt that was stopped is kept.
 
 In:  {"init": "/runs/x/finetune-1a2b3c4d", "requests": [{"test": "/shards/test", "protocol": {…}, …}], …}
 Out: {"results": [{"set": {…}, "values": {"top-1": {…}}, …}]}, of rank 0, one a request (document.result_of)
@@ -29,8 +29,6 @@ from pipeline.evaluation.protocols import Protocol
 from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.monitoring.watchdog import Phases
-from pipeline.process_group import check_start, join_group
-from pipeline.start import fetch_init, notice_sigterm
 
 COLLECTIVE_TIMEOUT_S = 1800.0  # as TrainConfig.timeout_s; `stall_s` ends a hang long before
 
@@ -48,11 +46,15 @@ class WorkerConfig:
     model: dict[str, Any] = field(default_factory=dict)  # what a weights file of others cannot tell
 
 
-def evaluate(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
+def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     """Do one worker's share; rank 0's value holds the results.
 
-    Raises EvaluationFailed and Preempted, on all workers alike, if one cannot read on or gets a SIGTERM.
+    Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
+    # The driver imports this module, and does not need deepspeed.
+    from pipeline.process_group import check_start, join_group
+    from pipeline.start import fetch_init, notice_sigterm
+
     cfg = config.build(WorkerConfig, task["config"], "config")
     folder = Path(task["folder"])
     asked_to_stop = threading.Event()

@@ -1,0 +1,83 @@
+"""Weights of this project and of others: their digests, and the sets that they were trained on."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import models
+from data.errors import DataError
+from pipeline import any_weights, artifacts
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    folder = tmp_path / "weights"
+    models.save(models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0)), folder)
+    return folder
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_digest_of_our_weights_is_that_of_their_file(weights):
+    assert not any_weights.is_foreign(str(weights))
+    assert any_weights.digest_of(str(weights), print) == sha256(weights / "weights.safetensors")
+
+
+def test_the_digest_of_a_part_of_an_npz_is_of_the_file_and_the_part(tmp_path):
+    file = tmp_path / "theirs.npz"
+    file.write_bytes(b"anything")
+    assert any_weights.digest_of(str(file), print) == sha256(file)
+    part = hashlib.sha256(f"{sha256(file)} img".encode()).hexdigest()
+    assert any_weights.digest_of(f"{file}:img", print) == part
+
+
+def test_the_config_next_to_foreign_weights_is_in_their_digest(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"anything")
+    (tmp_path / "config.json").write_text("{}")
+    assert any_weights.is_foreign(str(tmp_path))
+    both = f"{sha256(tmp_path / 'model.safetensors')} {sha256(tmp_path / 'config.json')} "
+    assert any_weights.digest_of(str(tmp_path), print) == hashlib.sha256(both.encode()).hexdigest()
+
+
+def test_pixels_that_are_normalised_in_another_way_are_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"anything")
+    pretrained = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": pretrained}))
+    with pytest.raises(DataError, match="pixels are normalised by mean"):
+        any_weights.refuse_other_pixels(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}))
+    any_weights.refuse_other_pixels(str(tmp_path))
+
+
+def test_a_file_that_is_no_weights_is_named(tmp_path):
+    file = tmp_path / "broken.npz"
+    file.write_bytes(b"no zip")
+    with pytest.raises(DataError, match=f"cannot load {file}"):
+        any_weights.load(str(file), {})
+
+
+def test_training_sets_are_followed_through_the_stages_before(tmp_path, weights):
+    digest = sha256(weights / "weights.safetensors")
+    first = {"data.train": {"path": "/a", "digest": "1", "part_of": None}}
+    artifacts.write_record(weights / artifacts.PROVENANCE, {"inputs": first})
+    done = {"files": artifacts.digests(weights)}
+    artifacts.write_record(weights / artifacts.DONE, done)
+    second = tmp_path / "second"
+    second.mkdir()
+    later = {"data.train": {"path": "/b", "digest": "2", "part_of": None}, "data.evaluate": {"digest": "3"}}
+    later["init"] = {"path": str(weights), "digest": digest}
+    artifacts.write_record(second / artifacts.PROVENANCE, {"inputs": later})
+    sets, end = any_weights.training_sets(str(second))
+    assert [source["path"] for source in sets] == ["/b", "/a"]
+    assert end == "", "the first stage began with random weights"
+
+
+def test_the_end_of_the_records_is_named(weights):
+    assert any_weights.training_sets(str(weights)) == ([], str(weights))
