@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
         # (jobs/run/session.py).
         write_last(str(interrupt) or "interrupted")
         return ExitCode.INTERRUPTED
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         activity.end()
         return report(missing_extra(error), with_traceback="--debug" in words)
     except Exception as error:
@@ -228,10 +228,13 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
     return ExitCode.USAGE
 
 
-def missing_extra(error: ModuleNotFoundError) -> Exception:
-    """Return the error to report if a module is missing: for a deleted extra, what the command cannot do without."""
+def missing_extra(error: ImportError) -> Exception:
+    """Return the error to report if an import fails: for a deleted extra, which one the command cannot do without."""
     module = error.name or ""
-    if ".extras" not in module:
+    # `from pipeline.extras import best` names the folder, and the module in its message alone.
+    if module.endswith(".extras") and not isinstance(error, ModuleNotFoundError):
+        module += f".{error.msg.split(chr(39))[1]}"
+    elif ".extras" not in module or not isinstance(error, ModuleNotFoundError):
         return error
     return UsageError(
         f"this installation has no {module.replace('.', '/')}\n  the command needs it; other commands work without it"

@@ -61,8 +61,7 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
             kind_class = getattr(import_module(module), class_name)
             kinds[name] = kind_class(load_extras(*extras)) if extras else kind_class()
         except ModuleNotFoundError as error:
-            # A library that is missing is another matter.
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            if not is_removed_extra(error):
                 raise
             kinds[name] = MissingKind(name, module)
     return kinds
@@ -76,8 +75,13 @@ def load_extras(*names: str) -> list[Any]:
         try:
             loaded = import_module(module)
         except ModuleNotFoundError as error:
-            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            if not is_removed_extra(error):
                 raise
             continue
         extras.append(getattr(loaded, class_name)())
     return extras
+
+
+def is_removed_extra(error: ModuleNotFoundError) -> bool:
+    """Return whether an extra is missing: the one that was named, or one that it builds on. A library is no extra."""
+    return ".extras" in (error.name or "")

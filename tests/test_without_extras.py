@@ -166,7 +166,7 @@ def test_without_extras_a_campaign_runs_and_can_be_read(core: Path) -> None:
     assert "pretrain" in status.stdout
     checkpoints = python(core, "-m", "jobs", "checkpoints", "list", "run")
     assert checkpoints.returncode == 0, checkpoints.stderr
-    assert "step-00000004" in checkpoints.stdout
+    assert "step-0000000004" in checkpoints.stdout
     report = python(core, "-m", "jobs", "report", "run")
     assert report.returncode == 64
     assert "this installation has no jobs/extras" in report.stderr

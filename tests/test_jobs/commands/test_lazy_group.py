@@ -83,6 +83,26 @@ def test_a_deleted_extra_is_named_and_the_other_commands_work(
     assert main(["status", "--help"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("from data.extras import gone", 64, "error: this installation has no data/extras/gone\n"),
+        ("import data.extras.gone.inside", 64, "error: this installation has no data/extras/gone\n"),
+        ("from data.errors import gone", 70, "error: ImportError: cannot import name 'gone'"),
+        ("from data.extras.survey import gone", 70, "error: ImportError: cannot import name 'gone'"),
+    ],
+)
+def test_an_extra_that_another_extra_needs_is_named_and_a_wrong_name_is_a_bug(
+    line: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(run: Path) -> None:
+        exec(line)
+
+    monkeypatch.setattr("jobs.commands.status.status", fail)
+    assert main(["status", "."]) == code
+    assert message in capsys.readouterr().err
+
+
 def test_a_missing_module_that_is_no_extra_stays_a_bug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
