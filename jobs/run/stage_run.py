@@ -58,7 +58,10 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
         context.log(f"{stage.name}: not run: {stopped}")
         outcome: dict[str, Any] = {STOPPED: stopped}
     else:
-        outcome = work(context)
+        try:
+            outcome = dict(stage.kind.run(stage.config, context))
+        except StageFailed as error:
+            outcome = outcome_of_divergence(context, error)
     # A driver that was frozen, and woke up after another took the run over, must not record that its stage is done.
     context.check_owned()
 
@@ -116,18 +119,15 @@ def record_start(context: Context, began: float) -> None:
     context.log(f"{stage.name}: key {stage.key[:8]}, in {directory}")
 
 
-def work(context: Context) -> dict[str, Any]:
-    """Let the stage work; return its outcome. Raises what the stage raises, unless a run of a sweep diverges."""
+def outcome_of_divergence(context: Context, error: StageFailed) -> dict[str, Any]:
+    """Return the outcome of a run of a sweep that has diverged. Raises every other error."""
     stage = context.stage
-    try:
-        return dict(stage.kind.run(stage.config, context))
-    except StageFailed as error:
-        # The largest learning rate of a grid may well diverge: the table shows it, and the other runs continue.
-        if not stage.is_run or error.kind != Diverged.__name__:
-            raise
-        message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
-        context.log(f"{stage.name}: {message}\n  the sweep goes on without this run")
-        return {DIVERGED: message}
+    # The largest learning rate of a grid may well diverge: the table shows it, and the other runs continue.
+    if not stage.is_run or error.kind != Diverged.__name__:
+        raise error
+    message = str(error).splitlines()[0].removeprefix(f"{stage.name}: ")
+    context.log(f"{stage.name}: {message}\n  the sweep continues without this run")
+    return {DIVERGED: message}
 
 
 def write_provenance(context: Context, inputs: Mapping[str, object], outcome: Mapping[str, Any]) -> None:

@@ -150,7 +150,7 @@ def test_a_run_of_a_sweep_that_diverges_has_this_outcome(tmp_path) -> None:
     stage = stage_of("grid.lr-1", Failing("Diverged"), source="grid")
     done = run_stage(context_of(tmp_path, stage, lines=lines), fresh=False)
     assert done["diverged"] == "5 steps were not finite"
-    assert lines[-1] == "grid.lr-1: 5 steps were not finite\n  the sweep goes on without this run"
+    assert lines[-1] == "grid.lr-1: 5 steps were not finite\n  the sweep continues without this run"
 
 
 @pytest.mark.parametrize(("name", "exception"), [("grid", "Diverged"), ("grid.lr-1", "ValueError")])

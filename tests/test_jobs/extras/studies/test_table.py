@@ -509,7 +509,7 @@ def test_a_run_that_diverges_is_an_outcome_of_its_sweep_and_a_failure_anywhere_e
 
     diverged = StageFailed("finetune.lr-0.1: 5 steps in a row were not finite", 70, "Diverged")
     assert end_as("finetune.lr-0.1", diverged)["diverged"] == "5 steps in a row were not finite"
-    assert said[-1] == "finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep goes on without this run"
+    assert said[-1] == "finetune.lr-0.1: 5 steps in a row were not finite\n  the sweep continues without this run"
     with pytest.raises(StageFailed, match="5 steps"):
         end_as("plain", diverged)
     with pytest.raises(StageFailed, match="bug"):
