@@ -13,6 +13,7 @@ This is the only file that knows both the core and the extras.
 """
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -231,9 +232,10 @@ def report_usage(error: TyperException, words: Sequence[str]) -> int:
 def missing_extra(error: ImportError) -> Exception:
     """Return the error to report if an import fails: for a deleted extra, which one the command cannot do without."""
     module = error.name or ""
-    # `from pipeline.extras import best` names the folder, and the module in its message alone.
-    if module.endswith(".extras") and not isinstance(error, ModuleNotFoundError):
-        module += f".{error.msg.split(chr(39))[1]}"
+    # `from pipeline.extras import best` names the folder, and the module only in its message.
+    missing = re.match(r"cannot import name '(\w+)'", error.msg or "")
+    if module.endswith(".extras") and missing is not None:
+        module += f".{missing[1]}"
     elif ".extras" not in module or not isinstance(error, ModuleNotFoundError):
         return error
     return UsageError(

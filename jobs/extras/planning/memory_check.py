@@ -60,15 +60,16 @@ def check_memory(stage: Stage, there: Available, fewest: int) -> Iterator[CheckR
     Without this field nothing is traced, which takes some seconds for a new step. A need that cannot be traced is a
     warning.
     """
-    from pipeline.extras.plan.memory import GIB, check_fits
-    from pipeline.extras.plan.memory_traces import TraceFailed
-
     cfg: TrainConfig = stage.config
     model = stage.model
     assert model is not None, "only for stages whose model is known"
     limit = there.campaign.cluster.gpu_memory_gb
     if limit is None or there.campaign.cluster.gpus_per_worker == 0:
         return
+    # Only now: they import torch, for which a recipe without this limit does not wait.
+    from pipeline.extras.plan.memory import GIB, check_fits
+    from pipeline.extras.plan.memory_traces import TraceFailed
+
     unknown = f"{stage.name}: whether it fits cluster.gpu_memory_gb={limit:g} is not known"
     if not sees_whole_images(cfg, model):
         yield CheckResult("WARN", MEMORY, f"{unknown} with patch dropout")
