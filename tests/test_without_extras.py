@@ -93,7 +93,8 @@ def tree_without(folder: Path, extras: list[str]) -> Path:
 
 
 def python(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(tree / "site"), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(tree / "site"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
 
 

@@ -146,7 +146,11 @@ def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
         if is_for_testing == train:
             continue
         grey = np.round(row[:-1].reshape(8, 8) * (255 / 16)).astype(np.uint8)
+        # Without Intel's IPP, whose result depends on the processor: the set would have a different digest on each kind.
+        uses_ipp = cv2.ipp.useIPP()
+        cv2.ipp.setUseIPP(False)
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)
+        cv2.ipp.setUseIPP(uses_ipp)
         colour = cv2.cvtColor(large, cv2.COLOR_GRAY2BGR)
         encoded = cv2.imencode(".jpg", colour, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
         yield Sample(f"digit{number:04d}", encoded, (label,))

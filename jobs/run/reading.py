@@ -65,10 +65,10 @@ def read_command(run: Path, storage: Storage, log: Callable[[str], None], period
     """
     try:
         last = json.loads((run / "status.json").read_text())
-        command = LastCommand("stopped", last["command"], last["message"], last["exit_code"], last["time"])
+        command = LastCommand("stopped", last.get("command", ""), last["message"], last["exit_code"], last["time"])
     except OSError:
         return LastCommand("unknown", problem="missing")
-    except (ValueError, KeyError, TypeError):  # empty, torn or altered
+    except (AttributeError, ValueError, KeyError):  # empty, torn or altered
         return LastCommand("unknown", problem="altered")
     if command.exit_code == 0:
         return replace(command, state="done")

@@ -712,11 +712,11 @@ def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -
     def no_number() -> set[int]:
         return {int("10 copy")}  # of a file that somebody has copied
 
-    first.needed = no_number
+    first.needed = [no_number]
     assert group.save(30) is not None
     assert len(said) == 1 and said[0].startswith("old checkpoints stay: ValueError: invalid literal"), said
     # What a disk deletes in part only.
-    first.needed = tuple
+    first.needed = []
     monkeypatch.setattr(folder_storage.shutil, "rmtree", lambda path, **options: None)
     assert group.save(40) is not None
     assert len(said) == 2 and OLD in said[1] and "could not be deleted whole" in said[1], said
