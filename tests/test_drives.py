@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+from data.files import import_path
+
 START = """
 import sys, time
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_a_killed_test_process_leaves_no_driver_no_worker_and_no_fork_server(tmp
     script = tmp_path / "start.py"
     script.write_text(START)
     run = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     with subprocess.Popen([sys.executable, script, run], env=environment, stdout=subprocess.PIPE) as process:
         started = psutil.Process(process.pid)
         wait_until(lambda: bool(list(run.glob("pretrain-*/metrics.jsonl"))), "the first step")

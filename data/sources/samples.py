@@ -146,7 +146,7 @@ def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
         if is_for_testing == train:
             continue
         grey = np.round(row[:-1].reshape(8, 8) * (255 / 16)).astype(np.uint8)
-        # Without Intel's IPP, whose result depends on the processor: the set would have a different digest on each kind.
+        # Without Intel's IPP, whose result depends on the processor: the digest of the set would too.
         uses_ipp = cv2.ipp.useIPP()
         cv2.ipp.setUseIPP(False)
         large = cv2.resize(grey, (image_size, image_size), interpolation=cv2.INTER_CUBIC)

@@ -707,7 +707,7 @@ def test_where_the_next_save_fits_the_others_hear_of_the_commit_at_once(deleting
 def test_nothing_that_befalls_a_deletion_is_lost(group, tmp_path, monkeypatch) -> None:
     said = heard(group)
     first = group.savers[0]
-    first.keep = 2
+    first.saving = replace(first.saving, keep=2)
 
     def no_number() -> set[int]:
         return {int("10 copy")}  # of a file that somebody has copied
