@@ -1,11 +1,17 @@
 """Names that `evaluate` gives to sets and weights, and what it refuses before anything is loaded."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from data.errors import UsageError
+from jobs.__main__ import COMMANDS
 from jobs.commands.evaluate import evaluate, name_of
 
 pytestmark = pytest.mark.quick
+
+CONTEXT: Any = SimpleNamespace(obj=COMMANDS)  # of typer
 
 
 @pytest.mark.parametrize(
@@ -26,10 +32,10 @@ def test_a_set_is_called_as_its_folder_or_file(path, name):
 
 def test_without_a_set_it_says_what_to_type():
     with pytest.raises(UsageError, match=r"no set to evaluate on\n  give indexes.*evaluate runs/a runs/photos"):
-        evaluate("runs/a", ["knn.k=[20]"])
+        evaluate(CONTEXT, "runs/a", ["knn.k=[20]"])
 
 
 def test_an_unknown_protocol_gets_the_nearest_name(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     with pytest.raises(UsageError, match="--protocol top-2: no such protocol; did you mean 'top-"):
-        evaluate(str(tmp_path), ["shards/test"], protocol=["top-2"])
+        evaluate(CONTEXT, str(tmp_path), ["shards/test"], protocol=["top-2"])

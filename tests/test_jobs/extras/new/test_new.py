@@ -165,7 +165,7 @@ def test_what_new_writes_runs_without_an_edit(kind, tmp_path, capsys):
 def test_the_data_of_every_kind_is_packed_or_indexed_by_the_recipe(kind, tmp_path):
     make, _, _ = KINDS[kind]
     new(make(tmp_path / "input"))
-    assert main(["recipe.yaml", "--only", "shards"], kind="pack") == 0
+    assert main(["run", "recipe.yaml", "--only", "shards"]) == 0
     index = load_index(next((tmp_path / "runs").glob("*/shards-*/train")))
     kept = three_digits()[: 40 if kind == "parquet" else 60]
     assert index.samples == len(kept)
@@ -182,7 +182,7 @@ def test_the_held_out_part_is_disjoint_and_has_its_share_of_every_class(tmp_path
     samples = [sample for sample in digits(train=True, image_size=16) if sample.labels[0] < 3][:300]
     campaign = new(tars(tmp_path / "input", samples, lambda sample: {"cls": name_of(sample)}))
     for stage in ("shards", "parts"):
-        assert main(["recipe.yaml", "--only", stage], kind="pack") == 0
+        assert main(["run", "recipe.yaml", "--only", stage]) == 0
     label_of_key = {sample.key: name_of(sample) for sample in samples}
     parts = {}
     for name in ("train", "held-out"):

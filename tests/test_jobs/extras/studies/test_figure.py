@@ -13,7 +13,6 @@ from data.errors import ConfigError, DataError
 from jobs.extras.studies import figure
 from jobs.resolved_recipe import Context
 from pipeline import artifacts, config
-from pipeline.training_config import TrainConfig
 from tests.support import campaigns
 
 SPEC = Path(__file__).parents[5] / "shared" / "reference" / "SPEC.md"
@@ -101,7 +100,7 @@ def trained_table(folder: Path, **own: Any) -> str:
     record["runs"][2]["stopped"] = "trunk was stopped"
     record["runs"].append({**record["runs"][0], "stage": "second"})
     artifacts.write_record(folder / "long-00000000" / "sweep.json", record)
-    cfg = config.build(TrainConfig, {"steps": 8, "batch_size": 100, **own}, "t")
+    cfg = config.build(campaigns.KINDS["pretrain"].config, {"steps": 8, "batch_size": 100, **own}, "t")
     for stage, losses in (("run-0", [4.0, 2.0]), ("second", [6.0, 2.0])):
         (folder / f"{stage}-00000000").mkdir()
         model = models.to_dict(models.config_of("mu/8", 16, 10))
