@@ -53,9 +53,6 @@ WALLS = (
 
 KIND_MODULES = sorted({place.partition(":")[0] for place in KINDS.values()})
 
-# Imports of extras by the core that are still there: each goes when its extra attaches from outside.
-REMAINING: set[str] = set()
-
 
 # ----------------------------------------------------------------------------- what the source says
 
@@ -192,9 +189,6 @@ def test_inside_a_package_the_arrows_go_one_way(package: str) -> None:
 def test_between_the_wings_of_a_package_the_arrows_go_one_way(package: str) -> None:
     """Wings may not import each other in turn, even if no two of their modules do."""
     arrows_of = arrows(package)
-    for module, imported in arrows_of.items():
-        if not is_extra(module):
-            arrows_of[module] = {name for name in imported if not is_extra(name)}  # REMAINING lists the others
     names = circle(between_wings(arrows_of))
     culprits = []
     for module, imported in arrows_of.items():
@@ -217,8 +211,8 @@ def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
 
 
 def test_the_core_imports_no_extra() -> None:
-    """The table of commands names extras as text. REMAINING only ever gets shorter."""
-    assert imports_of_extras() == REMAINING
+    """The table of commands names extras as text."""
+    assert imports_of_extras() == set()
 
 
 def test_no_two_classes_share_a_name() -> None:

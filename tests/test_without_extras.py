@@ -4,7 +4,6 @@ A copy is used by processes of their own. The editable installation, which finds
 off their import path.
 """
 
-import functools
 import os
 import shutil
 import subprocess
@@ -13,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import modules_in, reachable
 from tests.support.recipes import SMALL
-from tests.test_layout import PACKAGES, REMAINING, ROOT, is_extra, modules_of
+from tests.test_layout import PACKAGES, ROOT, is_extra, modules_of
 
 EXTRAS = sorted(
     path.relative_to(ROOT).with_suffix("").as_posix()
@@ -98,22 +96,9 @@ def python(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
 
 
-@functools.cache
-def imported_extras() -> frozenset[str]:
-    """Return the extras that the core still imports, and those that these import."""
-    return frozenset(reachable({row.split(" → ")[1] for row in REMAINING}, modules_in(ROOT)))
-
-
-def still_imported(extra: str) -> bool:
-    module = extra.replace("/", ".")
-    return any(f"{name}.".startswith(f"{module}.") for name in imported_extras())
-
-
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree without any extra."""
-    if REMAINING:
-        pytest.skip("the core still imports extras: REMAINING in tests/test_layout.py")
     return tree_without(tmp_path_factory.mktemp("core"), EXTRAS)
 
 
@@ -122,7 +107,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the output of the core without each extra, in a file of its dotted name."""
     tree = tree_without(tmp_path_factory.mktemp("whole"), [])
     (tree / "small.yaml").write_text(SMALL)
-    done = python(tree, "-c", WITHOUT_EACH, *(extra for extra in EXTRAS if not still_imported(extra)))
+    done = python(tree, "-c", WITHOUT_EACH, *EXTRAS)
     assert done.returncode == 0, done.stderr
     return tree
 
@@ -130,8 +115,6 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.quick
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_without_one_extra_the_commands_and_recipes_of_the_core_work(said: Path, extra: str) -> None:
-    if still_imported(extra):
-        pytest.skip("the core still imports it: REMAINING in tests/test_layout.py")
     output = (said / extra.replace("/", ".")).read_text()
     assert "\nerror: the recipe has no stage 'nothing'; known: " in output, output
 
