@@ -11,23 +11,19 @@ A line that is not known is left out, or says why: data and weights may not be t
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import models
-from data.decoder import images_per_cpu_s
-from data.index.index import Index
 from data.order import shares as shares_of
-from jobs.cluster_config import cores
+from jobs.extras.planning.check import STAGE
+from jobs.extras.planning.checks import results
+from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import engine_settings, reduction_line
-from pipeline.extras.plan import memory
 from pipeline.extras.plan.cost import (
     GPUS,
     HOUR_S,
-    MOST_SHARE,
     TRY,
     Assumptions,
     Gpu,
@@ -37,17 +33,11 @@ from pipeline.extras.plan.cost import (
     rate_on,
     seconds_with_failures,
 )
-from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.extras.plan.trial import read_trials
-from pipeline.phases import flops_of, has_one_shape, has_whole_images
-from pipeline.process_group import memory_free
-from pipeline.training_config import TrainConfig
+from pipeline.phases import flops_of, has_one_shape
 from pipeline.training_data import cache_line, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
-GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
-CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
-MOST_PROCESSES = 128  # that are ever advised for a GPU: as many cores as a large node has for each
 LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed
 
 
@@ -72,41 +62,43 @@ def bill(least_hours: float, most_hours: float, price: float | None) -> str:
     return f"{hours} worker-hours, {money} at {price:g} each"
 
 
-@dataclass
-class PlannedTraining:
+class PlannedTraining(TrainedFacts):
     """Works out a trained stage: its lines in the plan, and the numbers that the first three lines need of it."""
 
-    campaign: Campaign
-    stage: Stage
-    assumed: Assumptions
-    add: Callable[[str, str], None]  # a line of the plan: its label and its text
-    log: Callable[[str], None]  # hears of waits
-    device_bytes: int = 0  # that a worker needs; 0: not known
-    limit: int = 0  # bytes of the device; 0: not known
-    limit_source: str = ""
-    fits: bool = True  # as far as is known
-    least_s: float = 0.0  # that the stage takes, at the least and at the most; 0: not known
-    most_s: float = 0.0
-    failures: float = 0.0  # to be expected
-    no_time: str = "the data or the model is not there yet"  # why it is not known how long it takes
-
-    def __post_init__(self) -> None:
-        self.name = self.stage.name
-        self.cfg: TrainConfig = self.stage.config
+    def __init__(
+        self,
+        campaign: Campaign,
+        stage: Stage,
+        assumed: Assumptions,
+        add: Callable[[str, str], None],  # a line of the plan: its label and its text
+        log: Callable[[str], None],  # hears of waits
+    ) -> None:
+        super().__init__(campaign, stage, assumed)
+        self.add = add
+        self.log = log
+        self.least_s = 0.0  # that the stage takes, at the least and at the most; 0: not known
+        self.most_s = 0.0
+        self.failures = 0.0  # to be expected
+        self.no_time = "the data or the model is not there yet"  # why it is not known how long it takes
         self.is_asynchronous = getattr(self.cfg, "evaluate_on", "training") == "spare"
-        self.is_gpu = self.campaign.cluster.gpus_per_worker > 0
-        self.worlds = allowed_worlds(self.cfg, self.campaign.cluster)
-        self.world = self.worlds[0]
-        # What a worker needs is the most where the workers are the fewest.
-        self.fewest = self.worlds[-1]
-        self.index_of: dict[str, Index | None] = {}  # by the name of a set that it trains on; None: not made yet
-        for name, path in self.cfg.data.sets().items():
-            self.index_of[name] = index_if_made(self.campaign.path_of(path))
-        self.indexes = [index for index in self.index_of.values() if index is not None]
-        self.all_there = len(self.indexes) == len(self.index_of)
 
     def work_out(self) -> None:
         """Fill lines and numbers, as far as data and model are there."""
+        is_known = self.describe()
+        self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
+        for result in results("plan", self, STAGE):
+            self.add(result.subject, "; ".join(filter(None, (result.text, result.remedy))))
+        if is_known and self.model is not None:
+            # How gradients are summed over all workers, with the tuning of the user's own DeepSpeed file.
+            micro_batches = batch_arithmetic(self.cfg, self.world).accumulation
+            tuned = engine_settings(self.cfg, micro_batches)["zero_optimization"]
+            summed = reduction_line(tuned, models.parameters_of(self.model), self.world, self.cfg.exact_parts)
+            if summed:
+                self.add("sums", summed)
+            self.add_time()
+
+    def describe(self) -> bool:
+        """Add the lines of batch, steps, data and compute; return whether data and model are known."""
         cfg = self.cfg
         # 1. How a batch falls on the workers.
         arithmetic = batch_arithmetic(cfg, self.world)
@@ -116,13 +108,6 @@ class PlannedTraining:
         else:
             shares = f"over {self.world} workers unevenly, {micro_batches} micro-batches each"
         self.add("batch", f"{cfg.batch_size} {shares}")
-        here = cores()
-        if self.campaign.cluster.backend == "processes" and not self.is_gpu and self.world > here:
-            self.add(
-                "cores",
-                f"{self.world} workers share the {here} cores of this machine, and a step takes "
-                f"{self.world / here:.1f} times as long as on cores of their own; type cluster.workers={here}",
-            )
         if len(self.worlds) > 1:
             *others, last = map(str, self.worlds)
             worlds = f"{', '.join(others)} or {last}"
@@ -131,28 +116,26 @@ class PlannedTraining:
             self.add("workers", f"{worlds}, as there is room; lines about a worker are for {self.fewest}")
 
         # 2. How many steps, counted where all sets are there, else as the recipe says.
-        samples = cfg.data.samples
-        if self.all_there:
-            samples = sum(index.samples for index in self.indexes)
+        samples = self.samples
         if samples is None and cfg.steps is None:
             self.add("steps", f"{cfg.passes:g} passes; the data is not there yet (data.samples=… lets plan count)")
-            return
+            return False
         self.steps = steps_of(cfg, samples or 0)
         # A branch takes the steps after its begin.
         self.taken = range(cfg.first_step, self.steps)
         self.add_data(samples)
 
         # 3. What the steps compute.
-        if self.stage.model is None:
+        if self.model is None:
             self.add("model", "not known: the weights that it starts from are missing")
-            return
-        self.model = self.stage.model
-        phases = cfg.phases(self.steps, self.model)
-        is_thinned = not has_one_shape(phases, self.model)
-        self.flops = flops_of(phases, self.model, self.taken, cfg.batch_size)
+            return False
+        model = self.model
+        phases = cfg.phases(self.steps, model)
+        is_thinned = not has_one_shape(phases, model)
+        self.flops = flops_of(phases, model, self.taken, cfg.batch_size)
         text = f"{self.flops / 1e18:.4g} exaFLOPs (6 × MACs × images)"
         if is_thinned:
-            whole = models.training_flops(self.model, len(self.taken) * cfg.batch_size)
+            whole = models.training_flops(model, len(self.taken) * cfg.batch_size)
             text += f", {self.flops / whole:.2f} × the {whole / 1e18:.4g} of whole images"
         self.add("compute", text)
         if is_thinned:
@@ -161,8 +144,6 @@ class PlannedTraining:
                 if phase.kept is not None:
                     text += f", {phase.kept} of {phase.patches} patches"
                 self.add("thinned", text)
-        if self.is_gpu:
-            self.add_feed()
         schedule = cfg.optim.schedule
         text = (
             f"{cfg.optim.name} lr {cfg.optim.lr:g}, {schedule.decay} after {schedule.warmup_steps:,} warm-up steps, "
@@ -171,15 +152,7 @@ class PlannedTraining:
         if cfg.exact_parts:
             text += f", exact in {cfg.exact_parts} parts"
         self.add("optim", text)
-
-        # 4. What a worker needs, how gradients are summed over all of them, and the time that takes.
-        self.add_memory()
-        # With the tuning of the user's own DeepSpeed file in it.
-        tuned = engine_settings(cfg, micro_batches)["zero_optimization"]
-        summed = reduction_line(tuned, models.parameters_of(self.model), self.world, cfg.exact_parts)
-        if summed:
-            self.add("sums", summed)
-        self.add_time()
+        return True
 
     def add_data(self, samples: int | None) -> None:
         """Say how long a stage trains, when it is evaluated, and where its samples come from."""
@@ -217,73 +190,6 @@ class PlannedTraining:
             joined, order = training_order(cfg, self.indexes)
             slots = batch_arithmetic(cfg, self.fewest).slots(0)
             self.add("cache", f"a worker needs {cache_line(joined, order, slots, 0, cfg.data)}")
-
-    def add_feed(self) -> None:
-        """Say whether a worker's decoding processes keep up with its GPU, and what to type where they do not."""
-        cfg = self.cfg
-        cores_per_worker = self.campaign.cluster.cpus_per_worker
-        # How fast a core decodes depends on the photographs: measured where a set lies on this machine.
-        measured = None
-        for index in self.indexes:
-            if not index.remote:
-                measured = images_per_cpu_s(index, max(self.model.image_size), cfg.data.augment)
-                break
-        rate = measured or CPU_RATE
-        source = "measured here on this set" if measured else "assumed; the set is not here to measure"
-        needed = GPU_FLOPS / models.training_flops(self.model, 1)  # images a second that a GPU takes
-        needed_cores = math.ceil(needed / rate)
-        text = (
-            f"a GPU at {GPU_FLOPS / 1e12:.0f} TFLOP/s (an H100 at {MOST_SHARE:.0%}, the most to expect) takes "
-            f"{needed:,.0f} images/s, a core decodes {rate:,.0f} ({source}): "
-        )
-        # More decoding processes than cores decode no faster.
-        if cfg.data.decode == "gpu":
-            text += "data.decode=gpu, not judged"
-        elif needed_cores > MOST_PROCESSES:
-            text += (
-                f"no number of processes feeds so small a model; data.processes={cfg.data.processes} on "
-                f"{cores_per_worker} cores decode {rate * max(1, min(cfg.data.processes, cores_per_worker)):,.0f} "
-                "images/s, which is its rate"
-            )
-        elif min(cfg.data.processes, cores_per_worker) >= needed_cores:
-            text += f"data.processes={cfg.data.processes} keeps up, {needed_cores} would"
-        else:
-            overrides = f"{self.name}.data.processes={needed_cores}"
-            if needed_cores >= cores_per_worker:
-                # The worker needs a core beside those that decode.
-                overrides += f" cluster.cpus_per_worker={needed_cores + 1}"
-            text += (
-                f"data.processes={cfg.data.processes} on {cores_per_worker} cores CANNOT FEED IT; "
-                f"type {overrides}, pack with --restarts, or {self.name}.data.decode=gpu"
-            )
-        self.add("feed", text)
-
-    def add_memory(self) -> None:
-        """Say what a worker needs of its device's memory and of its node's; the step is traced where that is new."""
-        cfg = self.cfg
-        has_gpu = self.is_gpu or self.assumed.gpu is not None
-        if self.is_gpu and self.campaign.cluster.gpu_memory_gb is not None:
-            self.limit = int(self.campaign.cluster.gpu_memory_gb * memory.GIB)
-            self.limit_source = "cluster.gpu_memory_gb"
-        elif self.assumed.gpu is not None:
-            gpu = GPUS[self.assumed.gpu]
-            self.limit = int(gpu.memory_gib * memory.GIB)
-            self.limit_source = f"an {gpu.name}"
-        elif not self.is_gpu and self.campaign.cluster.backend == "processes":
-            self.limit = memory_free() // self.fewest
-            self.limit_source = f"a worker's share of what is free here, of {self.fewest}"
-        self.log(f"plan: {self.name}: tracing a step for what it needs of memory, once …")
-        try:
-            need = memory.memory_need(cfg, self.model, self.fewest, is_gpu=has_gpu)
-        except TraceFailed as error:
-            self.add("memory", f"not known: {error}")
-            return
-        text = f"{memory.in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
-        if not has_whole_images(cfg.phases(self.steps, self.model)):
-            text += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
-        self.add("memory", text)
-        self.device_bytes = need.device_bytes
-        self.fits = not self.limit or need.device_bytes <= self.limit
 
     # -------------------------------------------------------------------------------------------- time and money
 

@@ -9,8 +9,7 @@
    meanwhile answer in the run directory, so that the nodes know that the driver sees what they write there.
 3. Run the same on the nodes that have no worker of this group: an attempt may move there. Where the group has failed,
    every node is asked by itself.
-4. Compare the reports with the requirements (preflight_checks.py). The checks that `plan` and `run` make of the recipe
-   come first (jobs/recipe/validate.py).
+4. Compare the reports with the requirements (checks.py). The recipe's own checks come first.
 
 Of the run nothing is changed: a folder in its directory is made and deleted. The exit code is 0 without a FAIL, else
 that of the first one.
@@ -29,8 +28,10 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import ThisMachine
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
-from jobs.extras.planning.plan_training import GPU_FLOPS
-from jobs.extras.planning.preflight_checks import Requirements, StageRequirements, check_identities, check_report
+from jobs.extras.planning.check import GROUP, NODES, STAGE
+from jobs.extras.planning.checks import results as results_of
+from jobs.extras.planning.cluster_checks import ClusterFacts, Requirements, StageRequirements
+from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
 from jobs.run.session import temporary_run, warn_of_unused_gpus
@@ -61,17 +62,21 @@ def preflight(campaign: Campaign) -> int:
     echo(f"preflight of {campaign.run}: {workers} ({cluster.backend})")
     # 1. The recipe, as `plan` and `run` check it. What they would refuse does not keep the cluster from being measured.
     results = validate_all(campaign, campaign.stages)
+    for stage in campaign.stages:
+        if stage.kind.trains and campaign.done(stage) is None:
+            for result in results_of("preflight", TrainedFacts(campaign, stage), STAGE):
+                results.append(dataclasses.replace(result, text=f"{stage.name}: {result.text}"))
 
     # 2. The cluster: a worker group that measures, and the nodes that have no worker of it.
     try:
         world = nodes_of(cluster).reserve(str(campaign.run), worlds_of_all(campaign), echo, do_nothing)
         requirements = requirements_of(campaign, world)
         report, failure, silent = measure_everywhere(campaign, requirements, world)
+        facts = ClusterFacts(report, requirements)
         if failure is None:
-            results += check_report(report, requirements)
+            results += results_of("preflight", facts, GROUP, NODES)
         else:
-            results.append(nothing_measured(failure))
-            results += check_identities([node["identity"] for node in report["spares"]], requirements.code)
+            results += [nothing_measured(failure), *results_of("preflight", facts, NODES)]
         for node, why in silent.items():
             remedy = "look at that node, or take it out of the cluster: an attempt may move there"
             results.append(CheckResult("WARN", "workers", f"node {node} did not answer: {why}", remedy))

@@ -19,9 +19,12 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
+from jobs.extras.planning.check import STAGE
+from jobs.extras.planning.checks import results
+from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.recipe import class_names
 from jobs.recipe.sections import with_field
-from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
+from jobs.resolved_recipe import Available, Campaign, Context, Stage
 from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
@@ -59,16 +62,14 @@ def trial(campaign: Campaign, only: str | None) -> None:
     to_try = []
     problems = []
     for stage in stages.values():
-        unmade = None
-        for value in stage.config.data.sets().values():
-            path = campaign.path_of(value)
-            if path is None or index_if_made(path) is None:
-                unmade = path
-        if unmade is not None:
-            problem = f"{unmade} is not there yet; type python -m jobs run RECIPE --only pack"
-        elif stage.model is None:
-            problem = "the weights that it starts from are not there, and they say which model it is"
-        else:
+        problem = ""
+        for result in results("trial", TrainedFacts(campaign, stage), STAGE):
+            text = "; ".join(filter(None, (result.text, result.remedy)))
+            if result.level == "FAIL":
+                problem = text
+            else:
+                echo(f"{stage.name}   {result.subject}: {text}")
+        if not problem:
             to_try.append(stage)
             continue
         problems.append(f"{stage.name}: {problem}")

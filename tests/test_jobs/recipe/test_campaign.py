@@ -23,7 +23,7 @@ from data.shards import packing
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.commands import campaigns
-from jobs.extras.planning.plan_training import GPU_FLOPS
+from jobs.extras.planning.stage_checks import GPU_FLOPS
 from jobs.recipe import render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
@@ -308,14 +308,14 @@ def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypat
         return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  feed"))
 
     assert "measured here on this set" in said()
-    monkeypatch.setattr("jobs.extras.planning.plan_training.images_per_cpu_s", lambda *_: 1000.0)
+    monkeypatch.setattr("jobs.extras.planning.stage_checks.images_per_cpu_s", lambda *_: 1000.0)
     monkeypatch.setattr("models.training_flops", lambda _model, images, _kept=None: GPU_FLOPS / 3500 * images)
     line = said()
     assert "takes 3,500 images/s" in line and "CANNOT FEED IT" in line
     assert "pretrain.data.processes=4 cluster.cpus_per_worker=5," in line
     assert "CANNOT" in said("pretrain.data.processes=4"), "four processes on one core"
     assert "keeps up" in said("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
-    monkeypatch.setattr("jobs.extras.planning.plan_training.images_per_cpu_s", lambda *_: None)
+    monkeypatch.setattr("jobs.extras.planning.stage_checks.images_per_cpu_s", lambda *_: None)
     assert "a core decodes 650 (assumed" in said()
 
 

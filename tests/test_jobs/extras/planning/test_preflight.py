@@ -15,7 +15,9 @@ import models
 from data.errors import ExitCode
 from data.remote.reach import read_some
 from jobs.__main__ import main
-from jobs.extras.planning.preflight_checks import Requirements, StageRequirements, check_report
+from jobs.extras.planning.check import GROUP, NODES
+from jobs.extras.planning.checks import results as results_of
+from jobs.extras.planning.cluster_checks import ClusterFacts, Requirements, StageRequirements
 from jobs.resolved_recipe import CheckResult
 from pipeline.extras.preflight import folder as folders
 from pipeline.extras.preflight.network import pairs_to_measure, rounds_of
@@ -51,6 +53,10 @@ def report() -> Any:
     pairs = [{"ranks": ranks, "latency_s": 0.0001, "seconds": 0.02} for ranks in ([0, 1], [0, 2], [1, 2])]
     network = {"latency_s": 0.0002, "bytes": 2**24, "seconds": 0.01, "message_bytes": 2**20, "pairs": pairs}
     return {"workers": workers, "spares": [], "network": {**network, "all_pairs": True}}
+
+
+def check_report(reported: Any, requirements: Requirements) -> list[CheckResult]:
+    return results_of("preflight", ClusterFacts(reported, requirements), GROUP, NODES)
 
 
 def of(results: list[CheckResult], subject: str) -> CheckResult:

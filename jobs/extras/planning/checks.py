@@ -1,0 +1,53 @@
+"""The table of checks that `plan`, `trial` and `preflight` share; each command shows the rows that name it.
+
+In:  "preflight", and what a worker group has reported (ClusterFacts)
+Out: OK   clocks      within 3 ms of the driver's, give or take 4 ms
+     WARN links       all 3 pairs of workers; slowest 0–2 (h0, h2): 1.0 MB in 412.0 ms, 38 × the fastest between nodes
+          → look at h2's cable, switch port and routes; NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME name another interface
+
+The checks of the recipe itself, which `run` makes too, come before these (jobs/recipe/validate.py).
+"""
+
+from data.errors import ExitCode
+from jobs.extras.planning import cluster_checks as cluster
+from jobs.extras.planning import stage_checks as stage
+from jobs.extras.planning.check import GROUP, NODES, STAGE, Check
+from jobs.extras.planning.cluster_checks import ClusterFacts
+from jobs.extras.planning.stage_checks import TrainedFacts
+from jobs.resolved_recipe import CheckResult
+
+CHECKS = (
+    Check("inputs", STAGE, "trial", stage.inputs, ExitCode.DATA),
+    Check("cores", STAGE, "plan trial preflight", stage.cores),
+    Check("feed", STAGE, "plan preflight", stage.feed),
+    Check("memory", STAGE, "plan", stage.memory),
+    Check("workers", GROUP, "preflight", cluster.workers),
+    Check("code", NODES, "preflight", cluster.code),
+    Check("versions", NODES, "preflight", cluster.versions),
+    Check("GPUs", GROUP, "preflight", cluster.gpus),
+    Check("all-reduce", GROUP, "preflight", cluster.all_reduce),
+    Check("reduction", GROUP, "preflight", cluster.reduction),
+    Check("links", GROUP, "preflight", cluster.links),
+    Check("run folder", GROUP, "preflight", cluster.run_folder),
+    Check("clocks", GROUP, "preflight", cluster.clocks),
+    Check("disk", GROUP, "preflight", cluster.disk, ExitCode.IO),
+    Check("disk speed", GROUP, "preflight", cluster.disk_speed),
+    Check("memory", GROUP, "preflight", cluster.memory),
+    Check("/dev/shm", GROUP, "preflight", cluster.shared_memory),
+    Check("open files", GROUP, "preflight", cluster.open_files),
+    Check("data", GROUP, "preflight", cluster.sets, ExitCode.DATA),
+)
+
+
+def results(command: str, facts: TrainedFacts | ClusterFacts, *looks_at: str) -> list[CheckResult]:
+    """Return the results of the rows that a command shows about these facts, in the order of the table."""
+    shown = []
+    for check in CHECKS:
+        if command not in check.commands.split() or check.looks_at not in looks_at:
+            continue
+        for level, text, remedy in check.verdict(facts):
+            if level == "OK":
+                remedy = ""
+            code = check.exit_code if level == "FAIL" else ExitCode.DONE
+            shown.append(CheckResult(level, check.name, text, remedy, code))
+    return shown
