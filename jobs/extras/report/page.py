@@ -326,9 +326,8 @@ def sweep_values(stage: StageHistory, run: RunHistory) -> dict[str, Any]:
     lost: dict[str, str] = {}  # rows without a number, and why
     for result in record["runs"]:
         names.add(result["stage"])
-        for reason in ("stopped", "diverged"):
-            if result.get(reason):
-                lost[result["row"]] = reason
+        if result["diverged"]:
+            lost[result["row"]] = "diverged"
     for name, means in {**record["rows"], **record["means"]}.items():
         mean = means.get(record["metric"])
         values["rows"].append((name, mean, lost.get(name, "")))

@@ -16,7 +16,7 @@ Out: figure.png and .svg, figure.csv, figure.json (what the page of the run draw
    them, "S-16" to "S-16, pets".
 3. A metric has an error bar: the deviation between seeds, or of one run the interval over its samples.
 4. With `curve` a row is a line: y of every evaluation, or step, in metrics.jsonl of its runs, mean over the seeds. A
-   row whose runs have all diverged, or were not run, has none.
+   row whose runs have all diverged has none.
 5. With `fit` a saturating power law of 1 − y (of a metric; of y otherwise) is laid over these axes
    (pipeline/extras/power_law.py), and without the largest point once more, where enough others are left for a law.
    With `paper` published values stand in a panel of their own, with their source.
@@ -155,7 +155,7 @@ class Figure(StageKind):
                 curve = list(curve_of(cfg, row))
                 points += curve
                 if not curve:
-                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged, or not run")
+                    context.log(f"{context.stage.name}: {row.name} of {row.table} has no curve: diverged")
             # A row whose runs have diverged has no metric.
             elif row.means or cfg.y in row.values:
                 points.append(point_of(cfg, row))
@@ -292,13 +292,12 @@ def point_of(cfg: FigureConfig, row: FigureRow) -> Point:
 def curve_of(cfg: FigureConfig, row: FigureRow) -> Iterator[Point]:
     """Iterate the points of a row's curve: mean and deviation over its runs, at the steps that all of them have.
 
-    There are none where all its runs have diverged, or were not run because what they start from was stopped.
+    There are none if all its runs have diverged.
     """
     x = "steps" if cfg.x == "row" else cfg.x
     curves: list[dict[int, float]] = []
     for result in row.runs:
-        # A run that was stopped on its way has the axes of what it has trained.
-        if result["diverged"] or (result.get("stopped") and "steps" not in result["axes"]):
+        if result["diverged"]:
             continue
         ends = result["axes"]
         folder = row.folder.parent / f"{result['stage']}-{result['key'][:8]}"

@@ -16,10 +16,8 @@ Out: sweep.json, the record of runs, rows and choice, with its own sha256, and r
    runs were evaluated by a stage evaluate, on the same samples, the interval over runs, draws and samples
    (pipeline/evaluation/intervals.py). The accuracies of training stages name no samples: they have no interval.
 3. A table that chooses takes the row with the highest mean. Of equal rows the first in the recipe wins, and one with a
-   run that diverged does not take part. Where all have diverged there is nothing to choose, and the stage fails. Where
-   all were stopped as hopeless, what waits for the choice is not run.
-4. Another table needs all its runs: a mean of those that went well would be a number of nothing. A run that was stopped
-   as hopeless, below what a law foretold, has a row without a number, and so have the means over its row.
+   run that diverged does not take part. If all have diverged there is nothing to choose, and the stage fails.
+4. Another table needs all its runs: a mean over the surviving runs would be misleading.
 5. Runs of a kind that measures nothing, as resize, have a table of their axes alone.
 """
 
@@ -55,7 +53,7 @@ from jobs.resolved_recipe import (
 )
 from models.checks import did_you_mean
 from pipeline import artifacts
-from pipeline.artifacts import DIVERGED, STOPPED
+from pipeline.artifacts import DIVERGED
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document, intervals
 from pipeline.monitoring.telemetry import without_single_seeds
@@ -103,7 +101,6 @@ class Result:
     values: Mapping[str, Any]  # of the grid, or chosen from one
     metrics: Mapping[str, float]
     diverged: str = ""  # the message of its end, where it has diverged
-    stopped: str = ""  # why it ended early, where it was hopeless
     steps: Mapping[str, int] = field(default_factory=dict)  # of the best evaluations, by metric, where these count
     axes: Mapping[str, float] = field(
         default_factory=dict
@@ -142,9 +139,9 @@ class Row:
     """The runs that differ by their seed alone, or the mean of several such rows."""
 
     name: str
-    means: Mapping[str, Mean]  # by metric; empty where a run of the row has diverged or was stopped
+    means: Mapping[str, Mean]  # by metric; empty if a run of the row has diverged
     values: Mapping[str, Any] = field(default_factory=dict)  # of the grid, or chosen from one
-    remark: str = ""  # "diverged", "stopped", or the values that were chosen for the row, where they are not its name
+    remark: str = ""  # "diverged", or the values that were chosen for the row, where they are not its name
     axes: Mapping[str, float] = field(default_factory=dict)  # means over the runs of those that all of them have
 
 
@@ -174,7 +171,7 @@ class Table(StageKind):
         return next(iter(cfg.runs.values())).values
 
     def values(self, folder: Path) -> Mapping[str, object]:
-        """Return the values of the best row; none if all runs were stopped early."""
+        """Return the values of the best row."""
         chosen: dict[str, object] = artifacts.read_record(folder / DOCUMENT)["chosen"]
         return chosen
 
@@ -211,8 +208,6 @@ class Table(StageKind):
             runs.append(run_as_json(result))
             if result.foretold:
                 scores.append(result.foretold["is_inside"])
-            if result.stopped:
-                context.log(f"{context.stage.name}: {result.stage} has no number: {result.stopped}")
             if not result.diverged:
                 continue
             context.log(f"{context.stage.name}: {result.stage} has diverged: {result.diverged}")
@@ -277,10 +272,7 @@ class Table(StageKind):
             summary += ", chosen on test"
         if cfg.evaluation == "best":
             summary += ", best evaluations"
-        outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
-        if best is None and context.campaign.waiting_for(context.stage):
-            outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
-        return outcome
+        return {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
 
     def checks(self, stage: Stage, there: Available) -> Iterator[CheckResult]:
         """Refuse a table of a metric that one of its runs will not have."""
@@ -351,12 +343,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
     # Of a kind that measures nothing the table has the axes alone (`checks`).
     stage = context.campaign.stage(name)
     is_measured = any(stage.kind.metrics(stage.config))
-    stopped = done.get(STOPPED, "")
-    if stopped:
-        # They are not of its end: neither its row nor a mean over rows may have them.
-        metrics = {}
-        steps = {}
-    if best not in metrics and is_measured and not diverged and not stopped:
+    if best not in metrics and is_measured and not diverged:
         raise DataError(
             f"{context.stage.name}: {name} has no {best!r} in {folder / artifacts.DONE}{did_you_mean(best, metrics)}\n"
             f"  expected one of its metrics as sweep.best: {', '.join(metrics) or 'none'}"
@@ -370,7 +357,7 @@ def result_of(name: str, cfg: RunConfig, table: TableConfig, context: Context) -
     axes = axes_of(stage, folder) | done.get("axes", {})
     foretold = done.get("foretold", {})
     key = done["key"]
-    return Result(name, key, cfg.row, cfg.seed, values, metrics, diverged, stopped, steps, axes, entries, foretold)
+    return Result(name, key, cfg.row, cfg.seed, values, metrics, diverged, steps, axes, entries, foretold)
 
 
 def rows_of(results: Sequence[Result]) -> list[Row]:
@@ -380,8 +367,7 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
     for result in results:
         runs_of.setdefault(result.row, []).append(result)
     for name, runs in runs_of.items():
-        # A run that has diverged has no metrics, those of a stopped one are not of its end, and a mean of the others
-        # would be a number of nothing.
+        # A run that has diverged has no metrics, and a mean over the others would be misleading.
         lost = ""
         metrics = []
         axes_of_runs = []
@@ -392,8 +378,6 @@ def rows_of(results: Sequence[Result]) -> list[Row]:
             inside += result.foretold.get("is_inside", False)
             if result.diverged:
                 lost = "diverged"
-            elif result.stopped:
-                lost = lost or STOPPED
         means: dict[str, Mean] = {}
         if not lost:
             means = means_by_metric(metrics)

@@ -257,26 +257,6 @@ def test_where_all_have_diverged_nothing_is_chosen_and_a_mean_needs_all_its_runs
     assert f"remove {loaded.directory(loaded.stage('finetune.seed-0'))}/done.json" in str(error.value)
 
 
-def test_where_all_runs_were_stopped_nothing_is_chosen_and_what_waits_for_the_choice_is_not_run(protocol):
-    loaded = load(protocol, [])
-    for name in ("finetune.lr-0.01", "finetune.lr-0.1"):
-        finish(loaded, name, 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
-    document, said = make_table(loaded, "finetune.grid")
-    assert document["chosen"] == {} and said[4].split() == ["optim.lr=0.1", "stopped"]
-    outcome = artifacts.read_done(loaded.directory(loaded.stage("finetune.grid")))
-    assert outcome is not None
-    log_table([{"stage": "finetune.grid", "skipped": False, **outcome}], said.append)
-    assert "2 runs in 2 rows" in said[-1], "the table was made, though its runs were stopped"
-    loaded = load(protocol, [])
-    for name in ("finetune.seed-0", "finetune.seed-1"):
-        stage = loaded.stage(name)
-        stage = replace(stage, kind=with_methods(stage.kind, checks=no_checks), parents=stage.references)
-        context = Context(loaded, stage, print, poll=lambda attempt, step: None, stop_requested=lambda: False)
-        assert run_stage(context, fresh=False)["stopped"] == "finetune.grid was stopped"
-    document, _ = make_table(loaded, "finetune")
-    assert document["rows"] == {"finetune": {}}
-
-
 def test_a_table_takes_the_best_evaluation_of_each_run_where_it_is_asked_to(protocol):
     best = "finetune.sweep.evaluation=best"
     loaded = load(protocol, [best])
@@ -374,23 +354,6 @@ def test_means_and_deviations_are_those_of_numpy_over_rows_groups_and_seeds(tmp_
     sd = 100 * accuracies.mean(axis=0).std(ddof=1)
     assert said[-1].split() == ["mean", "of", "3", f"{mean:.2f}", "±", f"{sd:.2f}"]
     assert (loaded.directory(loaded.stage("finetune")) / "report.txt").read_text().splitlines() == said
-
-
-def test_a_run_that_was_stopped_has_no_part_in_a_mean_over_rows(tmp_path):
-    recipe = tmp_path / "tasks.yaml"
-    recipe.write_text(
-        f"run: {tmp_path}/run\n"
-        "finetune:\n"
-        "  model: {name: mu/8, image_size: 16, classes: 10}\n"
-        "  data: {train: a, evaluate: y}\n"
-        "  sweep: {each: {cars: {}, dots: {steps: 600}}, groups: {natural: [cars], structured: [dots]}}\n"
-    )
-    loaded = load(recipe, [])
-    finish(loaded, "finetune.cars", 0.0, stopped="hopeless", metrics={"accuracy": 0.1})
-    finish(loaded, "finetune.dots", 0.5)
-    document, _ = make_table(loaded, "finetune")
-    assert document["means"].pop("structured of 1")["accuracy"]["mean"] == 0.5
-    assert document["means"] == {"natural of 1": {}, "mean of 2": {}}
 
 
 def evaluated(
