@@ -23,7 +23,6 @@ from data.shards import packing
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.commands import campaigns
-from jobs.extras.planning.stage_checks import GPU_FLOPS
 from jobs.recipe import render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
@@ -116,48 +115,6 @@ def test_a_key_does_not_stand_for_the_pixels_from_before_a_correction(recipe, mo
     monkeypatch.setattr(preprocess, "CORRECTIONS", {})
     assert stage_folder(recipe, stage, override) != now
     assert stage_folder(recipe, stage) == plain, "a stage that does not use the op stays finished"
-
-
-def test_plan_tells_what_would_run(recipe, capsys):
-    assert main(["plan", str(recipe)]) == 0
-    out = capsys.readouterr().out
-    assert "16 = 2 workers × micro_batch 4 × accumulation 2" in out
-    assert "would run" in out and "parameters" in out and "GMACs" in out
-    assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
-    assert "feed" not in out, "no GPU to feed"
-
-
-def test_plan_says_in_what_pieces_and_when_gradients_are_summed(recipe, capsys):
-    file = recipe.parent / "ds.json"
-    file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 1000}}')
-
-    def said(*options: str) -> list[str]:
-        assert main(["plan", str(recipe), *options]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sums")]
-
-    assert "one bucket of" in said("pretrain.zero=2")[0]
-    tuned = said("pretrain.zero=2", f"pretrain.deepspeed={file}")[0]
-    assert "buckets of 0.001 million gradients" in tuned and tuned.endswith("(overlap_comm on)")
-    assert said("cluster.workers=1") == []
-
-
-def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, capsys):
-    missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
-    assert main(["plan", str(recipe), *missing]) == 65
-    planned = capsys.readouterr()
-    assert "  MISSING pretrain.data.train: /nowhere: there is no such index" in planned.out
-    error = planned.err[planned.err.index("error: ") :]
-    assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: there is no")
-    assert "\n  fewshot.probe.test: /neither: there is no such index" in error
-    assert main(["run", str(recipe), *missing]) == 65
-    assert capsys.readouterr().err == error
-    log = (recipe.parent / "run" / "log.txt").read_text()
-    assert " ended with exit code 65: 2 inputs are missing: pretrain.data.train" in log
-
-    assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
-    out = capsys.readouterr().out
-    assert "  MISSING fewshot.probe.test: /neither" in out
-    assert out.endswith("planned without 2 missing inputs: until they are there `run` ends with exit code 65\n")
 
 
 def test_weights_that_tell_no_model_and_files_that_are_no_index_are_missing_inputs(recipe, tmp_path, capsys):
@@ -300,23 +257,6 @@ def test_a_stop_is_heard_while_images_are_packed_and_the_next_start_makes_the_sa
         digits(train=True, image_size=16), tmp_path / "undisturbed", shard_samples=100, names=DIGITS
     )
     assert load_index(folder / "train").digest == expected.digest
-
-
-def test_plan_says_whether_the_cores_can_feed_the_gpus(recipe, capsys, monkeypatch):
-    def said(*options: str) -> str:
-        assert main(["plan", str(recipe), "cluster.gpus_per_worker=1", *options]) == 0
-        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  feed"))
-
-    assert "measured here on this set" in said()
-    monkeypatch.setattr("jobs.extras.planning.stage_checks.images_per_cpu_s", lambda *_: 1000.0)
-    monkeypatch.setattr("models.training_flops", lambda _model, images, _kept=None: GPU_FLOPS / 3500 * images)
-    line = said()
-    assert "takes 3,500 images/s" in line and "CANNOT FEED IT" in line
-    assert "pretrain.data.processes=4 cluster.cpus_per_worker=5," in line
-    assert "CANNOT" in said("pretrain.data.processes=4"), "four processes on one core"
-    assert "keeps up" in said("pretrain.data.processes=4", "cluster.cpus_per_worker=5")
-    monkeypatch.setattr("jobs.extras.planning.stage_checks.images_per_cpu_s", lambda *_: None)
-    assert "a core decodes 650 (assumed" in said()
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models
-from data.errors import ConfigError, Preempted
+from data.errors import Preempted
 from data.index.document import load_index
 from data.loader import TrainLoader
-from jobs.extras.planning.plan import plan
 from jobs.extras.replays.batch import replay
 from jobs.run.session import run_campaign
 from models import positions
 from pipeline import batches, config
 from pipeline.checkpoints.manifest import committed
-from pipeline.extras.plan.cost import Assumptions
 from pipeline.extras.token_dropping import ThinnedConfig, TokenDroppingConfig, kept_patches, phases
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.phases import flops_of, phase_at
@@ -315,48 +313,11 @@ def test_in_exact_mode_the_bits_are_those_of_another_world(recipe, tmp_path):
     assert len(weights) == 1
 
 
-def test_plan_counts_what_is_left_out_and_names_the_phases(recipe, capsys):
-    loaded = campaigns.load(recipe, list(THINNED))
-    plan(loaded, Assumptions(), print)
-    text = capsys.readouterr().out
-    model = loaded.stage("pretrain").model
-    whole = 24 * 16 * 6 * models.macs_of(model)
-    flops = flops_of(loaded.stage("pretrain").config.phases(24, model), model, range(24), 16)
-    assert f"{flops / whole:.2f} × the {whole / 1e18:.4g} of whole images" in text
-    assert "thinned steps 0 … 9: 16 px, 2 of 4 patches\n" in text
-    assert "thinned steps 10 … 17: 24 px, 4 of 9 patches\n" in text
-    assert "thinned steps 18 … 23: 24 px\n" in text
-
-
 def test_a_recipe_without_it_keeps_its_key_and_one_with_it_does_not():
     plain = ThinnedConfig(steps=10)
     assert not any("thinning" in name for name in config.tagged(plain, "forbid"))
     thinned = ThinnedConfig(steps=10, thinning=TokenDroppingConfig(patch_dropout=0.5))
     assert config.tagged(thinned, "forbid")["thinning.patch_dropout"] == 0.5
-
-
-MASKED = ("pretrain.model.name=Masked-mu/8", "pretrain.objective=masked", "pretrain.data.evaluate=null")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("pretrain.thinning.patch_dropout=1.0",), "expected 0 .off. to less than 1"),
-        (("pretrain.thinning.patch_dropout_until=0.0",), "expected a share of the steps"),
-        (("pretrain.thinning.image_sizes=[16]",), "one share of the steps for each size"),
-        ((*THINNED, "pretrain.thinning.image_sizes_until=[1.0]"), "stay below 1"),
-        ((*THINNED, "pretrain.thinning.image_sizes=[12]"), "multiples of 8 below model.image_size 24, for example 8"),
-        ((*THINNED, "pretrain.thinning.image_sizes=[24]"), "below model.image_size 24, for example 16"),
-        ((*THINNED, "pretrain.model.positions=relative"), "relative positions"),
-        ((*THINNED, "pretrain.model.positions_at=every"), "every layer adds positions"),
-        ((*THINNED, "pretrain.model.name=Axial-mu/8"), "plain ViTs and hybrids with labels; this is the family axial"),
-        ((*THINNED, *MASKED), "this is the family masked, objective masked"),
-    ],
-)
-def test_what_cannot_train_with_less_is_refused_before_it_starts(recipe, overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        loaded = campaigns.load(recipe, list(overrides))
-        run_campaign(loaded, only="pretrain", quiet=True)
 
 
 def test_a_stop_at_a_border_of_sizes_is_left_to_the_step_which_commits(monkeypatch, tmp_path):

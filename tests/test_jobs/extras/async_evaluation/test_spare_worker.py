@@ -15,12 +15,10 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from data.bucket import Bucket
 from data.index.document import load_index
 from data.order import Ledger
 from data.shards.packing import pack
 from data.sources.samples import digits
-from data.storage import Folder
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
@@ -29,9 +27,7 @@ from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWork
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
-from pipeline.evaluation.worker import EvaluationStopped
 from pipeline.extras import async_evaluation
-from pipeline.extras.async_evaluator import AsyncEvaluator
 from pipeline.extras.replays.spikes import HealthConfig, SpikeSearch
 from pipeline.health import Health
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
@@ -466,113 +462,8 @@ def test_an_answer_stays_until_the_disk_has_taken_its_record(tmp_path, monkeypat
 # ------------------------------------------------------------------------ rank 0 alone
 
 
-@pytest.fixture
-def alone(tmp_path, monkeypatch) -> Any:
-    """Rank 0 of a group of one, which has trained to step 10 of 100; what it says and reports is kept."""
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda values, src: None)
-    said: list[str] = []
-
-    def report(kind: str, values: Any, line: str) -> bool:
-        said.append(line)
-        return True
-
-    paths = {"directory": str(tmp_path), "attempt_folder": tmp_path, "evaluate": "/shards/test", "probe_train": None}
-    job = SimpleNamespace(**paths, storage=Folder(tmp_path))
-    telemetry = SimpleNamespace(log=said.append, report=report)
-    group = SimpleNamespace(rank=0, telemetry=telemetry)
-    return SimpleNamespace(job=job, group=group, data=SimpleNamespace(steps=100), said=said)
-
-
-class Evaluating(AsyncEvaluator):
-    """Notes what it is to evaluate; with `is_stopped` it is stopped in that."""
-
-    def __init__(self, job: Any, evaluate_on: str = "training", is_stopped: bool = False) -> None:
-        super().__init__(FullConfig(steps=100, evaluate_every=10, evaluate_on=evaluate_on), job, 100)
-        self.evaluated: list[int] = []
-        self.is_stopped = is_stopped
-
-    def evaluate(self, worker: Any, progress: Any, remark: str = "") -> None:
-        if self.is_stopped:
-            raise EvaluationStopped("stopped")
-        self.evaluated.append(progress.step)
-
-
 def record(kind: str, step: int) -> str:
     return json.dumps({"kind": kind, "time": 0.0, "attempt": 1, "step": step}) + "\n"
-
-
-@pytest.mark.parametrize(
-    ("records", "is_due"),
-    [
-        ([], True),  # killed between the commit of step 10 and its evaluation
-        ([("start", 0), ("evaluate", 10)], False),
-        ([("start", 0), ("evaluate_failed", 10)], False),
-        ([("start", 0), ("evaluate_skipped", 10)], False),
-        # An attempt that began before the step took it, and committed it, again.
-        ([("start", 0), ("evaluate", 10), ("start", 5)], True),
-        ([("start", 0), ("evaluate", 10), ("start", 5), ("evaluate", 10), ("start", 10)], False),
-        ([("start", 0), ("evaluate", 10), ("start", 10)], False),
-    ],
-)
-@pytest.mark.parametrize("where", ["training", "in a store", "spare"])
-def test_an_attempt_evaluates_the_commits_that_have_no_outcome(where, records, is_due, alone, tmp_path) -> None:
-    if where == "in a store":
-        alone.job.storage = Bucket("s3://bucket/run", tmp_path)
-    evaluator = Evaluating(alone.job, "spare" if where == "spare" else "training")
-    for step in (5, 10, 20, 100):  # 5 is none of evaluate_every, 20 lies ahead, 100 is evaluated at the end
-        (tmp_path / "checkpoints" / f"step-{step:010d}").mkdir(parents=True)
-        (tmp_path / "checkpoints" / f"step-{step:010d}" / "MANIFEST.json").touch()
-    (tmp_path / "metrics.jsonl").write_text("".join(record(kind, step) for kind, step in records))
-    assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
-    expected = [10] * is_due
-    evaluated, requested = ([], expected) if where == "spare" else (expected, [])
-    assert evaluator.evaluated == evaluated
-    assert requested_steps(tmp_path) == requested
-
-
-def test_an_evaluation_that_ends_its_attempts_is_given_up_with_words(alone, tmp_path) -> None:
-    """Of step 10: once by the attempt that committed it, twice by those that started from it."""
-    evaluator = Evaluating(alone.job)
-    for attempt in range(5):
-        with open(tmp_path / "metrics.jsonl", "a") as file:
-            file.write(record("start", 10 * min(attempt, 1)))
-        if attempt:
-            assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=10)))
-        if attempt == 3:  # as rank 0 reports it
-            with open(tmp_path / "metrics.jsonl", "a") as file:
-                file.write(record("evaluate_skipped", 10))
-    assert evaluator.evaluated == [10, 10]
-    assert alone.said == ["evaluate step 10 SKIPPED: 3 attempts have ended before it had a value"]
-
-
-@pytest.mark.parametrize(("changes", "step"), [({"evaluate": None}, 10), ({}, 0), ({}, 15), ({}, 100)])
-def test_at_the_start_nothing_else_is_evaluated(changes, step, alone) -> None:
-    vars(alone.job).update(changes)
-    evaluator = Evaluating(alone.job, is_stopped=True)
-    assert evaluator.resume(alone, cast(Any, SimpleNamespace(step=step)))
-
-
-def test_the_next_attempt_does_what_was_stopped_and_says_what_nobody_judges_any_more(alone, tmp_path) -> None:
-    """evaluate_on was spare, and is training now."""
-    for step in (5, 8, 10, 20):
-        async_evaluation.request(tmp_path, step)
-    # Of step 8 there is an outcome: its request was to go when the driver was killed.
-    (tmp_path / "metrics.jsonl").write_text(record("evaluate", 8))
-    progress: Any = SimpleNamespace(step=10)
-    assert not Evaluating(alone.job, is_stopped=True).resume(alone, progress)
-    skipped = "evaluate step 5 SKIPPED: nothing is evaluated beside training any more"
-    assert alone.said == [skipped, "evaluate step 10: stopped, it is done later"], "20 is taken again"
-    evaluator = Evaluating(alone.job)
-    assert evaluator.resume(alone, progress)
-    assert evaluator.evaluated == [10] and not requested_steps(tmp_path)
-
-
-def test_a_step_that_is_taken_again_is_judged_by_one_of_the_two(alone, tmp_path) -> None:
-    evaluator = Evaluating(alone.job, "spare")
-    async_evaluation.request(tmp_path, 10)
-    assert not evaluator.request(alone, 10) and requested_steps(tmp_path) == []
-    (tmp_path / async_evaluation.SPARE_FILE).touch()
-    assert evaluator.request(alone, 10) and requested_steps(tmp_path) == [10]
 
 
 # ------------------------------------------------------------------------ on Ray

@@ -136,19 +136,6 @@ def test_the_same_in_other_words_is_no_difference(tmp_path, capsys, recipe, word
     assert lines[0].startswith("no differences") and subjects(lines) == []
 
 
-def test_schedules_are_compared_by_their_rates_and_a_run_of_the_grid_is_no_deviation(tmp_path, capsys):
-    linear = written(tmp_path, JFT, "pretrain.optim.schedule.end=0")
-    steps = round(7 * 303e6 / 4096)
-    cooled = f"pretrain.optim.schedule={{decay: constant, cooldown_steps: {steps - 10_000}}}"
-    assert subjects(lines_of(capsys, linear, JFT, cooled)) == []
-    for rate, named in (("0.01", []), ("0.02", ["peak learning rate"])):
-        alone = Path(written(tmp_path, TRANSFER, f"finetune.optim.lr={rate}"))
-        values = yaml.safe_load(alone.read_text())
-        del values["finetune"]["sweep"]
-        alone.write_text(yaml.safe_dump(values))
-        assert subjects(lines_of(capsys, str(alone), TRANSFER)) == [*named, "number of runs"]
-
-
 def test_the_most_consequential_comes_first_and_what_is_nearly_equal_last(tmp_path, capsys):
     changes = ["pretrain.seed=3", "pretrain.passes=299", "pretrain.loss=softmax", "pretrain.batch_size=1024"]
     lines = lines_of(capsys, written(tmp_path, I1K, *changes, "pretrain.model.name=B/32"), I1K)

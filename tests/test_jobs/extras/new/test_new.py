@@ -238,58 +238,6 @@ def test_a_model_that_is_named_gets_an_image_size_of_64_patches_or_more(tmp_path
         assert re.search(rf"^ *{key}: .*  # ", text, re.MULTILINE), key
 
 
-def test_what_is_found_decides_what_the_recipe_says(tmp_path, capsys):
-    samples = three_digits()
-    # Several labels an image.
-    rows = table(tmp_path / "several", samples).read_text().splitlines()
-    lines = [rows[0]]
-    for number, row in enumerate(rows[1:]):
-        lines.append(f"{row.rpartition(',')[0]},{number % 3} {3 if number % 2 else ''}")
-    (tmp_path / "several" / "photos.csv").write_text("\n".join(lines))
-    config = new(tmp_path / "several").stages[-1].config
-    assert (config.loss, config.data.max_labels, config.model["classes"]) == ("sigmoid", 2, 4)
-    # A set that has been packed is read where it lies; of the other set the same folder is known.
-    class_folders(tmp_path / "letters" / "train", samples)
-    for name, letter in zip(NAMES, "abc", strict=True):
-        (tmp_path / "letters" / "train" / name).rename(tmp_path / "letters" / "train" / letter)
-    for part in ("train", "test"):
-        assert main(["pack", "folder", "letters/train", f"packed/{part}"]) == 0
-    Path("recipe.yaml").unlink()
-    campaign = new("packed")
-    (stage,) = campaign.stages
-    assert stage.config.data.train == str(tmp_path / "packed" / "train")
-    assert stage.config.data.evaluate == str(tmp_path / "packed" / "test")
-    assert not stage.config.data.augment.flip
-    # Parts that files' names tell, in one folder or by a pattern.
-    for part, some in (("train", samples[:40]), ("val", samples[40:])):
-        tars(tmp_path / "tars", some, lambda sample: {"cls": sample.labels[0]}, name=f"digits-{part}")
-    several = sorted(map(str, Path("tars").iterdir()))
-    for places in (["tars"], ["tars/digits-*.tar"], several):
-        Path("recipe.yaml").unlink()
-        sets = new(*places).stages[0].config.sets
-        found = {
-            name: sorted(path.name for path in tmp_path.glob(f"tars/{Path(cfg.path).name}"))
-            for name, cfg in sets.items()
-        }
-        assert found == {"train": ["digits-train-00.tar", "digits-train-01.tar"], "test": ["digits-val-00.tar"]}
-    # Of a pattern, and of what a shell makes of one, nothing else is taken.
-    for places in (["tars/digits-train-*.tar"], several[:2]):
-        Path("recipe.yaml").unlink()
-        campaign = new(*places)
-        assert list(campaign.stages[0].config.sets) == ["train"]
-        assert campaign.stages[0].config.sets["train"].path == str(tmp_path / "tars/digits-train-*.tar")
-        assert campaign.stages[-1].config.data.evaluate == "@parts/held-out"
-    Path("tars/more.tar").write_bytes(b"")
-    for words, code, message in (
-        (["tars"], 65, "to take those alone type python -m jobs new 'tars/digits-*.tar'"),
-        ([several[0], "tars/more.tar"], 64, "no folder and no pattern holds these alone"),
-        (["tars", "--minutes", "0"], 64, "--minutes 0: expected more than 0"),
-        (["tars", "--minutes", "nan"], 64, "--minutes nan: expected more than 0"),
-    ):
-        assert main(["new", *words, "--output", "other.yaml"]) == code
-        assert message in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------------------------------- odd folders
 
 

@@ -24,8 +24,6 @@ from data.storage import Folder
 from jobs.__main__ import main
 from jobs.extras.history import read_run
 from jobs.extras.report import kept, page
-from jobs.extras.report.charts import smooth, thin
-from jobs.extras.report.kept import KeptPage
 from jobs.extras.report.page import write_report
 from jobs.ownership import Lease
 from jobs.run.log import write_status
@@ -233,16 +231,6 @@ def test_a_finished_page_says_what_was_trained_and_how_well_each_class_is_known(
     assert by_class[-3:] == ["class 3", "class 8", "class 0"]
 
 
-def test_a_smoothed_curve_is_the_mean_of_so_many_steps_each_and_leaves_a_gap_where_nothing_is_finite():
-    y = np.random.default_rng(0).normal(size=1000)
-    y[3] = np.inf
-    y[28:42] = np.nan
-    x, means, size = smooth(np.arange(1000.0), y)
-    assert size == 14 and len(x) == len(means) == 72
-    assert means[0] == pytest.approx(np.delete(y[:14], 3).mean()) and means[-1] == pytest.approx(y[994:].mean())
-    assert np.flatnonzero(np.isnan(means)).tolist() == [2] and x[0] == 6.5
-
-
 def test_a_page_of_a_million_steps_is_small_and_keeps_what_stands_out(tmp_path, shards, capsys):
     folder = make_run(tmp_path / "run", shards)
     random = np.random.default_rng(0)
@@ -264,17 +252,6 @@ def test_a_page_of_a_million_steps_is_small_and_keeps_what_stands_out(tmp_path, 
     assert len(text.encode()) < 2_000_000
     row = Tables(text).row("training loss")
     assert row[3:] == ["0.25 (step 123,457)", "77.5 (step 654,322)"]
-
-
-def test_a_thinned_curve_keeps_the_least_and_the_greatest_of_each_bucket():
-    y = np.random.default_rng(0).normal(size=10_007)
-    y[5000:5100] = np.nan
-    x, thinned = thin(np.arange(len(y)), y, buckets=50)
-    assert len(x) <= 102 and (thinned[~np.isnan(thinned)] == y[x.astype(int)][~np.isnan(thinned)]).all()
-    for low in range(0, 10_000, 2000):
-        part = (x >= low) & (x < low + 2000)
-        assert np.nanmax(thinned[part]) == np.nanmax(y[low : low + 2000])
-        assert np.nanmin(thinned[part]) == np.nanmin(y[low : low + 2000])
 
 
 def test_the_verdict_says_how_the_run_stands_and_what_it_waits_for(tmp_path, shards):
@@ -500,31 +477,3 @@ def test_a_run_keeps_its_page_and_two_runs_part_behind_the_first_update(tmp_path
     assert "part at step 3: loss" in compared.text
     assert compared.row("config", "optim.lr")[2:4] == ["0.01", "0.02"]
     assert re.search(r"Likeliest cause:\s+config, optim.lr\s+\(0.01 → 0.02\)", compared.text)
-
-
-def test_a_page_is_renewed_at_evaluations_and_not_for_every_look(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    written = []
-    monkeypatch.setattr(page, "write_report", lambda *_, **__: written.append(time.monotonic()))
-    monkeypatch.setattr(kept, "LEAST_S", 0.0)
-    monkeypatch.setattr(kept, "SHARE", 0.0)
-    monkeypatch.delenv(kept.SWITCH)
-    (tmp_path / "pretrain-1").mkdir()
-    (tmp_path / "pretrain-1" / "stage.json").touch()
-    lines: list[str] = []
-    keeper = KeptPage()
-    keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
-    for evaluation in (None, None, {"step": 8}, {"step": 8}, {"step": 16}):
-        keeper.show(SimpleNamespace(stage="pretrain", report={}, evaluation=evaluation, incidents=0))
-    assert len(written) == 3
-    keeper.ended()
-    assert len(written) == 4 and lines == [f"page: {tmp_path / 'report.html'}"]
-    keeper.close()
-    monkeypatch.setenv(kept.SWITCH, "off")
-    keeper = KeptPage()
-    keeper.started(SimpleNamespace(run=tmp_path), None, lines.append)
-    assert keeper.thread is None
-    keeper.ended()
-    keeper.close()
-    assert len(written) == 4

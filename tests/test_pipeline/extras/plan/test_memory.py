@@ -1,11 +1,9 @@
 """What a step of training needs of memory: counted by the allocator while real steps are taken, and by hand."""
 
 import dataclasses
-import errno
 import itertools
 import json
 import multiprocessing
-import os
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -23,14 +21,12 @@ from jobs.extras.planning.preflight import stage_requirements
 from pipeline.batches import patches_to_keep
 from pipeline.extras.plan import memory, memory_traces
 from pipeline.extras.plan.memory import GIB, check_fits, fewest_blocks, memory_need
-from pipeline.extras.plan.memory_traces import Kind, MemoryTrace, Moment, step_to_trace
+from pipeline.extras.plan.memory_traces import Kind, MemoryTrace, Moment
 from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, copied_by_gloo
-from pipeline.optimization import OptimConfig
 from pipeline.start import Worker
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Group, StageData
 from tests.support.campaigns import load
-from tests.support.configs import FullConfig
 
 MIB = 2**20
 
@@ -175,14 +171,6 @@ def test_a_loss_finds_in_a_traced_worker_what_it_asks_a_real_one():
         assert of_traced <= {field.name for field in dataclasses.fields(real)}
 
 
-def test_the_fullest_moment_depends_on_the_micro_batch():
-    update = Moment("update", (100.0, 0, 50.0, 0, 0), (0.0, 0, 0, 0, 1.0))
-    backward = Moment("backward", (100.0, 0, 0, 0, 0), (0.0, 10.0, 0, 0, 1.0))
-    trace = MemoryTrace(0, (update, backward), (backward,))
-    assert trace.fullest(2).phase == "update" and trace.fullest(6).phase == "backward"
-    assert trace.fullest(6).parts(6) == [100, 60, 0, 0, 6]
-
-
 @pytest.mark.parametrize("limit", range(30, 130, 7))
 def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
     needed = [100, 104, *range(95, 0, -5)]  # to recompute one block alone saves nothing: it comes back whole
@@ -199,145 +187,7 @@ def test_the_fewest_blocks_that_fit_are_found_in_few_looks(limit):
     assert fewest_blocks(look, len(needed) - 1, needed[-1] - 1) is None
 
 
-MOMENT = {"phase": "forward", "fixed": [1, 2, 3, 4, 5], "per_image": [0, 1, 0, 0, 1]}
-SMALL = TrainConfig(steps=1, micro_batch=4, batch_size=16)
-
-
-@pytest.fixture
-def tracer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[memory_traces.StepToTrace]:
-    """The steps that the tracer is asked for; its traces begin with 7 bytes, and are kept in this test's folder."""
-    monkeypatch.setenv("PATCHLINE_CACHE", str(tmp_path / "cache"))
-    asked: list[memory_traces.StepToTrace] = []
-
-    def run(step: memory_traces.StepToTrace) -> str:
-        asked.append(step)
-        return json.dumps({"start": 7, "moments": [MOMENT], "activations": [MOMENT]})
-
-    monkeypatch.setattr(memory_traces, "run_tracer", run)
-    return asked
-
-
-def step_of(cfg: TrainConfig = SMALL, world: int = 2, accumulation: int = 2) -> memory_traces.StepToTrace:
-    return step_to_trace(cfg, models.config_of("mu/8", 16, 10), world, accumulation, 0, is_gpu=False)
-
-
-def test_no_field_of_training_is_left_out_of_the_traced_step_by_mistake() -> None:
-    """The step to trace lists its fields by hand: a forgotten one would be planned with its default, without a word."""
-    in_the_step = {"objective", "loss", "label_smoothing", "mixup", "polyak", "exact_parts", "precision", "zero"}
-    in_the_step |= {"data", "optim", "steps", "micro_batch", "batch_size", "deepspeed"}
-    beside_it = {"model", "init", "checkpoint_blocks"}  # as the model and the blocks recomputed
-    not_traced = {"thinning", "compile"}  # what is planned then is said (docs/design/memory.md)
-    without_memory = {"new_head", "passes", "uneven", "seed", "evaluate_every", "evaluate_on", "probe", "log_every"}
-    without_memory |= {
-        "keep_best",
-        "patience",
-        "save_every",
-        "begin",
-        "law",
-        "health",
-        "keep",
-        "keep_every",
-        "max_skipped",
-        "max_failed_saves",
-        "timeout_s",
-        "stall_s",
-    }
-    fields = {field.name for field in dataclasses.fields(FullConfig)}
-    assert fields == in_the_step | beside_it | not_traced | without_memory
-    step = step_to_trace(TrainConfig(steps=1), models.ViTConfig(), 1, 1, 0, is_gpu=False)
-    assert set(step.config) == in_the_step - {"deepspeed"}
-
-
-def test_a_trace_is_kept_and_found_by_all_that_it_depends_on(tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def traced(step: memory_traces.StepToTrace) -> int:
-        """How many steps were traced for this one."""
-        before = len(tracer)
-        memory_traces.trace_of(step)
-        return len(tracer) - before
-
-    assert traced(step_of()) == 1 and traced(step_of()) == 0
-    # The micro-batch, the rate and the length change nothing; nor does a fifth micro-batch.
-    assert traced(step_of(dataclasses.replace(SMALL, micro_batch=8, steps=7), accumulation=5)) == 0
-    for change in ({"zero": 3}, {"polyak": 0.9}, {"loss": "softmax"}, {"precision": "fp32"}, {"mixup": 0.1}):
-        assert traced(step_of(dataclasses.replace(SMALL, **change))) == 1, change
-    # Of what is not 0 another value changes nothing; a head that decays otherwise is a group of its own.
-    for change in ({"polyak": 0.99}, {"mixup": 0.2}, {"optim": OptimConfig(lr=1.0, weight_decay=3.0, clip=7.0)}):
-        assert traced(step_of(dataclasses.replace(SMALL, **change))) == 0, change
-    for decay, count in ((None, 0), (0.1, 0), (3.0, 1), (2.0, 0), (0.0, 1)):
-        optim = OptimConfig(weight_decay=0.1, head_weight_decay=decay)
-        assert traced(step_of(dataclasses.replace(SMALL, optim=optim))) == count, decay
-    for options in ({"recomputed": 1}, {"is_gpu": True}, {"world": 4}):
-        assert traced(dataclasses.replace(step_of(), **options)) == 1, options
-    # Other code, other libraries; and a file that was cut short, or in which a digit changed, is made anew.
-    for name in ("digest_of_sources", "version"):
-        with monkeypatch.context() as patch:
-            patch.setattr(memory_traces, name, lambda *_: "another")
-            assert traced(step_of()) == 1, name
-    for change in (lambda kept: kept[:20], lambda kept: kept.replace(b'"start": 7', b'"start": 6')):
-        for path in (tmp_path / "cache" / "patchline" / "memory").glob("*.trace"):
-            assert change(path.read_bytes()) != path.read_bytes()
-            path.write_bytes(change(path.read_bytes()))
-        assert traced(step_of()) == 1
-        assert memory_traces.trace_of(step_of()).start == 7
-
-
-@pytest.mark.parametrize("obstacle", ["a file in its way", "no locks", "no room"])
-def test_a_home_that_keeps_no_trace_ends_nothing_and_is_said(
-    obstacle: str, tracer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    def refuse_lock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    def refuse_write(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    if obstacle == "a file in its way":
-        (tmp_path / "cache").write_text("")
-    elif obstacle == "no locks":
-        monkeypatch.setattr("fcntl.flock", refuse_lock)
-    else:
-        monkeypatch.setattr(memory_traces, "write_entry", refuse_write)
-    assert memory_traces.trace_of(step_of()).start == 7 and tracer == [step_of()], "traced once, though not kept"
-    if obstacle != "no locks":
-        assert "traced steps cannot be kept, each plan traces anew" in caplog.text
-
-
-def test_of_the_kept_traces_those_used_last_stay(tracer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory_traces, "MOST_KEPT", 3)
-    steps = []
-    for number in range(4):
-        step = step_of(world=2**number)
-        steps.append(step)
-        memory_traces.trace_of(step)
-        os.utime(memory_traces.path_of(step), (number, number))
-    memory_traces.trace_of(step_of(world=16))
-    assert [memory_traces.kept(step) is not None for step in steps] == [False, False, True, True]
-    # Of the two, one is asked for again: the other is the first to go.
-    for number, step in enumerate(steps[2:]):
-        os.utime(memory_traces.path_of(step), (number, number))
-    memory_traces.trace_of(steps[2])
-    memory_traces.trace_of(step_of(world=32))
-    assert memory_traces.path_of(steps[2]).exists() and not memory_traces.path_of(steps[3]).exists()
-
-
 # ---------------------------------------------------------------------------------------------------- what plan says
-
-
-def test_a_plan_of_a_sweep_traces_each_distinct_step_once(tracer, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """16 runs of four models: what a step keeps does not depend on seeds, rates, or how much decays and is dropped."""
-    runs = {}
-    for width, dropout, decay in itertools.product((48, 96), (0.0, 0.1), (0.03, 0.3)):
-        fields = {"model.width": width, "model.dropout": dropout, "optim.lr": decay, "optim.weight_decay": decay}
-        runs[f"{width}-{dropout}-{decay}"] = fields
-    section = {"data": {"train": "not/there"}, "steps": 4, "batch_size": 8, "micro_batch": 4, "precision": "fp32"}
-    model = {"name": "mu/8", "image_size": 16, "classes": 10, "depth": 1, "mlp": 96, "heads": 3}
-    section["optim"] = {"schedule": {"warmup_steps": 1}}
-    section |= {"model": model, "sweep": {"each": runs, "seeds": [0, 1]}}
-    recipe = tmp_path / "sweep.yaml"
-    cluster = {"workers": 1, "backend": "processes"}
-    recipe.write_text(json.dumps({"run": str(tmp_path / "run"), "cluster": cluster, "pretrain": section}))
-    assert main(["plan", str(recipe), "--without-data"]) == 0
-    assert capsys.readouterr().out.count("  memory  ") == 16 and len(tracer) == 4
 
 
 @pytest.fixture
@@ -407,42 +257,3 @@ def test_of_the_host_pinned_memory_is_counted_in_powers_of_two(traced_by_hand):
     # Half of the workers have twice the share, 495.4 MiB; a little more than half a GiB would take a whole one.
     assert memory_need(cfg, model, 2, is_gpu=True).snapshot == 512 * MIB
     assert [memory.pinned_bytes(size) for size in (1, 512, 513)] == [1, 512, 1024]
-
-
-def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_for_them(recipe, capsys, traced_by_hand):
-    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
-    limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]
-    assert main(["plan", str(recipe), *limited]) == 0
-    said = capsys.readouterr().out
-    assert "(checkpoint_blocks=0); of whole images, which patch dropout leaves out to the end: a worker needs" in said
-    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known with patch dropout" in said
-    # Where the last steps see whole images, they count.
-    assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
-    assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
-
-
-def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(recipe, capsys, traced_by_hand):
-    """Uncompiled it would need 6 GiB."""
-    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
-    limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
-    assert main(["plan", str(recipe), *limited]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
-    )
-    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
-
-    stage = load(recipe, limited).stage("pretrain")
-    assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
-    uncompiled = dataclasses.replace(stage.config, compile=False)
-    assert memory_need(uncompiled, stage.model, 2, is_gpu=True).device_bytes == 6 * GIB
-
-
-def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
-    gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
-    assert main(["plan", str(recipe), *gpu]) == 0
-    said = capsys.readouterr().out
-    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in said
-    for command in ("plan", "run"):
-        assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
-        assert "type one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err

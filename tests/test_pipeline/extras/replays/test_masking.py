@@ -1,6 +1,5 @@
 """Which samples are masked, and what the search makes of it; what a masked step gives is in test_reference_loop.py."""
 
-import math
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -11,11 +10,9 @@ import pytest
 import torch
 
 from data.order import Ids
-from jobs.extras.replays.audit import Finding, judge
 from pipeline.batches import planned_ids, samples_in_mean
 from pipeline.engine.exact import checksum
 from pipeline.extras.replays.masking import Mask, ranges_of
-from pipeline.extras.replays.search import culprits
 from pipeline.extras.replays.spikes import Masking
 from pipeline.training_config import TrainConfig
 
@@ -60,34 +57,6 @@ def masking(planned: Ids, *ranges: Sequence[int]) -> Any:
     return SimpleNamespace(data=SimpleNamespace(order=order), hooks=[hook])
 
 
-@pytest.mark.parametrize("value", [math.inf, 40.0])
-def test_whatever_its_place_a_single_culprit_is_found_in_twelve_values(value: float) -> None:
-    for place in range(0, 1024, 31):
-        taken = []
-
-        def without(rows: Sequence[int], place: int = place, taken: list[int] = taken) -> float:
-            taken.append(len(rows))
-            return (0.0 if place in rows else value) + (1024 - len(rows)) / 1024
-
-        found = culprits(without, 1024, 6.0, most=19, twins_of=lambda row: [row])
-        assert (found.rows, found.is_found) == ([place], True)
-        assert len(taken) <= 12
-
-
-def test_copies_are_found_together_and_where_all_are_to_blame_nobody_is_named() -> None:
-    copies = {17, 400, 1003}
-
-    def without(rows: Sequence[int]) -> float:
-        return 40.0 if copies - set(rows) else 1.0
-
-    found = culprits(without, 1024, 6.0, most=19, twins_of=lambda row: sorted(copies))
-    assert (set(found.rows), found.is_found, len(found.twins)) == (copies, True, 2)
-
-    found = culprits(lambda rows: 40.0 * (1024 - len(rows)) / 1024, 1024, 6.0, most=19, twins_of=lambda row: [row])
-    assert not found.is_found
-    assert 871 <= len(found.rows) < 900  # without 870 of 1,024 it is 6.02
-
-
 def test_any_flipped_bit_changes_a_checksum() -> None:
     numbers = torch.randn(8, generator=torch.Generator().manual_seed(0))
     for part in (numbers[:7], numbers[1:], numbers.view(2, 4)):
@@ -100,17 +69,3 @@ def test_any_flipped_bit_changes_a_checksum() -> None:
                 assert float(checksum(part)) != before, (element, bit)
                 bits[element] ^= flip
         assert float(checksum(part)) == before
-
-
-@pytest.mark.parametrize(
-    ("finding", "verdict"),
-    [
-        (Finding(10, 15, what="ledger", step=11, size=1e-6, conditions={"threads": [1, 2]}), "other data"),
-        (Finding(10, 15, what="loss", step=11, size=1e-6, conditions={"threads": [1, 2]}), "other hardware"),
-        (Finding(10, 15, what="loss", step=11, size=1e-2, conditions={"threads": [1, 2]}), "silent corruption"),
-        (Finding(10, 15, what="loss", step=12, size=1e-6, conditions={"threads": [1, 2]}), "silent corruption"),
-        (Finding(10, 15, what="loss", step=11, size=1e-6), "silent corruption"),
-    ],
-)
-def test_what_a_difference_is_told_by_where_it_begins_and_what_else_differs(finding: Finding, verdict: str) -> None:
-    assert judge(finding) == verdict

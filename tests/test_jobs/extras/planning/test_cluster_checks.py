@@ -1,0 +1,176 @@
+"""What workers report is checked against what a campaign requires; expectations by hand."""
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from data.errors import ExitCode
+from jobs.extras.planning.check import GROUP, NODES
+from jobs.extras.planning.checks import results as results_of
+from jobs.extras.planning.cluster_checks import ClusterFacts, Requirements, StageRequirements
+from jobs.resolved_recipe import CheckResult
+from pipeline.extras.preflight import folder as folders
+
+pytestmark = pytest.mark.quick
+
+STAGE = StageRequirements(
+    name="pretrain",
+    gradient_bytes=344_000_000,
+    reductions=2.0,
+    compute_s=1.0,
+    memory_bytes=2 * 10**9,
+    snapshot_bytes=10**9,
+    checkpoint_bytes=3 * 10**9,
+    disk_bytes=12 * 10**9,
+)
+REQUIREMENTS = Requirements(
+    workers=3, gpus_per_worker=0, code="a" * 64, stages=[STAGE], sets={"/data": 10e6}, not_made=["/run/packed"]
+)
+
+
+def report() -> Any:
+    """What three workers on three nodes report where all is well."""
+    packages = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "ray": "2.60.0", "numpy": "2.3.0"}
+    folder = {"sees_driver": True, "is_answered": True, "skew_s": 0.002, "uncertainty_s": 0.004, "lacks": []}
+    folder |= {"written_bytes": 2**24, "written_s": 0.1, "free_bytes": 10**11}
+    machine = {"memory_free": 10**10, "shm_free": 10**10, "open_files": 10_000, "gpus_present": 0}
+    workers = []
+    for rank in range(3):
+        identity = {"rank": rank, "node": f"n{rank}", "root": "/p", "code": "a" * 64, "packages": dict(packages)}
+        worker = {"identity": {**identity, "device": "cpu", "driver": ""}, "folder": dict(folder), "interface": "eth0"}
+        worker |= {"machine": {**machine, "gpu_memory_free": None}}
+        worker |= {"sets": {"/data": {"bytes": 4_000_000, "seconds": 0.1, "error": ""}}}
+        workers.append(copy.deepcopy(worker))
+    pairs = [{"ranks": ranks, "latency_s": 0.0001, "seconds": 0.02} for ranks in ([0, 1], [0, 2], [1, 2])]
+    network = {"latency_s": 0.0002, "bytes": 2**24, "seconds": 0.01, "message_bytes": 2**20, "pairs": pairs}
+    return {"workers": workers, "spares": [], "network": {**network, "all_pairs": True}}
+
+
+def check_report(reported: Any, requirements: Requirements) -> list[CheckResult]:
+    return results_of("preflight", ClusterFacts(reported, requirements), GROUP, NODES)
+
+
+def of(results: list[CheckResult], subject: str) -> CheckResult:
+    """The one result on a subject; the worst where there are several."""
+    here = [result for result in results if result.subject == subject]
+    return max(here, key=lambda result: ["OK", "WARN", "FAIL"].index(result.level))
+
+
+def test_what_is_well_is_ok_and_says_its_figures() -> None:
+    results = check_report(report(), REQUIREMENTS)
+    text = "\n".join(f"{result.level:4} {result.subject:11} {result.text}" for result in results)
+    assert {result.level for result in results} == {"OK"}, text
+    # 16.8 MB in 10 ms are 1.7 GB/s; 344 MB twice, and the latency, are 410 ms; 3 × 16.8 MB in 0.1 s are 503 MB/s.
+    for figure in ("1.7 GB/s", "about 410 ms a step, 41% of the 1.0 s that plan assumes", "503.3 MB/s", "about 6.0 s"):
+        assert figure in text, f"{figure} in\n{text}"
+    for figure in ("100.0 GB free, 12.0 GB needed", "9.3 GiB free on n0 for 1 worker, about 2.8 GiB", "40.0 MB/s read"):
+        assert figure in text, f"{figure} in\n{text}"
+    assert "/run/packed: not there yet" in text
+
+
+def ill(change: str) -> list[CheckResult]:
+    """What is judged of the three workers when something is changed: "workers.1.machine.shm_free = 7"."""
+    changed = report()
+    path, _, value = change.partition(" = ")
+    *names, last = path.split(".")
+    place = changed
+    for name in names:
+        place = place[int(name)] if name.isdigit() else place[name]
+    place[last] = json.loads(value)
+    return check_report(changed, REQUIREMENTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "level", "said"),
+    [
+        ('workers.1.identity.code = "b"', "code", "FAIL", "worker 1 on n1 runs other code than this command"),
+        ('workers.2.identity.packages.torch = "2.12"', "versions", "FAIL", "worker 2 on n2 has torch 2.12, 2 of 3"),
+        ('workers.2.identity.packages.numpy = "2.2"', "versions", "WARN", "worker 2 on n2 has numpy 2.2"),
+        ('workers.1.identity.device = "H100"', "workers", "WARN", "worker 1 on n1 has device H100"),
+        ('workers.1.identity.driver = "550.1"', "workers", "WARN", "has GPU driver 550.1"),
+        ("workers.1.machine.gpus_present = 8", "GPUs", "WARN", "0 asked for, 8 on the workers' nodes"),
+        ("workers.1.folder.sees_driver = false", "run folder", "FAIL", "worker 1 on n1 does not see what the driver"),
+        ("workers.1.folder.is_answered = false", "run folder", "FAIL", "the driver does not see what worker 1 on n1"),
+        ('workers.0.folder.lacks = ["no locks"]', "run folder", "FAIL", "worker 0 on n0: no locks"),
+        ("workers.2.folder.skew_s = -2.5", "clocks", "WARN", "worker 2 on n2 is 2.5 s behind the driver's, give"),
+        ("workers.2.folder.skew_s = null", "clocks", "WARN", "not measured"),
+        ("workers.2.folder.free_bytes = 100", "disk", "FAIL", "0.1 kB free, 12.0 GB needed"),
+        ("workers.2.folder.written_s = 10", "disk speed", "WARN", "a checkpoint of 3.0 GB takes about 596.0 s"),
+        ("workers.1.machine.memory_free = 1000000000", "memory", "WARN", "953.7 MiB free on n1 for 1 worker, about"),
+        ("workers.1.machine.shm_free = 10000000", "/dev/shm", "WARN", "9.5 MiB free on n1"),
+        ("workers.1.machine.shm_free = null", "/dev/shm", "OK", "free on n0"),
+        ("workers.1.machine.open_files = 256", "open files", "WARN", "256 for a worker on n1, about 536 needed"),
+        ('workers.1.sets./data.error = "gone"', "data", "FAIL", "worker 1 on n1 cannot read /data: gone"),
+        ("workers.1.sets./data.seconds = 1", "data", "WARN", "4.0 MB/s read on n1, the slowest of 3 nodes; its 1"),
+        ("network.seconds = 0.1", "reduction", "WARN", "about 4.1 s a step, 410% of the 1.0 s"),
+        ("network.pairs.1.seconds = 0.5", "links", "WARN", "slowest 0–2 (n0, n2): 1.0 MB in 500 ms"),
+    ],
+)  # fmt: skip
+def test_what_is_not_well_is_named_with_its_place_and_a_remedy(change, subject, level, said) -> None:
+    result = of(ill(change), subject)
+    assert (result.level, said in result.text) == (level, True), result
+    assert (result.exit_code != ExitCode.DONE) == (level == "FAIL")
+    others = [other for other in ill(change) if other.subject != subject]
+    assert {other.level for other in others} == {"OK"}, others
+
+
+def test_memory_is_not_well_where_the_step_could_not_be_traced() -> None:
+    needs = dataclasses.replace(REQUIREMENTS, stages=[dataclasses.replace(STAGE, memory_bytes=None)])
+    result = of(check_report(report(), needs), "memory")
+    assert result.level == "WARN" and "without the steps of pretrain, which could not be traced" in result.text
+
+
+def test_of_a_run_in_an_object_store_no_shared_folder_is_asked_for(tmp_path) -> None:
+    own = folders.report_on(tmp_path / "here", "1", is_shared=False)
+    assert own["written_bytes"] == 2**24 and own["free_bytes"] > 0 and not (tmp_path / "here").exists()
+    changed = report()
+    for worker in changed["workers"]:
+        worker["folder"] = own
+    needs = dataclasses.replace(REQUIREMENTS, is_shared=False, stages=[])
+    results = check_report(changed, needs)
+    assert (of(results, "run folder").level, of(results, "clocks").level) == ("OK", "OK")
+    assert of(results, "clocks").text.startswith("not measured")
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "said"),
+    [
+        ({"identity": {"code": "b"}}, "code", "node n9 runs other code than this command"),
+        ({"folder": {"sees_driver": False}}, "run folder", "not shared: node n9 does not see"),
+        ({"sets": {"/data": {"error": "gone"}}}, "data", "node n9 cannot read /data: gone"),
+        ({"machine": {"open_files": 256}}, "open files", "256 for a worker on n9, about 536 needed"),
+    ],
+)
+def test_a_node_without_a_worker_is_looked_at_as_well(change, subject, said) -> None:
+    changed = report()
+    spare = report()["workers"][0]
+    spare["identity"] |= {"rank": -1, "node": "n9"}
+    changed["spares"].append(spare)
+    results = check_report(changed, REQUIREMENTS)
+    assert {result.level for result in results} == {"OK"}
+    assert of(results, "workers").text == "3 on 3 nodes (n0: 0, n1: 1, n2: 2), on cpu; 1 spare node looked at too"
+
+    for part, values in change.items():
+        for key, value in values.items():
+            spare[part][key] = value if not isinstance(value, dict) else spare[part][key] | value
+    result = of(check_report(changed, REQUIREMENTS), subject)
+    assert result.level != "OK" and said in result.text
+
+
+def test_of_several_slow_pairs_the_node_they_share_is_named() -> None:
+    changed = report()
+    changed["network"]["pairs"][1]["seconds"] = 0.5  # 0–2
+    changed["network"]["pairs"][2]["seconds"] = 0.4  # 1–2
+    result = of(check_report(changed, REQUIREMENTS), "links")
+    assert "slowest 0–2 (n0, n2)" in result.text and "2 pairs are up to 25 × as slow" in result.text
+    assert result.remedy.startswith("look at n2's cable")
+
+
+def test_a_worker_that_wants_a_gpu_and_has_none_fails() -> None:
+    needs = Requirements(3, gpus_per_worker=1, code="a" * 64, stages=[], sets={})
+    result = of(check_report(report(), needs), "GPUs")
+    assert (result.level, result.exit_code) == ("FAIL", ExitCode.UNAVAILABLE)
+    assert "3 asked for, 0 on the workers' nodes; worker 0 on n0 (and 2 more) computes on the CPU" in result.text

@@ -1,0 +1,70 @@
+"""A stage that does not fit its devices is refused; one whose need is not known is not."""
+
+import dataclasses
+
+import pytest
+
+from jobs.__main__ import main
+from pipeline.extras.plan import memory, memory_traces
+from pipeline.extras.plan.memory import GIB, memory_need
+from pipeline.extras.plan.memory_traces import MemoryTrace, Moment
+from tests.support.campaigns import load
+
+
+@pytest.fixture(autouse=True)
+def untraced(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here steps are really traced, into a folder of this session's own."""
+    folder = tmp_path_factory.getbasetemp() / "traces"
+    monkeypatch.setenv("PATCHLINE_CACHE", str(folder))
+
+
+@pytest.fixture
+def traced_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps need 2 GiB and 1 for each image, half of that with all blocks recomputed; states go with the ZeRO stage."""
+
+    def trace(step: memory_traces.StepToTrace) -> MemoryTrace:
+        share = 1 - step.recomputed / 24
+        states = {1: 2.0, 2: 1.0, 3: 0.25}[step.config["zero"]]
+        moment = Moment("backward", (states * GIB, 0, 0, 0, 0), (0, share * GIB, 0, 0, 0))
+        return MemoryTrace(0, (moment,), (moment,))
+
+    monkeypatch.setattr(memory, "trace_of", trace)
+
+
+def test_patches_that_are_left_out_to_the_end_are_said_and_nothing_is_refused_for_them(recipe, capsys, traced_by_hand):
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.thinning.patch_dropout=0.5"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert "(checkpoint_blocks=0); of whole images, which patch dropout leaves out to the end: a worker needs" in said
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known with patch dropout" in said
+    # Where the last steps see whole images, they count.
+    assert main(["plan", str(recipe), *limited, "pretrain.thinning.patch_dropout_until=0.9"]) == 78
+    assert "pretrain: a worker needs 6.0 GiB" in capsys.readouterr().err
+
+
+def test_of_a_compiled_step_the_need_is_not_known_and_nothing_is_refused_for_it(recipe, capsys, traced_by_hand):
+    """Uncompiled it would need 6 GiB."""
+    limited = ["cluster.gpus_per_worker=1", "cluster.gpu_memory_gb=5", "pretrain.zero=1", "finetune.zero=2"]
+    limited += ["finetune.micro_batch=4", "pretrain.compile=true"]
+    assert main(["plan", str(recipe), *limited]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "memory  not known: the step is not traced with compile: true" in said and "of pretrain it is not known" in said
+    )
+    assert "pretrain: whether it fits cluster.gpu_memory_gb=5 is not known: the step is not traced with" in said
+
+    stage = load(recipe, limited).stage("pretrain")
+    assert memory.need_if_traced(stage.config, stage.model, 2, is_gpu=True) is None
+    uncompiled = dataclasses.replace(stage.config, compile=False)
+    assert memory_need(uncompiled, stage.model, 2, is_gpu=True).device_bytes == 6 * GIB
+
+
+def test_plan_tells_the_parts_and_ends_as_run_would_where_they_do_not_fit(recipe, capsys, traced_by_hand):
+    gpu = ["cluster.gpus_per_worker=1", "pretrain.zero=1", "finetune.zero=1"]
+    assert main(["plan", str(recipe), *gpu]) == 0
+    said = capsys.readouterr().out
+    assert "memory  6.0 GiB a worker, most in backward: 4.0 GiB activations + 2.0 GiB weights and optimizer" in said
+    for command in ("plan", "run"):
+        assert main([command, str(recipe), *gpu, "cluster.gpu_memory_gb=5"]) == 78
+        assert "type one of these: pretrain.micro_batch=2 (needs 4.0 GiB); " in capsys.readouterr().err

@@ -1,0 +1,45 @@
+"""What `plan` prints of a campaign, and how it ends."""
+
+from jobs.__main__ import main
+
+
+def test_plan_tells_what_would_run(recipe, capsys):
+    assert main(["plan", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "16 = 2 workers × micro_batch 4 × accumulation 2" in out
+    assert "would run" in out and "parameters" in out and "GMACs" in out
+    assert "24 (384 images, 0.27 passes over 1,442 samples)" in out
+    assert "feed" not in out, "no GPU to feed"
+
+
+def test_plan_says_in_what_pieces_and_when_gradients_are_summed(recipe, capsys):
+    file = recipe.parent / "ds.json"
+    file.write_text('{"zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 1000}}')
+
+    def said(*options: str) -> list[str]:
+        assert main(["plan", str(recipe), *options]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  sums")]
+
+    assert "one bucket of" in said("pretrain.zero=2")[0]
+    tuned = said("pretrain.zero=2", f"pretrain.deepspeed={file}")[0]
+    assert "buckets of 0.001 million gradients" in tuned and tuned.endswith("(overlap_comm on)")
+    assert said("cluster.workers=1") == []
+
+
+def test_plan_names_what_is_missing_and_ends_as_run_does_unless_asked(recipe, capsys):
+    missing = ["pretrain.data.train=/nowhere", "fewshot.probe.test=/neither"]
+    assert main(["plan", str(recipe), *missing]) == 65
+    planned = capsys.readouterr()
+    assert "  MISSING pretrain.data.train: /nowhere: there is no such index" in planned.out
+    error = planned.err[planned.err.index("error: ") :]
+    assert error.startswith("error: 2 inputs are missing: pretrain.data.train: /nowhere: there is no")
+    assert "\n  fewshot.probe.test: /neither: there is no such index" in error
+    assert main(["run", str(recipe), *missing]) == 65
+    assert capsys.readouterr().err == error
+    log = (recipe.parent / "run" / "log.txt").read_text()
+    assert " ended with exit code 65: 2 inputs are missing: pretrain.data.train" in log
+
+    assert main(["plan", str(recipe), *missing, "--without-data"]) == 0
+    out = capsys.readouterr().out
+    assert "  MISSING fewshot.probe.test: /neither" in out
+    assert out.endswith("planned without 2 missing inputs: until they are there `run` ends with exit code 65\n")
