@@ -278,6 +278,18 @@ def imported_by(path: Path, modules: Mapping[str, Path]) -> set[str]:
     return imported
 
 
+def imports_of_extras(modules: Mapping[str, Path]) -> list[str]:
+    """Return every import of an extra by the core, as "importer → extra"; a folder's modules stand for it."""
+    imports = []
+    for module, path in modules.items():
+        if is_extra(module):
+            continue
+        for imported in sorted(imported_by(path, modules)):
+            if is_extra(imported) and modules[imported].name != "__init__.py":
+                imports.append(f"{module} → {imported}")
+    return imports
+
+
 def reachable(roots: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
     """Return the modules that the roots import, and those that these import, and so on; the roots are among them."""
     reached: set[str] = set()
@@ -333,12 +345,7 @@ def centre_rows(root: Path, with_names: bool) -> dict[str, str]:
     core_lines = lines_of(core, modules)
     rows["lines outside extras/, inside"] = f"{core_lines:,}, {lines_of(modules, modules) - core_lines:,}"
 
-    imports = []
-    for module in core:
-        for imported in sorted(imported_by(modules[module], modules)):
-            is_package = modules[imported].name == "__init__.py"
-            if is_extra(imported) and not is_package:
-                imports.append(f"{module} → {imported}")
+    imports = imports_of_extras(modules)
     rows["imports of extras by the core"] = f"{len(imports)}, from {len({name.split()[0] for name in imports})} files"
 
     reached = reachable(ROOTS, modules)

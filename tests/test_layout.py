@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import house
 from jobs.__main__ import KINDS
 
 pytestmark = pytest.mark.quick
@@ -113,23 +114,6 @@ def is_extra(module: str) -> bool:
     return module.split(".")[1:2] == ["extras"]
 
 
-def extras_imported(module: str, path: Path, extras: set[str]) -> set[str]:
-    """Return the extras that a module of the core imports, inside functions too; a folder's modules stand for it."""
-    imported = targets(path.read_text(), extras)
-    return {extra for extra in imported if not any(other.startswith(f"{extra}.") for other in extras)}
-
-
-def imports_of_extras() -> set[str]:
-    """Return every import of an extra by the core as "importer → extra"."""
-    extras = {name for package in PACKAGES for name in modules_of(package) if is_extra(name)}
-    arrows_up = set()
-    for package in PACKAGES:
-        for module, path in modules_of(package).items():
-            if not is_extra(module):
-                arrows_up |= {f"{module} → {extra}" for extra in extras_imported(module, path, extras)}
-    return arrows_up
-
-
 def between_wings(arrows_of: dict[str, set[str]]) -> dict[str, set[str]]:
     """The arrows of modules, drawn between their wings; those inside a wing are left out."""
     folded: dict[str, set[str]] = {}
@@ -212,7 +196,7 @@ def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
 
 def test_the_core_imports_no_extra() -> None:
     """The table of commands names extras as text."""
-    assert imports_of_extras() == set()
+    assert house.imports_of_extras(house.modules_in(ROOT)) == []
 
 
 def test_no_two_classes_share_a_name() -> None:

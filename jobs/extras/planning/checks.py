@@ -8,13 +8,32 @@ Out: OK   clocks      within 3 ms of the driver's, give or take 4 ms
 The checks of the recipe itself, which `run` makes too, come before these (jobs/recipe/validate.py).
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
 from data.errors import ExitCode
 from jobs.extras.planning import cluster_checks as cluster
 from jobs.extras.planning import stage_checks as stage
-from jobs.extras.planning.check import GROUP, NODES, STAGE, Check
 from jobs.extras.planning.cluster_checks import ClusterFacts
-from jobs.extras.planning.stage_checks import TrainedFacts
+from jobs.extras.planning.stage_checks import CheckVerdict, TrainedFacts
 from jobs.resolved_recipe import CheckResult
+
+STAGE = "stage"  # a TrainedFacts: a stage that trains, before anything starts
+NODES = "nodes"  # a ClusterFacts: what nodes say of themselves, also if the worker group failed
+GROUP = "group"  # a ClusterFacts of a worker group that has measured
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: what is checked, on what, and which of the commands show it."""
+
+    name: str
+    looks_at: str  # STAGE, NODES or GROUP
+    commands: str  # of plan, trial and preflight
+    verdict: Callable[[Any], Iterable[CheckVerdict]]  # nothing if it does not apply
+    exit_code: ExitCode = ExitCode.UNAVAILABLE  # of a FAIL
+
 
 CHECKS = (
     Check("inputs", STAGE, "trial", stage.inputs, ExitCode.DATA),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data.files import memory_text, size_text
-from jobs.extras.planning.check import Finding
+from jobs.extras.planning.stage_checks import CheckVerdict
 from pipeline.extras.preflight.folder import FolderReport
 from pipeline.extras.preflight.network import PairTime
 from pipeline.extras.preflight.worker import PreflightReport
@@ -75,18 +75,18 @@ class ClusterFacts:
         self.workers_on = Counter(worker["identity"]["node"] for worker in self.workers)
 
 
-def code(found: ClusterFacts) -> Iterator[Finding]:
+def code(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the code of workers and nodes against this command's."""
     expected = found.requirements.code
     others = other_code(found.identities, expected)
     if others:
         remedy = "bring the checkout of that node up to date, or take it off its PYTHONPATH; then run this again"
-        yield Finding("FAIL", others, remedy)
+        yield CheckVerdict("FAIL", others, remedy)
     elif found.identities:
-        yield Finding("OK", f"{expected[:12]}, this command's, in all workers")
+        yield CheckVerdict("OK", f"{expected[:12]}, this command's, in all workers")
 
 
-def versions(found: ClusterFacts) -> Iterator[Finding]:
+def versions(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the packages of workers and nodes against those of most nodes."""
     remedy = "install there what constraints.txt pins"
     must = differences(found.identities, MUST_BE_EQUAL)
@@ -94,15 +94,15 @@ def versions(found: ClusterFacts) -> Iterator[Finding]:
     if must:
         if not any(difference.is_tie for difference in must):
             remedy += "; a run leaves such a node out, where the others are enough"
-        yield Finding("FAIL", "; ".join(map(str, must)), remedy)
+        yield CheckVerdict("FAIL", "; ".join(map(str, must)), remedy)
     elif should:
-        yield Finding("WARN", "; ".join(map(str, should)), remedy)
+        yield CheckVerdict("WARN", "; ".join(map(str, should)), remedy)
     elif found.identities:
         packages = map(" ".join, found.identities[0]["packages"].items())
-        yield Finding("OK", f"{', '.join(packages)}, in all workers")
+        yield CheckVerdict("OK", f"{', '.join(packages)}, in all workers")
 
 
-def workers(found: ClusterFacts) -> Iterator[Finding]:
+def workers(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check which workers lie where, the first nodes by name, and on which devices."""
     identities = found.identities[: len(found.workers)]
     ranks_of: dict[str, list[str]] = {}
@@ -122,10 +122,10 @@ def workers(found: ClusterFacts) -> Iterator[Finding]:
         text += f"; {counted(spares, 'spare node')} looked at too"
     other_devices = differences(identities, DEVICE)
     remedy = "expect the speed of the slowest, and other bits where an attempt lies on other devices"
-    yield Finding("WARN" if other_devices else "OK", "; ".join([text, *map(str, other_devices)]), remedy)
+    yield CheckVerdict("WARN" if other_devices else "OK", "; ".join([text, *map(str, other_devices)]), remedy)
 
 
-def gpus(found: ClusterFacts) -> Iterator[Finding]:
+def gpus(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check that the workers have the GPUs that the recipe requests."""
     # A node's GPUs are in the report of its first worker, as its folder is.
     present = 0
@@ -139,16 +139,16 @@ def gpus(found: ClusterFacts) -> Iterator[Finding]:
     text = f"{asked} asked for, {present} on the workers' nodes"
     if asked and on_cpu:
         remedy = "python -c 'import torch; print(torch.cuda.is_available())' there: driver, torch's CUDA build"
-        yield Finding("FAIL", f"{text}; {named(on_cpu[0], len(on_cpu) - 1)} computes on the CPU", remedy)
+        yield CheckVerdict("FAIL", f"{text}; {named(on_cpu[0], len(on_cpu) - 1)} computes on the CPU", remedy)
     elif found.requirements.unused_gpus:
-        yield Finding("WARN", f"{text}; {found.requirements.unused_gpus[0]}")
+        yield CheckVerdict("WARN", f"{text}; {found.requirements.unused_gpus[0]}")
     elif present and not asked:
-        yield Finding("WARN", f"{text}: the workers compute on the CPU", "type cluster.gpus_per_worker=1")
+        yield CheckVerdict("WARN", f"{text}: the workers compute on the CPU", "type cluster.gpus_per_worker=1")
     else:
-        yield Finding("OK", text)
+        yield CheckVerdict("OK", text)
 
 
-def all_reduce(found: ClusterFacts) -> Iterator[Finding]:
+def all_reduce(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check how fast the workers sum."""
     network = found.network
     if network is None:
@@ -161,10 +161,10 @@ def all_reduce(found: ClusterFacts) -> Iterator[Finding]:
         f"{size_text(network['bytes'])} in {milliseconds(network['seconds'])} ({size_text(round(rate))}/s), one "
         f"number in {milliseconds(network['latency_s'])}, over {', '.join(sorted(interfaces))}"
     )
-    yield Finding("OK", text)
+    yield CheckVerdict("OK", text)
 
 
-def reduction(found: ClusterFacts) -> Iterator[Finding]:
+def reduction(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check what summing gradients costs a step at the rate of the all-reduce."""
     network = found.network
     if network is None:
@@ -177,20 +177,20 @@ def reduction(found: ClusterFacts) -> Iterator[Finding]:
             f"{milliseconds(seconds)} a step"
         )
         if stage.compute_s is None:
-            yield Finding("OK", f"{text} (plan assumes no speed of CPUs to compare it with)")
+            yield CheckVerdict("OK", f"{text} (plan assumes no speed of CPUs to compare it with)")
             continue
         share = seconds / stage.compute_s
         text += f", {share:.0%} of the {milliseconds(stage.compute_s)} that plan assumes for computing it"
         remedy = "use the fast network for NCCL (docs/design/cluster.md); "
         remedy += "a larger batch_size or zero=1 sums less often"
-        yield Finding("WARN" if share > SLOW_REDUCTION else "OK", text, remedy)
+        yield CheckVerdict("WARN" if share > SLOW_REDUCTION else "OK", text, remedy)
 
 
-def links(found: ClusterFacts) -> Iterator[Finding]:
+def links(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check which two workers have the slowest link, and whether it is far slower than others of its kind."""
     network = found.network
     if network is None:
-        yield Finding("OK", "one worker: nothing is sent")
+        yield CheckVerdict("OK", "one worker: nothing is sent")
         return
     nodes = [worker["identity"]["node"] for worker in found.workers]  # by rank
     pairs = network["pairs"]
@@ -220,7 +220,7 @@ def links(found: ClusterFacts) -> Iterator[Finding]:
                 slow.append(nodes_of_pair)
                 worst = max(worst, ratio)
     if not slow:
-        yield Finding("OK", text)
+        yield CheckVerdict("OK", text)
         return
     # A node that is in all slow pairs is the one to look at.
     common = set.intersection(*slow)
@@ -231,13 +231,13 @@ def links(found: ClusterFacts) -> Iterator[Finding]:
     count = f"{len(slow)} pairs are"
     if len(slow) == 1:
         count = "it is"
-    yield Finding("WARN", f"{text}; {count} up to {worst:.0f} × as slow as the fastest of their kind", remedy)
+    yield CheckVerdict("WARN", f"{text}; {count} up to {worst:.0f} × as slow as the fastest of their kind", remedy)
 
 
-def run_folder(found: ClusterFacts) -> Iterator[Finding]:
+def run_folder(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check that the run directory is the same storage for all nodes and the driver, and does what a run requires."""
     if not found.requirements.is_shared:
-        yield Finding("OK", "each node's own: the run lies in an object store")
+        yield CheckVerdict("OK", "each node's own: the run lies in an object store")
         return
     # Whether it is the same storage; only then do locks and links of a node tell something.
     lacking = [(who, folder["lacks"]) for who, folder in found.folders if folder["lacks"]]
@@ -245,30 +245,30 @@ def run_folder(found: ClusterFacts) -> Iterator[Finding]:
     unanswered = [who for who, folder in found.folders if not folder["is_answered"]]
     if unseen:
         text = f"not shared: {named(unseen[0])} does not see what the driver has written"
-        yield Finding("FAIL", text, SHARED_RUN)
+        yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif unanswered:
         text = f"not shared: the driver does not see what {named(unanswered[0])} has written"
-        yield Finding("FAIL", text, SHARED_RUN)
+        yield CheckVerdict("FAIL", text, SHARED_RUN)
     elif lacking:
         who, lacks = lacking[0]
         remedy = "docs/storage.md says what it must do; choose another: run=/elsewhere"
-        yield Finding("FAIL", f"{named(who)}: {'; '.join(lacks)}", remedy)
+        yield CheckVerdict("FAIL", f"{named(who)}: {'; '.join(lacks)}", remedy)
     else:
         text = f"the same for the driver and {counted(len(found.folders), 'node')}; links, rename, fsync work"
-        yield Finding("OK", text)
+        yield CheckVerdict("OK", text)
 
 
-def clocks(found: ClusterFacts) -> Iterator[Finding]:
+def clocks(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check how far the nodes' clocks are from the driver's."""
     if not found.requirements.is_shared:
-        yield Finding("OK", "not measured: that takes a folder which the driver and the nodes share")
+        yield CheckVerdict("OK", "not measured: that takes a folder which the driver and the nodes share")
         return
     worst_s = 0.0
     uncertainty_s = 0.0
     furthest = ""
     for who, folder in found.folders:
         if folder["skew_s"] is None or folder["uncertainty_s"] is None:
-            yield Finding("WARN", f"not measured: the driver has not answered {named(who)}")
+            yield CheckVerdict("WARN", f"not measured: the driver has not answered {named(who)}")
             return
         if abs(folder["skew_s"]) >= abs(worst_s):
             worst_s = folder["skew_s"]
@@ -279,24 +279,24 @@ def clocks(found: ClusterFacts) -> Iterator[Finding]:
         side = "ahead of" if worst_s > 0 else "behind"
         text = f"the clock of {furthest} is {milliseconds(abs(worst_s))} {side} the driver's, {give_or_take}"
         remedy = "let NTP set the clocks: times in records and incidents of several nodes cannot be compared"
-        yield Finding("WARN", text, remedy)
+        yield CheckVerdict("WARN", text, remedy)
     else:
-        yield Finding("OK", f"within {milliseconds(abs(worst_s))} of the driver's, {give_or_take}")
+        yield CheckVerdict("OK", f"within {milliseconds(abs(worst_s))} of the driver's, {give_or_take}")
 
 
-def disk(found: ClusterFacts) -> Iterator[Finding]:
+def disk(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the space in the run directory against the checkpoints to come."""
     free = [folder["free_bytes"] for _, folder in found.folders if folder["written_bytes"]]
     if not free:
-        yield Finding("WARN", "not measured: no node could write into the run directory")
+        yield CheckVerdict("WARN", "not measured: no node could write into the run directory")
         return
     needed = sum(stage.disk_bytes for stage in found.requirements.stages)
     text = f"{size_text(min(free))} free, {size_text(needed)} needed for the checkpoints and weights to come"
     remedy = "make room there, lower keep, or give the run another disk: run=/elsewhere"
-    yield Finding("FAIL" if min(free) < needed else "OK", text, remedy)
+    yield CheckVerdict("FAIL" if min(free) < needed else "OK", text, remedy)
 
 
-def disk_speed(found: ClusterFacts) -> Iterator[Finding]:
+def disk_speed(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check how fast the run directory takes files against the largest checkpoint."""
     written = [folder for _, folder in found.folders if folder["written_bytes"]]
     if not written:
@@ -310,10 +310,10 @@ def disk_speed(found: ClusterFacts) -> Iterator[Finding]:
         f"a checkpoint of {size_text(largest)} takes about {largest / rate:.1f} s"
     )
     remedy = "saving goes on during training; see that save_every is longer"
-    yield Finding("WARN" if largest / rate > LONG_SAVE_S else "OK", text, remedy)
+    yield CheckVerdict("WARN" if largest / rate > LONG_SAVE_S else "OK", text, remedy)
 
 
-def memory(found: ClusterFacts) -> Iterator[Finding]:
+def memory(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the memory that is free against the estimates of `plan`, on the node with the least for each worker."""
     tightest = min(
         found.workers,
@@ -341,17 +341,17 @@ def memory(found: ClusterFacts) -> Iterator[Finding]:
         text += f"; {memory_text(gpu_free)} free on its GPU, about {memory_text(gpu_needed)} needed"
     if free < needed:
         remedy = "lower micro_batch or data.processes, raise checkpoint_blocks, or add nodes"
-        yield Finding("WARN", text, remedy)
+        yield CheckVerdict("WARN", text, remedy)
     elif gpu_free is not None and gpu_free < gpu_needed:
-        yield Finding("WARN", text, "lower micro_batch, or raise checkpoint_blocks or zero")
+        yield CheckVerdict("WARN", text, "lower micro_batch, or raise checkpoint_blocks or zero")
     elif untraced:
         text += f"; without the steps of {', '.join(untraced)}, which could not be traced"
-        yield Finding("WARN", text, "`python -m jobs plan` says why")
+        yield CheckVerdict("WARN", text, "`python -m jobs plan` says why")
     else:
-        yield Finding("OK", text)
+        yield CheckVerdict("OK", text)
 
 
-def shared_memory(found: ClusterFacts) -> Iterator[Finding]:
+def shared_memory(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check shared memory, which NCCL needs between the workers of a node."""
     least: int | None = None
     node = ""
@@ -364,26 +364,26 @@ def shared_memory(found: ClusterFacts) -> Iterator[Finding]:
     if found.requirements.gpus_per_worker:
         expected = SHM_WITH_GPUS
     if least is None:
-        yield Finding("WARN", "not there, so not measured")
+        yield CheckVerdict("WARN", "not there, so not measured")
     elif least < expected:
         text = f"{memory_text(least)} free on {node}, expected {memory_text(expected)}"
         remedy = "a container: --shm-size=8g, or a volume of medium Memory at /dev/shm"
-        yield Finding("WARN", text, remedy)
+        yield CheckVerdict("WARN", text, remedy)
     else:
-        yield Finding("OK", f"{memory_text(least)} free on {node}")
+        yield CheckVerdict("OK", f"{memory_text(least)} free on {node}")
 
 
-def open_files(found: ClusterFacts) -> Iterator[Finding]:
+def open_files(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check the limit of open files of each node."""
     lowest = min(found.everywhere, key=lambda place: place["machine"]["open_files"])
     limit = lowest["machine"]["open_files"]
     needed = OPEN_FILES + OPEN_FILES_A_WORKER * len(found.workers)
     text = f"{limit:,} for a worker on {lowest['identity']['node']}, about {needed:,} needed"
     remedy = f"ulimit -n {4 * needed} before `ray start`, or LimitNOFILE= of its unit"
-    yield Finding("WARN" if limit < needed else "OK", text, remedy)
+    yield CheckVerdict("WARN" if limit < needed else "OK", text, remedy)
 
 
-def sets(found: ClusterFacts) -> Iterator[Finding]:
+def sets(found: ClusterFacts) -> Iterator[CheckVerdict]:
     """Check that every node can read every set, and how fast the slowest does."""
     for path, rate_needed in found.requirements.sets.items():
         rates: dict[str, float] = {}  # node → bytes/s
@@ -396,7 +396,7 @@ def sets(found: ClusterFacts) -> Iterator[Finding]:
                 remedy = (
                     "mount the same storage at the same path on every node, or give that node the store's credentials"
                 )
-                yield Finding("FAIL", text, remedy)
+                yield CheckVerdict("FAIL", text, remedy)
                 break
             rates[place["identity"]["node"]] = reach["bytes"] / max(reach["seconds"], 1e-9)
         else:
@@ -405,7 +405,7 @@ def sets(found: ClusterFacts) -> Iterator[Finding]:
             text = f"{path}: {size_text(round(rates[slowest]))}/s read on {slowest}, the slowest of "
             text += counted(len(rates), "node")
             if rate_needed is None:
-                yield Finding("OK", text)
+                yield CheckVerdict("OK", text)
                 continue
             count = found.workers_on[slowest] or 1
             wanted = rate_needed * count
@@ -413,6 +413,6 @@ def sets(found: ClusterFacts) -> Iterator[Finding]:
             text += "assumes of GPUs"
             remedy = "this was one reader; where several are no faster: faster storage, or copy the shards to the "
             remedy += "nodes"
-            yield Finding("WARN" if rates[slowest] < wanted else "OK", text, remedy)
+            yield CheckVerdict("WARN" if rates[slowest] < wanted else "OK", text, remedy)
     for path in found.requirements.not_made:
-        yield Finding("OK", f"{path}: not there yet, a stage before will make it; not read")
+        yield CheckVerdict("OK", f"{path}: not there yet, a stage before will make it; not read")

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import models
 from data.order import shares as shares_of
-from jobs.extras.planning.check import STAGE
-from jobs.extras.planning.checks import results
+from jobs.extras.planning.checks import STAGE, results
 from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made

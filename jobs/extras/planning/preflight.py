@@ -28,7 +28,7 @@ from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.nodes import ThisMachine
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
-from jobs.extras.planning.check import GROUP, NODES, STAGE
+from jobs.extras.planning.checks import GROUP, NODES, STAGE
 from jobs.extras.planning.checks import results as results_of
 from jobs.extras.planning.cluster_checks import ClusterFacts, Requirements, StageRequirements
 from jobs.extras.planning.stage_checks import GPU_FLOPS, TrainedFacts

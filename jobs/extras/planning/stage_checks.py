@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import models
 from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from jobs import cluster_config
-from jobs.extras.planning.check import Finding
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
 from jobs.worlds import allowed_worlds
 from pipeline.arithmetic import steps_of
@@ -22,6 +22,14 @@ from pipeline.training_config import TrainConfig
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md
 MOST_PROCESSES = 128  # that are ever advised for a GPU: as many cores as a large node has for each
+
+
+class CheckVerdict(NamedTuple):
+    """The verdict of a check, with its reason and what to type."""
+
+    level: Literal["OK", "WARN", "FAIL"]
+    text: str
+    remedy: str = ""  # not shown for OK
 
 
 @dataclass
@@ -63,22 +71,22 @@ class TrainedFacts:
         return not self.limit or self.device_bytes <= self.limit
 
 
-def inputs(facts: TrainedFacts) -> Iterator[Finding]:
+def inputs(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     """Yield a FAIL if a set or the model is missing, without which no step can be taken."""
     for name, index in facts.index_of.items():
         if index is None:
             path = facts.campaign.path_of(facts.cfg.data.sets()[name])
-            yield Finding("FAIL", f"{path} is not there yet", "type python -m jobs run RECIPE --only pack")
+            yield CheckVerdict("FAIL", f"{path} is not there yet", "type python -m jobs run RECIPE --only pack")
             return
     if facts.model is None:
-        yield Finding("FAIL", "the weights that it starts from are not there, and they say which model it is")
+        yield CheckVerdict("FAIL", "the weights that it starts from are not there, and they say which model it is")
 
 
-def cores(facts: TrainedFacts) -> Iterator[Finding]:
+def cores(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     """Yield a WARN if workers share the cores of this machine."""
     here = cluster_config.cores()
     if facts.campaign.cluster.backend == "processes" and not facts.is_gpu and facts.world > here:
-        yield Finding(
+        yield CheckVerdict(
             "WARN",
             f"{facts.world} workers share the {here} cores of this machine, and a step takes "
             f"{facts.world / here:.1f} times as long as on cores of their own",
@@ -86,7 +94,7 @@ def cores(facts: TrainedFacts) -> Iterator[Finding]:
         )
 
 
-def feed(facts: TrainedFacts) -> Iterator[Finding]:
+def feed(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     """Yield whether a worker's decoding processes keep up with its GPU."""
     cfg = facts.cfg
     if not facts.is_gpu or facts.model is None:
@@ -109,26 +117,26 @@ def feed(facts: TrainedFacts) -> Iterator[Finding]:
     processes = f"data.processes={cfg.data.processes}"
     # More decoding processes than cores decode no faster.
     if cfg.data.decode == "gpu":
-        yield Finding("OK", f"{text}data.decode=gpu, not checked")
+        yield CheckVerdict("OK", f"{text}data.decode=gpu, not checked")
     elif needed_cores > MOST_PROCESSES:
         most = rate * max(1, min(cfg.data.processes, cores_per_worker))
         text += f"no number of processes feeds so small a model; {processes} on {cores_per_worker} cores decode "
-        yield Finding("OK", f"{text}{most:,.0f} images/s, which is its rate")
+        yield CheckVerdict("OK", f"{text}{most:,.0f} images/s, which is its rate")
     elif min(cfg.data.processes, cores_per_worker) >= needed_cores:
-        yield Finding("OK", f"{text}{processes} keeps up, {needed_cores} would")
+        yield CheckVerdict("OK", f"{text}{processes} keeps up, {needed_cores} would")
     else:
         overrides = f"{facts.name}.data.processes={needed_cores}"
         if needed_cores >= cores_per_worker:
             # The worker needs a core besides those that decode.
             overrides += f" cluster.cpus_per_worker={needed_cores + 1}"
-        yield Finding(
+        yield CheckVerdict(
             "WARN",
             f"{text}{processes} on {cores_per_worker} cores CANNOT FEED IT",
             f"type {overrides}, pack with --restarts, or {facts.name}.data.decode=gpu",
         )
 
 
-def memory(facts: TrainedFacts) -> Iterator[Finding]:
+def memory(facts: TrainedFacts) -> Iterator[CheckVerdict]:
     """Yield what a worker needs of its device and its node, and keep that; a new step is traced for it."""
     cfg = facts.cfg
     if facts.model is None or (facts.samples is None and cfg.steps is None):
@@ -148,10 +156,10 @@ def memory(facts: TrainedFacts) -> Iterator[Finding]:
     try:
         need = memory_need(cfg, facts.model, facts.fewest, is_gpu=has_gpu)
     except TraceFailed as error:
-        yield Finding("WARN", f"not known: {error}")
+        yield CheckVerdict("WARN", f"not known: {error}")
         return
     text = f"{in_words(need, is_gpu=has_gpu)} (checkpoint_blocks={need.recomputed})"
     if not has_whole_images(cfg.phases(steps_of(cfg, facts.samples or 0), facts.model)):
         text += "; of whole images, which patch dropout leaves out to the end: a worker needs less"
     facts.device_bytes = need.device_bytes
-    yield Finding("OK" if facts.fits else "WARN", text)
+    yield CheckVerdict("OK" if facts.fits else "WARN", text)

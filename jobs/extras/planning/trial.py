@@ -19,8 +19,7 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
-from jobs.extras.planning.check import STAGE
-from jobs.extras.planning.checks import results
+from jobs.extras.planning.checks import STAGE, results
 from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.recipe import class_names
 from jobs.recipe.sections import with_field

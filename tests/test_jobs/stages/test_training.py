@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +12,29 @@ import pytest
 from jobs.cluster_config import ClusterConfig
 from jobs.kinds import load_extras
 from jobs.stages.training import Finetune, Pretrain, TrainingExtra, accompany
-from pipeline.extras.best import BestConfig
-from pipeline.extras.token_dropping import ThinnedConfig
 from pipeline.training_config import TrainConfig
 
 pytestmark = pytest.mark.quick
 
 
-class Best(TrainingExtra):
-    config = BestConfig
-    hook = "pipeline.extras.best:KeepBest"
+@dataclass(frozen=True)
+class KeptConfig(TrainConfig):
+    kept: str | None = None
 
 
-class Thinned(TrainingExtra):
-    config = ThinnedConfig
-    hook = "pipeline.extras.token_dropping:TokenDropping"
+@dataclass(frozen=True)
+class ThinConfig(TrainConfig):
+    thin: float = 0.0
+
+
+class Kept(TrainingExtra):
+    config = KeptConfig
+    hook = "pipeline.kept:Kept"
+
+
+class Thin(TrainingExtra):
+    config = ThinConfig
+    hook = "pipeline.thin:Thin"
 
 
 def test_an_extra_whose_module_is_gone_is_left_out_and_a_broken_one_is_not() -> None:
@@ -38,19 +47,19 @@ def test_an_extra_whose_module_is_gone_is_left_out_and_a_broken_one_is_not() -> 
 def test_kinds_have_the_keys_of_their_extras_and_defaults_of_their_own() -> None:
     plain = Finetune()
     assert plain.config is TrainConfig
-    kind = Finetune([Best(), Thinned()])
+    kind = Finetune([Kept(), Thin()])
     defaults: Any = kind.defaults
-    assert (defaults.keep_best, defaults.batch_size, defaults.optim.name) == (None, 512, "sgd")
-    assert not defaults.thinning.is_on
-    assert Pretrain([Best()]).defaults.passes == 7  # type: ignore[union-attr]
+    assert (defaults.kept, defaults.batch_size, defaults.optim.name) == (None, 512, "sgd")
+    assert defaults.thin == 0.0
+    assert Pretrain([Kept()]).defaults.passes == 7  # type: ignore[union-attr]
 
 
 def test_workers_load_the_hooks_of_the_keys_in_use() -> None:
-    kind = Pretrain([Best(), Thinned()])
+    kind = Pretrain([Kept(), Thin()])
     unused = kind.config(steps=10)
-    used: Any = kind.config(steps=10, evaluate_every=5, keep_best="accuracy")  # type: ignore[call-arg]
+    used: Any = kind.config(steps=10, evaluate_every=5, kept="accuracy")  # type: ignore[call-arg]
     context: Any = SimpleNamespace()
-    for cfg, expected in ((unused, {}), (used, {"pipeline.extras.best:KeepBest": {}})):
+    for cfg, expected in ((unused, {}), (used, {"pipeline.kept:Kept": {}})):
         hooks: dict[str, Any] = {}
         for extra in kind.extras:
             hooks |= extra.hooks(cfg, context)

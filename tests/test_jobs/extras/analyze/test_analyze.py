@@ -84,21 +84,3 @@ def test_images_come_out_of_shards_too(tmp_path):
     assert main(["analyze", saved(tmp_path), shard, "--limit", "3", "--output", str(tmp_path / "out")]) == 0
     names = json.loads((tmp_path / "out/analysis.json").read_text())["images"]
     assert len(names) == 3 and all(name.startswith("test-000000.tar:") for name in names)
-
-
-def test_what_cannot_be_analysed_is_refused_by_name(tmp_path, photos, capsys):
-    output = ["--output", str(tmp_path / "out")]
-    assert main(["analyze", saved(tmp_path / "axial", "Axial-mu/8", 16), str(photos), *output]) == 64
-    assert "found family axial" in capsys.readouterr().err
-    weights = saved(tmp_path)
-    assert main(["analyze", weights, str(photos / "notes.txt"), *output]) == 64
-    assert "expected image files (jpg, jpeg, png, webp), folders of them or tar shards" in capsys.readouterr().err
-    assert main(["analyze", weights, str(photos), *output, "--limit", "0"]) == 64
-    assert main(["analyze", weights, str(photos / "absnt.png"), *output]) == 64
-    assert main(["analyze", weights, str(photos / "absent.png"), *output]) == 64
-    (photos / "0.png").write_bytes(b"broken")
-    assert main(["analyze", weights, str(photos / "0.png"), *output]) == 65
-    assert "can be read: not a JPEG, PNG or WebP, first" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    assert main(["analyze", weights, str(photos), *output]) == 0
-    assert "left out 1 that cannot be read: not a JPEG, PNG or WebP, first" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data.errors import ExitCode
-from jobs.extras.planning.check import GROUP, NODES
+from jobs.extras.planning.checks import GROUP, NODES
 from jobs.extras.planning.checks import results as results_of
 from jobs.extras.planning.cluster_checks import ClusterFacts, Requirements, StageRequirements
 from jobs.resolved_recipe import CheckResult

@@ -2,24 +2,19 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from data.files import import_path, write_whole
+from data.files import write_whole
 from data.remote import urls
 from jobs.__main__ import main
 from jobs.extras.planning.trial import trial_key
 from pipeline.extras.plan.trial import Trial, read_trials, write_trial
 from tests.support.campaigns import load
 from tests.support.stores import store
-
-ROOT = Path(__file__).parents[4]
 
 
 def key_in(recipe: Path, name: str, *overrides: str) -> str:
@@ -121,21 +116,6 @@ def test_where_it_does_not_fit_the_first_line_says_so(recipe, capsys):
     assert capsys.readouterr().out.startswith("fits    NO: of pretrain, finetune a worker needs more than there is\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["plan", "--gpu", "h10"], 78, "--gpu is h10; did you mean 'h100'?"),
-        (["plan", "--price", "0"], 78, "--price is 0, expected more than 0"),
-        (["plan", "--mtbf", "-1"], 78, "--mtbf is -1, expected more than 0"),
-        (["trial", "--stage", "pretran"], 78, "the recipe has no stage 'pretran'"),
-        (["trial", "--stage", "resize"], 78, "resize is a stage of kind resize, which takes no steps"),
-    ],
-)
-def test_refusals(words, code, message, recipe, capsys):
-    assert main([words[0], str(recipe), *words[1:]]) == code
-    assert message in capsys.readouterr().err
-
-
 def test_a_stage_without_its_data_is_not_tried_and_the_others_are_named(tmp_path, capsys):
     text = (
         f"run: {tmp_path}/run\ncluster: {{workers: 1, backend: processes}}\n"
@@ -160,22 +140,3 @@ def test_an_altered_trial_is_refused_by_name(recipe, tried, tmp_path, capsys):
     first.write_text(json.dumps({**record, "images_per_s": 1e9}))
     assert main(["plan", str(recipe)]) == 65
     assert first.name in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_plan_says_something_within_two_seconds(recipe):
-    environment = {**os.environ, "PYTHONPATH": import_path()}
-    began = time.monotonic()
-    with subprocess.Popen(
-        [sys.executable, "-m", "jobs", "plan", str(recipe)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        first = process.stderr.readline()
-        seconds = time.monotonic() - began
-        process.kill()
-    assert first.startswith("plan: reading ") and seconds < 2

@@ -367,19 +367,6 @@ def test_sweeps_evaluations_and_analyses_are_shown(restarted, tmp_path):
     assert 'alt="attention.png"' in text and 'alt="inside.png"' in text
 
 
-def test_the_command_writes_one_page_or_says_what_is_wrong(restarted, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(restarted.parent)]) == 0
-    assert (restarted.parent / "report.html").exists()
-    assert main(["report", str(restarted.parent), str(restarted)]) == 0
-    assert (tmp_path / "comparison.html").exists()
-    capsys.readouterr()
-    assert main(["report", "nowhere"]) == 64
-    assert "no run at" in capsys.readouterr().err
-    assert main(["report", str(restarted), "--output", "gone/page.html"]) == 64
-    assert "there is no folder gone" in capsys.readouterr().err
-
-
 RECIPE = """
 run: {run}
 cluster: {{workers: 1, backend: processes}}

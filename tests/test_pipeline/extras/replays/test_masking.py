@@ -1,20 +1,13 @@
 """Which samples are masked, and what the search makes of it; what a masked step gives is in test_reference_loop.py."""
 
 import random
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from data.order import Ids
-from pipeline.batches import planned_ids, samples_in_mean
 from pipeline.engine.exact import checksum
 from pipeline.extras.replays.masking import Mask, ranges_of
-from pipeline.extras.replays.spikes import Masking
-from pipeline.training_config import TrainConfig
 
 pytestmark = pytest.mark.quick
 
@@ -37,24 +30,6 @@ def test_a_mask_holds_the_samples_of_its_ranges_and_no_others() -> None:
             assert actual == [pair in masked for pair in zip(shard.tolist(), sample.tolist(), strict=True)], ranges
             single = ranges_of(*np.array(sorted(masked), np.int64).reshape(-1, 2).T)
             assert Mask(single).of(0, shard, sample).tolist() == actual
-
-
-def test_a_masked_sample_is_counted_neither_in_the_mean_nor_as_itself_in_the_ledger() -> None:
-    planned = Ids(np.zeros(4, np.int64), np.array([0, 1, 1, 2]), np.array([5, 0, 7, 7]))
-    before, since = (planned_ids(masking(planned, [5, 1, 0, 8]), step) for step in (4, 5))
-    assert since.sample.tolist() == [5, -1, -8, 7]
-    assert before.sample.tolist() == planned.sample.tolist()
-    assert (samples_in_mean(before), samples_in_mean(since)) == (4, 2)
-    nothing = planned_ids(masking(planned, *([0, shard, 0, 99] for shard in range(3))), 0)
-    assert samples_in_mean(nothing) == 1
-    assert planned_ids(masking(planned), 0) is planned
-
-
-def masking(planned: Ids, *ranges: Sequence[int]) -> Any:
-    """Return what of a worker decides on a step's samples: its order, and a hook that masks these ranges."""
-    order = SimpleNamespace(batch=lambda step: planned)
-    hook = Masking(TrainConfig(steps=10), cast(Any, None), masked=ranges)
-    return SimpleNamespace(data=SimpleNamespace(order=order), hooks=[hook])
 
 
 def test_any_flipped_bit_changes_a_checksum() -> None:

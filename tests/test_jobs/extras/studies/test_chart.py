@@ -1,0 +1,24 @@
+"""The chart of a study: a panel for ours and one for the paper's, a line for each series."""
+
+import pytest
+
+from jobs.extras.studies.chart import study_figure, write_study_chart
+
+pytestmark = pytest.mark.quick
+
+
+def panel(*series: str) -> dict:
+    points = []
+    for name in series:
+        for x in (1.0, 10.0):
+            points.append({"series": name, "row": "r", "x": x, "y": 0.5, "low": 0.4, "high": 0.6, "runs": 2})
+    return {"title": "t", "is_curve": False, "x": "samples", "y": "accuracy", "points": points}
+
+
+def test_the_papers_points_have_a_panel_of_their_own(tmp_path) -> None:
+    record = {**panel("ours", "hybrids"), "log": ["x"], "stamp": "commit abc", "paper": panel("paper")}
+    figure = study_figure(record, {})
+    assert [axes.get_xscale() for axes in figure.axes] == ["log", "log"]
+    assert figure.texts[-1].get_text() == "commit abc"
+    write_study_chart(record, tmp_path)
+    assert (tmp_path / "figure.png").stat().st_size > 1000

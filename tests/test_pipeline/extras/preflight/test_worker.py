@@ -1,0 +1,30 @@
+"""What a node without a worker reports of itself."""
+
+import os
+import resource
+import socket
+
+import pytest
+import torch
+
+from pipeline.extras.preflight.worker import examine_node, own_report
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_node_without_a_worker_reports_its_disk_and_its_sets(tmp_path) -> None:
+    report = examine_node({"folder": str(tmp_path / "run"), "is_shared": False, "sets": [str(tmp_path / "gone")]})
+    assert report["identity"]["node"] == socket.gethostname()
+    assert report["folder"] is not None
+    assert report["folder"]["written_bytes"] == 2**24
+    assert "there is no such index" in report["sets"][str(tmp_path / "gone")]["error"]
+
+
+def test_a_worker_reports_the_limits_of_its_process(monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    report = own_report(torch.device("cpu"))
+    assert report["interface"] == "eth7"
+    assert report["machine"]["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert report["machine"]["gpu_memory_free"] is None
+    status = os.statvfs("/dev/shm")
+    assert report["machine"]["shm_free"] == pytest.approx(status.f_bavail * status.f_frsize, abs=2**28)
