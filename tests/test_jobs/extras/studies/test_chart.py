@@ -12,7 +12,7 @@ def panel(*series: str) -> dict:
     for name in series:
         for x in (1.0, 10.0):
             points.append({"series": name, "row": "r", "x": x, "y": 0.5, "low": 0.4, "high": 0.6, "runs": 2})
-    return {"title": "t", "is_curve": False, "x": "samples", "y": "accuracy", "points": points}
+    return {"title": "t", "is_curve": False, "is_share": False, "x": "samples", "y": "accuracy", "points": points}
 
 
 def test_the_papers_points_have_a_panel_of_their_own(tmp_path) -> None:
