@@ -98,8 +98,6 @@ def stage_line(folder: Path, *, has_ended: bool) -> str:
         if outcome.diverged:
             return f"DIVERGED after {took}: {outcome.diverged}"
         line = f"done in {took}"
-        if outcome.stopped:
-            line = f"STOPPED after {took}: {outcome.stopped}"
         if outcome.summary:
             line += f"  {outcome.summary}"
         for name, value in outcome.metrics.items():

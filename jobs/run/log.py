@@ -26,7 +26,7 @@ from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, outcome_of, size_of
 from jobs.run.watchers import Watcher
 from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
-from pipeline.artifacts import DIVERGED, STOPPED
+from pipeline.artifacts import DIVERGED
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import append_whole
 from pipeline.values import counted, duration
@@ -223,14 +223,10 @@ def result_parts(row: Mapping[str, Any]) -> list[str]:
         parts = [f"{name} {value:.1%}" for name, value in outcome.metrics.items()]
         if len(parts) > MOST_VALUES:
             parts[MOST_VALUES - 1 :] = [f"… {len(parts)} values in all"]
-        if outcome.stopped:
-            parts.append("stopped")
     elif outcome.diverged:
         parts = ["diverged"]
     elif outcome.summary:
         parts = [outcome.summary]
-    elif outcome.stopped:
-        parts = ["not run"]
     elif "sets" in row:
         shards = sum(packed["shards"] for packed in outcome.sets.values())
         parts = [f"{counted(len(outcome.sets), 'set')}, {counted(shards, 'shard')}"]
@@ -254,7 +250,7 @@ def log_next(campaign: Campaign, rows: Sequence[Mapping[str, Any]], log: Callabl
         made = campaign.stage(row["stage"])
         accuracy = row.get("metrics", {}).get("accuracy", 0.0)
         is_first = stage is None or made.source != stage.source
-        if made.kind.makes_weights and not {DIVERGED, STOPPED} & row.keys() and (is_first or accuracy > best):
+        if made.kind.makes_weights and DIVERGED not in row and (is_first or accuracy > best):
             stage = made
             best = accuracy
     if stage is None:

@@ -106,7 +106,6 @@ class StageOutcome:
     summary: str = ""  # of a sweep's table
     sets: dict[str, Any] = field(default_factory=dict)  # made by the stage, by name
     diverged: str = ""  # why a run of a sweep has no result
-    stopped: str = ""  # why the stage ended early or was not run
 
 
 def read_outcome(folder: Path) -> StageOutcome | None:
@@ -123,7 +122,6 @@ def outcome_of(done: Mapping[str, Any]) -> StageOutcome:
         summary=str(done.get("summary", "")),
         sets=done.get("sets", {}),
         diverged=str(done.get(artifacts.DIVERGED, "")),
-        stopped=str(done.get(artifacts.STOPPED, "")),
     )
 
 

@@ -4,8 +4,7 @@
 1. check that the stages it reads have finished, and that what they made fits it;
 2. refuse a half-done stage of the same name with another config: undo the change, or start over with `--fresh`;
 3. write `stage.json`: the config that this folder belongs to, which a later start compares with its own;
-4. let the stage work (jobs/stages). If a run of a sweep diverges, this is its outcome, and the sweep's table evaluates
-   it; a stage that starts from one that was stopped is not run;
+4. let the stage work (jobs/stages). If a run of a sweep diverges, this is its outcome, which the sweep's table shows;
 5. write `provenance.json`: config, inputs with their digests, code, environment;
 6. write `done.json` last, with the sha256 of every file that other stages may read: from now on the stage is finished,
    and the session (jobs/run/session.py) skips it.
@@ -27,7 +26,7 @@ from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.terminal import typed_command
 from pipeline import artifacts
-from pipeline.artifacts import DIVERGED, STOPPED
+from pipeline.artifacts import DIVERGED
 from pipeline.monitoring.telemetry import account, read_metrics
 from pipeline.versions import code_version
 
@@ -41,7 +40,7 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     stage = context.stage
     directory = context.directory
     # 1 and 2. Nothing is written before these have passed: a start that is refused leaves the run as it was.
-    stopped = check_parents(context)
+    check_parents(context)
     # Data that earlier stages made exists only now.
     there = Available(context.campaign)
     refuse(validate(stage, there, fresh=fresh))
@@ -54,14 +53,10 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
 
     # 4. The names of its model's outputs are known now that its sets exist.
     context = dataclasses.replace(context, class_names=class_names.of_stage(stage, there))
-    if stopped:
-        context.log(f"{stage.name}: not run: {stopped}")
-        outcome: dict[str, Any] = {STOPPED: stopped}
-    else:
-        try:
-            outcome = dict(stage.kind.run(stage.config, context))
-        except StageFailed as error:
-            outcome = outcome_of_divergence(context, error)
+    try:
+        outcome = dict(stage.kind.run(stage.config, context))
+    except StageFailed as error:
+        outcome = outcome_of_divergence(context, error)
     # A driver that was frozen, and woke up after another took the run over, must not record that its stage is done.
     context.check_owned()
 
@@ -78,13 +73,9 @@ def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:
     return done
 
 
-def check_parents(context: Context) -> str:
-    """Check that all stages that a stage reads have finished; return why it is not run, "" if it is.
-
-    Raises ConfigError if one has not run, Diverged if one has no result.
-    """
+def check_parents(context: Context) -> None:
+    """Raise ConfigError if a stage that this one reads has not run, Diverged if one has no result."""
     stage = context.stage
-    stopped = ""
     for field, value in stage.parents.items():
         link = reference(value)
         if link is None:
@@ -97,9 +88,6 @@ def check_parents(context: Context) -> str:
             )
         if DIVERGED in outcome and not stage.kind.reads_outcomes:
             raise Diverged(f"{stage.name}.{field} is {value}, which has diverged\n  {outcome[DIVERGED]}")
-        if STOPPED in outcome and not stage.kind.reads_outcomes:
-            stopped = f"{parent} was stopped"
-    return stopped
 
 
 def record_start(context: Context, began: float) -> None:

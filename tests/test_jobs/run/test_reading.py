@@ -95,7 +95,6 @@ def test_an_outcome_has_the_mean_over_draws_and_not_the_draws(tmp_path) -> None:
 
 def test_an_outcome_tells_why_a_stage_has_no_result() -> None:
     assert outcome_of({"seconds": 1, "diverged": "loss is inf"}).diverged == "loss is inf"
-    assert outcome_of({"seconds": 1, "stopped": "pretrain was stopped"}).stopped == "pretrain was stopped"
 
 
 def test_incidents_are_told_apart_by_their_clock_and_not_by_lines_of_a_traceback(tmp_path) -> None:

@@ -124,17 +124,6 @@ def test_a_stage_that_reads_outcomes_alone_runs_after_one_that_diverged(tmp_path
     assert run_stage(context_of(tmp_path, stage, first), fresh=False)["metrics"] == {"accuracy": 0.1}
 
 
-def test_a_stage_whose_input_was_stopped_is_not_run_and_says_so(tmp_path) -> None:
-    first = stage_of("first")
-    finish(tmp_path, first, stopped="hopeless")
-    lines: list[str] = []
-    context = context_of(tmp_path, stage_of("second", parent="first"), first, lines=lines)
-    done = run_stage(context, fresh=False)
-    assert done["stopped"] == "first was stopped"
-    assert lines[-1] == "second: not run: first was stopped"
-    assert not (context.directory / "evaluation.json").exists()
-
-
 class Failing(Numbers):
     """A stage that fails as a stage with workers does."""
 
