@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import house
 from jobs.__main__ import KINDS
 
 pytestmark = pytest.mark.quick
@@ -196,6 +195,8 @@ def test_a_wall_between_two_wings_is_whole(wing: str, other: str) -> None:
 
 def test_the_core_imports_no_extra() -> None:
     """The table of commands names extras as text."""
+    from benchmarks import house  # not in the copies of tests/test_without_extras.py, which collect this file
+
     assert house.imports_of_extras(house.modules_in(ROOT)) == []
 
 
