@@ -58,7 +58,6 @@ def evaluate(
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
-    from jobs.core_kinds import CORE
     from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
@@ -101,7 +100,7 @@ def evaluate(
             full.append(f"{STAGE}.{override}")
     values = config.with_home(config.with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    campaign = resolve(config.Recipe(values, "the command", folder), load_kinds(CORE))
+    campaign = resolve(config.Recipe(values, "the command", folder), load_kinds({STAGE: context.obj.kinds[STAGE]}))
     stage = campaign.stage(STAGE)
     refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch

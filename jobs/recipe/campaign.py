@@ -27,8 +27,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_place
 from jobs.recipe import key
-from jobs.recipe.references import with_values
-from jobs.recipe.sections import filled, references_in, with_field
+from jobs.recipe.references import filled, references_in, with_field, with_values
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
 from jobs.trackers_config import TrackersConfig

@@ -19,7 +19,6 @@ from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
-from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
@@ -33,6 +32,7 @@ from jobs.sets import (
     source_names,
     subset_rule,
 )
+from jobs.terminal import ProgressMeter
 from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted

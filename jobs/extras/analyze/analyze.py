@@ -29,8 +29,7 @@ from data.images.preprocess import preprocess
 from data.index.tar import IMAGES
 from data.sources.tars import tars
 from jobs.commands.conversion import load, verify
-from jobs.progress import ProgressMeter, activity
-from jobs.terminal import echo
+from jobs.terminal import ProgressMeter, activity, echo
 from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED

@@ -21,9 +21,8 @@ from typing import Any
 import models
 from data.files import write_whole
 from jobs.extras.monitor.threaded import ThreadedWatcher
+from jobs.extras.recipe_text import config_as_known, flat
 from jobs.recipe.records import environment
-from jobs.recipe.render import config_as_known
-from jobs.recipe.sections import flat
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, records_since
 from jobs.run.watchers import Watcher

@@ -20,7 +20,7 @@ from data.order import shares as shares_of
 from jobs.cluster_config import cores
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from jobs.worlds import allowed_worlds
+from jobs.stages.training import allowed_worlds
 from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.extras.plan import memory

@@ -19,10 +19,10 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
+from jobs.extras.planning.run_folders import temporary_run
 from jobs.recipe import class_names
-from jobs.recipe.sections import with_field
+from jobs.recipe.references import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
-from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.config import digest, plain, with_defaults

@@ -22,8 +22,8 @@ from typing import Any
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.replays.trained import find_trained
 from jobs.kinds import load_extras
-from jobs.named_stages import find_trained
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
 from jobs.run.session import run_campaign
 from jobs.stages import training

@@ -1,4 +1,4 @@
-"""A recipe as text: with every default, and without relative paths and secrets for a submitted job."""
+"""A recipe as it travels with a submitted job: without relative paths and secrets."""
 
 from pathlib import Path
 
@@ -6,32 +6,13 @@ import pytest
 import yaml
 
 from data.errors import ConfigError
-from jobs.recipe.render import portable, resolved
+from jobs.recipe.portable import portable
 from pipeline.config import Recipe
-from tests.support import campaigns
 from tests.support.campaigns import KINDS
 
-
-def test_a_resolved_recipe_has_every_default_and_gives_the_same_keys(recipe, tmp_path):
-    loaded = campaigns.load(recipe, [])
-    sections = yaml.safe_load(resolved(loaded))
-    assert sections["pretrain"]["optim"]["lr"] == 2e-3
-    assert sections["pretrain"]["optim"]["beta1"] == 0.9
-    again = tmp_path / "again.yaml"
-    again.write_text(resolved(loaded))
-    keys = {stage.name: stage.key for stage in campaigns.load(again, [f"run={tmp_path}/run"]).stages}
-    assert keys == {stage.name: stage.key for stage in loaded.stages}
+pytestmark = pytest.mark.quick
 
 
-def test_of_several_runs_of_a_section_the_first_is_whole_and_the_others_show_what_differs(recipe):
-    loaded = campaigns.load(recipe, ["finetune.sweep={seeds: [0, 1]}"])
-    sections = yaml.safe_load(resolved(loaded))
-    assert sections["finetune.seed-0"]["seed"] == 0
-    assert sections["finetune.seed-1"] == {"as": "finetune.seed-0", "but": {"seed": 1}}
-    assert sections["finetune"]["kind"] == "sweep"
-
-
-@pytest.mark.quick
 def test_relative_paths_are_made_absolute_and_named():
     section = {
         "data": {"train": "sets/train", "evaluate": "s3://bucket/test"},
@@ -52,7 +33,6 @@ def test_relative_paths_are_made_absolute_and_named():
     assert changed == ["pretrain.data.train", "pretrain.deepspeed"]
 
 
-@pytest.mark.quick
 def test_a_recipe_with_a_password_does_not_travel():
     section = {"data": {"train": "https://me:hunter2@host/train"}}
     with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret"):
