@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from data.checks import printable_lines
-from pipeline.values import amount, duration
 
 COMMAND = "python -m jobs"  # how commands begin in all messages
 
@@ -71,6 +70,8 @@ class LiveBar:
 
     def update(self, done: int, total: int | None, text: str) -> None:
         """Move the bar; without a total it pulses."""
+        from pipeline.values import amount  # with it come models, for which --help does not wait
+
         # rich stops the clock of a count that has ended: start it again for the next count.
         shown = self.rich.tasks[0]
         if shown.finished and (total is None or done < shown.completed):
@@ -162,6 +163,8 @@ class ProgressMeter:
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show that so many are done, with a note."""
+        from pipeline.values import amount, duration  # as above
+
         now = self.clock()
         # A first count may come before the clock has moved.
         rate = done / max(now - self.began, 1e-9)
