@@ -13,7 +13,7 @@ from data.remote.cache import CacheConfig
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies import table
 from jobs.extras.studies.expand import SweepConfig
-from jobs.stages import fewshot, pack, resize
+from jobs.stages import evaluate, pack, resize
 from pipeline import config
 from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
@@ -25,7 +25,14 @@ pytestmark = pytest.mark.quick
 MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, FullConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
-    *(resize.ResizeConfig, fewshot.FewShotStageConfig, pack.PackConfig, pack.SetConfig, SweepConfig, table.TableConfig),
+    *(
+        resize.ResizeConfig,
+        evaluate.FewShotStageConfig,
+        pack.PackConfig,
+        pack.SetConfig,
+        SweepConfig,
+        table.TableConfig,
+    ),
 ]
 
 
@@ -111,7 +118,7 @@ NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
     FullConfig: {"steps": 1, "data": {"train": "x"}},
     MixedConfig: {"train": "x", "weight": 1.0},
-    fewshot.FewShotStageConfig: {"init": "x"},
+    evaluate.FewShotStageConfig: {"init": "x"},
     resize.ResizeConfig: {"init": "x"},
     pack.PackConfig: {"sets": {"train": {"source": "digits"}}},
     pack.SetConfig: {"source": "digits"},
