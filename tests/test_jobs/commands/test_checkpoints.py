@@ -1,4 +1,4 @@
-"""`python -m jobs checkpoints list|prune` on a small run, as a person types it."""
+"""`python -m jobs checkpoints list|prune` on a stage's checkpoints, as a person types it."""
 
 import shutil
 from pathlib import Path
@@ -6,22 +6,21 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
+from pipeline.checkpoints import saver
 from pipeline.checkpoints.manifest import committed
-from tests.support.drives import finish, said, stage
+from tests.support.savers import WorkerGroup
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("made") / "run"
-    assert finish(run, "pretrain.steps=12", "pretrain.save_every=4") == 0, said(run)
-    return run
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def run(made, tmp_path) -> Path:
-    """A run with checkpoints of steps 4, 8 and 12; the one of step 8 has a flipped bit."""
-    shutil.copytree(made, tmp_path / "run")
-    victim = stage(tmp_path / "run") / "checkpoints" / "step-0000000008" / "rank-00001.safetensors"
+def run(tmp_path, monkeypatch) -> Path:
+    """A run with checkpoints of steps 4, 8 and 12 of a stage; the one of step 8 has a flipped bit."""
+    monkeypatch.setattr(saver, "dist", saver.dist)  # the group of workers replaces it
+    group = WorkerGroup(tmp_path / "run")
+    for step in (4, 8, 12):
+        group.save(step)
+    victim = group.folder / "step-0000000008" / "rank-00001.safetensors"
     blob = bytearray(victim.read_bytes())
     blob[len(blob) // 2] ^= 1
     victim.write_bytes(blob)
@@ -29,9 +28,9 @@ def run(made, tmp_path) -> Path:
 
 
 def test_list_shows_every_folder_newest_first(run, capsys) -> None:
-    (stage(run) / "checkpoints" / "bad-0000000003-000001").mkdir()
-    (stage(run) / "checkpoints" / ".tmp-0000000016-000001").mkdir()
-    (stage(run) / "checkpoints" / ".tmp-old-step-0000000002").mkdir()
+    (run / "stage" / "checkpoints" / "bad-0000000003-000001").mkdir()
+    (run / "stage" / "checkpoints" / ".tmp-0000000016-000001").mkdir()
+    (run / "stage" / "checkpoints" / ".tmp-old-step-0000000002").mkdir()
     assert main(["checkpoints", "list", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = ("step-0000000012", "step-0000000008", "step-0000000004", "bad-0000000003-000001", ".tmp-0000000016-000001")
@@ -39,12 +38,12 @@ def test_list_shows_every_folder_newest_first(run, capsys) -> None:
         ".tmp-old-step-0000000002",
         "an old checkpoint on its way out; the next start sweeps what is left of it",
     ]
-    assert lines[0] == f"{stage(run).name}:" and [line.split()[0] for line in lines[1:]] == list(names)
-    assert "0.1 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
+    assert lines[0] == "stage:" and [line.split()[0] for line in lines[1:]] == list(names)
+    assert "0.0 MB in 2 files  world 2  ZeRO 2  attempt 1  ledger " in lines[1]
 
 
 def test_a_folder_that_somebody_copied_among_the_attempts_is_passed_over(run, capsys) -> None:
-    (stage(run) / "attempts" / "attempt-x").mkdir()
+    (run / "stage" / "attempts" / "attempt-x").mkdir(parents=True)
     assert main(["checkpoints", "list", str(run)]) == 0
     assert "attempt 1  ledger" in capsys.readouterr().out
 
@@ -58,19 +57,21 @@ def test_copies_that_somebody_made_are_no_checkpoints(tmp_path) -> None:
 
 def test_prune_deletes_nothing_in_favour_of_a_bad_one(run, capsys) -> None:
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
-    assert len(committed(stage(run) / "checkpoints")) == 3
-    shutil.rmtree(stage(run) / "checkpoints" / "step-0000000008")
+    assert len(committed(run / "stage" / "checkpoints")) == 3
+    shutil.rmtree(run / "stage" / "checkpoints" / "step-0000000008")
     shutil.copytree(
-        stage(run) / "checkpoints" / "step-0000000012", stage(run) / "checkpoints" / "step-0000000012-000002"
+        run / "stage" / "checkpoints" / "step-0000000012", run / "stage" / "checkpoints" / "step-0000000012-000002"
     )
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
     assert "step-0000000004 deleted" in capsys.readouterr().out
     assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 64
 
 
-def test_prune_deletes_of_no_stage_where_one_has_a_bad_one(run, made, capsys) -> None:
-    good = run / "a-12345678"
-    shutil.copytree(stage(made), good)
+def test_prune_deletes_of_no_stage_where_one_has_a_bad_one(run, tmp_path, capsys) -> None:
+    group = WorkerGroup(tmp_path / "good")
+    for step in (4, 8, 12):
+        group.save(step)
+    good = (tmp_path / "good" / "stage").rename(run / "a-12345678")
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 74
     assert len(committed(good / "checkpoints")) == 3, "its name comes first"
 
