@@ -36,7 +36,6 @@ SIZES = {
         models={"H/14": 64, "L/16": 128, "B/16": 256},
         rounds=7,
         test_marker="gpu",
-        # Enough steps for the killer, which acts twice a second, to find some between two checkpoints.
         campaign=("pretrain.passes=null", "pretrain.steps=600", "pretrain.save_every=100", "pretrain.log_every=10"),
         jpegs=6000,
         tars={"B/16": (256, 60), "H/14": (64, 40)},

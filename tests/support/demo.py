@@ -15,6 +15,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -23,11 +24,11 @@ import torch
 from data.errors import ExitCode
 from jobs.__main__ import WATCHERS
 from jobs.cluster.worker import records
-from jobs.resolved_recipe import Campaign
+from jobs.resolved_recipe import Campaign, Context
 from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
 from jobs.run.watchers import Watcher
-from pipeline.checkpoints.manifest import Manifest, attempt_folder, committed, read_manifest, step_of
+from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, step_of
 from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
 from tests.support import campaigns
@@ -45,7 +46,13 @@ def overrides_for(gpus: int) -> list[str]:
 
 
 class Killer(Watcher):
-    """Kills one worker, once, between two commits of pretraining."""
+    """Kills one worker, once, between two commits of pretraining.
+
+    A thread reads the stage's files many times a second: the driver reports twice a second, and a fast device trains
+    from one commit to the next in less.
+    """
+
+    PERIOD_S = 0.01
 
     def __init__(self, loaded: Campaign) -> None:
         stage = loaded.stage("pretrain")
@@ -54,26 +61,39 @@ class Killer(Watcher):
         self.world = loaded.cluster.most
         self.victim = self.world - 1  # rank of the worker that is killed
         self.killed_at: int | None = None
+        self.is_over = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def stage(self, context: Context) -> None:
+        """Start to look for the moment when pretraining starts."""
+        if context.directory == self.directory:
+            self.thread = threading.Thread(target=self.wait_and_kill, daemon=True)
+            self.thread.start()
 
     def status(self, message: StatusMessage) -> None:
+        """Stop looking when pretraining ends."""
+        if message.directory == self.directory and message.state == "ended" and self.thread is not None:
+            self.is_over.set()
+            self.thread.join()
+
+    def wait_and_kill(self) -> None:
         """Kill the worker once the reports are a quarter of the way from one commit to the next."""
-        if self.killed_at is not None or message.directory != self.directory or message.state != "working":
+        while not self.is_over.wait(self.PERIOD_S):
+            saved = max((step_of(path) for path in committed(self.directory / "checkpoints")), default=-1)
+            reported = max(step_losses(self.directory), default=-1)
+            # Before the first commit a restart would begin anew, and show nothing about checkpoints. Right after a
+            # commit there would be no lost steps, and repeating them is part of the proof.
+            if saved <= 0 or reported < saved + self.save_every // 4:
+                continue
+            attempt = max((self.directory / "attempts").iterdir())
+            pid = records(attempt, self.world)[self.victim]["pid"]
+            print(
+                f"demo: SIGKILL to worker {self.victim} (pid {pid}) after step {reported}, last commit step {saved}",
+                flush=True,
+            )
+            os.kill(pid, signal.SIGKILL)
+            self.killed_at = reported
             return
-        # Not right after a commit: steps must be lost, so that repeating them is part of the proof.
-        saved = max((step_of(path) for path in committed(self.directory / "checkpoints")), default=-1)
-        # Before the first commit a restart would begin anew, and show nothing about checkpoints.
-        if saved <= 0 or message.report is None:
-            return
-        reported = message.report["step"]
-        if reported < saved + self.save_every // 4:
-            return
-        pid = records(attempt_folder(self.directory, message.attempt), self.world)[self.victim]["pid"]
-        print(
-            f"demo: SIGKILL to worker {self.victim} (pid {pid}) after step {reported}, last commit step {saved}",
-            flush=True,
-        )
-        os.kill(pid, signal.SIGKILL)
-        self.killed_at = reported
 
 
 def demo(parent: Path) -> int:
