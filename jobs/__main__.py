@@ -155,17 +155,11 @@ COMMANDS = CommandTable(
 )
 
 
-def make_parser() -> LazyGroup:
-    """Return the parser of all commands."""
-    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
-    parser.params += get_install_completion_arguments()
-    return parser
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. Errors become a message on stderr."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser()
+    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
+    parser.params += get_install_completion_arguments()
     if "_PATCHLINE_COMPLETE" in os.environ:
         # A shell asks how a word may go on; this answers and ends the process.
         parser.main(prog_name="patchline")

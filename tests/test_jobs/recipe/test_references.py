@@ -9,6 +9,7 @@ import pytest
 
 from data.errors import ConfigError, DataError
 from jobs.extras.recipe_text import in_words
+from jobs.extras.studies.table import waiting_for
 from jobs.recipe import campaign
 from jobs.recipe.records import stage_record
 from jobs.recipe.references import filled, references_in, value_at, with_field, with_values
@@ -92,7 +93,7 @@ def test_a_placeholder_stands_in_the_config_until_the_value_is_known(loaded):
 
 def test_a_stage_comes_after_the_stage_that_determines_its_value(loaded):
     assert [stage.name for stage in loaded.stages] == ["chooser", "user"]
-    assert loaded.waiting_for(loaded.stage("chooser")) == [loaded.stage("user")]
+    assert waiting_for(loaded, loaded.stage("chooser")) == [loaded.stage("user")]
 
 
 def test_the_value_replaces_the_placeholder_and_the_key_stays(loaded):
