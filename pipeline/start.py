@@ -43,9 +43,8 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.determinism import Conditions, resume_line, use_deterministic_kernels
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import engine_settings
-from pipeline.evaluate import LoopEvaluator
 from pipeline.health import Health
-from pipeline.hooks import Hook, HookOptions, build_config, load_classes, masked_by
+from pipeline.hooks import Hook, HookOptions, StageEvaluator, build_config, load_classes, masked_by
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.phases import Phase, has_one_shape, smaller_sizes
@@ -72,7 +71,7 @@ class Worker(Setup):
     """Holds what a worker trains with; nothing here is replaced while the stage trains."""
 
     health: Health
-    evaluator: LoopEvaluator
+    evaluator: StageEvaluator
     hooks: tuple[Hook, ...]
 
 
@@ -206,7 +205,11 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
         expected_bytes=checkpoint_bytes(cfg, model_config),
     )
     hooks: list[Hook] = []
-    evaluator_class = LoopEvaluator
+    evaluator_class = StageEvaluator
+    if job.evaluate or job.probe_train:
+        from pipeline.evaluation.in_training import LoopEvaluator  # the workers of other stages do without
+
+        evaluator_class = LoopEvaluator
     for hook_class, options in zip(load_classes(task.hooks), task.hooks.values(), strict=True):
         hooks.append(hook_class(cfg, job, **options))
         evaluator_class = hook_class.evaluator or evaluator_class

@@ -21,11 +21,11 @@ from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.progress import activity
 from jobs.terminal import echo
 from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
 from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.needed import needed_steps
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
-from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import read_metrics, scores_of
 from pipeline.versions import code_version
 

@@ -23,9 +23,10 @@ from jobs.named_stages import stage_at, stages_in
 from jobs.progress import activity
 from jobs.terminal import echo
 from models.weights.folder import CONFIG
-from pipeline import any_weights, artifacts
+from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
-from pipeline.evaluation.protocols import preprocessing_of
+from pipeline.evaluation import any_weights
 from pipeline.versions import code_version
 
 if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait

@@ -60,7 +60,7 @@ def export(
     """Write our weights as official, timm or transformers ones."""
     directory = find_weights(directory)
     if preprocess is not None:
-        from pipeline.evaluation.protocols import check_ops
+        from pipeline.training_config import check_ops
 
         check_ops(preprocess)
     from jobs.commands.conversion import export_weights

@@ -2,7 +2,7 @@
 
 1. A result that an earlier evaluation of the same weights in this run has is carried over: a changed set or protocol
    costs that set or protocol alone.
-2. The workers compute the others (pipeline/evaluation_worker.py): each set passes through the model once.
+2. The workers compute the others (pipeline/evaluation/worker.py): each set passes through the model once.
 3. The document is written: values with intervals, and the digests of weights, sets and protocols.
 
     evaluate:
@@ -37,9 +37,10 @@ from jobs.cluster.worker import Task
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import training
 from models import ModelConfig
-from pipeline import any_weights, artifacts, config
+from pipeline import artifacts, config
+from pipeline.architecture import check_shape
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation import document
+from pipeline.evaluation import any_weights, document
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.protocols import (
     FEATURES,
@@ -49,15 +50,14 @@ from pipeline.evaluation.protocols import (
     LogisticConfig,
     NeighboursConfig,
     check_names,
-    check_ops,
-    check_shape,
     protocols_of,
 )
+from pipeline.training_config import check_ops
 from pipeline.versions import code_version
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.worker import Request
-    from pipeline.evaluation_worker import WorkerConfig
+    from pipeline.evaluation.evaluator import Request
+    from pipeline.evaluation.worker import WorkerConfig
 
 Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
 
@@ -170,7 +170,7 @@ class Evaluate(StageKind):
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
         """Compute the results that no earlier evaluation of this run has, and write the document."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from pipeline.evaluation_worker import WorkerConfig
+        from pipeline.evaluation.worker import WorkerConfig
 
         init = context.campaign.path_of(cfg.init)
         weights_digest = any_weights.digest_of(init, context.log)
@@ -312,7 +312,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
 
     Raises DataError where a leaks.json is not about a set, or a test set is the training set.
     """
-    from pipeline.evaluation.worker import Request
+    from pipeline.evaluation.evaluator import Request
 
     common: dict[str, Any] = {
         "preprocess": preprocess,
@@ -446,7 +446,7 @@ def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Requ
 
     Raises DataError if the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
     """
-    from pipeline.evaluation_worker import worker
+    from pipeline.evaluation.worker import worker
 
     outcome = supervise(
         worker,

@@ -15,10 +15,12 @@ from data.remote.cache import CacheConfig
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import evaluate, training
 from models import ModelConfig
+from pipeline.architecture import check_shape
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation import document
-from pipeline.evaluation.protocols import ProbeConfig, check_ops, check_shape
+from pipeline.evaluation.protocols import probe_protocol
 from pipeline.monitoring.telemetry import without_single_seeds
+from pipeline.training_config import ProbeConfig, check_ops
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class FewShot(StageKind):
     def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
         """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from pipeline.evaluation.worker import Request
-        from pipeline.evaluation_worker import WorkerConfig
+        from pipeline.evaluation.evaluator import Request
+        from pipeline.evaluation.worker import WorkerConfig
 
         worker_config = WorkerConfig(
             preprocess=cfg.preprocess or f"resize({context.model.image_size})",
@@ -66,7 +68,7 @@ class FewShot(StageKind):
         init = context.campaign.path_of(cfg.init)
         test = context.campaign.path_of(cfg.probe.test)
         train = context.campaign.path_of(cfg.probe.train)
-        request = Request(test, train, cfg.probe.protocol(), first_label=True)
+        request = Request(test, train, probe_protocol(cfg.probe), first_label=True)
         (result,) = evaluate.evaluate_on_workers(worker_config, init, [request], context)
         metrics = document.metrics_with_seeds(result)
         results = {

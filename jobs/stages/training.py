@@ -38,13 +38,12 @@ from jobs.resolved_recipe import (
 from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from pipeline import artifacts
-from pipeline.architecture import check_model, trained_model
+from pipeline.architecture import check_model, check_shape, trained_model
 from pipeline.arithmetic import check_schedule, steps_of
 from pipeline.config import require
-from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.hooks import HookOptions, compose, is_used, load_classes, plain_values
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import code_version
 
 

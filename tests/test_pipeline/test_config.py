@@ -15,9 +15,8 @@ from jobs.extras.studies import table
 from jobs.extras.studies.expand import SweepConfig
 from jobs.stages import fewshot, pack, resize
 from pipeline import config
-from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
+from pipeline.training_config import DataConfig, MixedConfig, ProbeConfig, TrainConfig
 from tests.support.configs import FullConfig
 
 pytestmark = pytest.mark.quick

@@ -34,7 +34,7 @@ from jobs.terminal import echo
 from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED
-from pipeline.evaluation.features import normalise
+from pipeline.batches import normalise
 
 SHOWN = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7

@@ -29,10 +29,9 @@ from jobs.run.session import run_campaign
 from jobs.stages import training
 from jobs.terminal import echo
 from pipeline import artifacts, config
-from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.hooks import HookOptions
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.versions import code_version, git_commit
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone

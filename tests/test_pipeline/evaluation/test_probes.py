@@ -17,6 +17,7 @@ from data.errors import ConfigError
 from data.index.index import Index
 from data.index.shard import Shard
 from pipeline.evaluation import document, probes
+from pipeline.evaluation.evaluator import Request, result_of
 from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probes import (
     FewShotConfig,
@@ -29,8 +30,8 @@ from pipeline.evaluation.probes import (
     fit_all,
     fit_logistic,
 )
-from pipeline.evaluation.protocols import ProbeConfig
-from pipeline.evaluation.worker import Request, result_of
+from pipeline.evaluation.protocols import probe_protocol
+from pipeline.training_config import ProbeConfig
 from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
@@ -170,7 +171,7 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
     test = store_of(arrays["test"], labels, tmp_path)
     of_any = few_shot(inputs_of(train, test), FewShotConfig((10,), (0,))).right["10shot"][0]
-    request = Request("test", "train", ProbeConfig(None, None, shots=(10,), seeds=(0,)).protocol(), first_label=True)
+    request = Request("test", "train", probe_protocol(ProbeConfig(None, None, shots=(10,), seeds=(0,))), first_label=True)
     metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
     shares = []
     for place in (0, 1):

@@ -22,19 +22,13 @@ from data.index.shard import Shard
 from data.shards.packing import pack
 from data.sources.samples import Sample, digits
 from models import Preprocessing
+from pipeline.architecture import check_shape, preprocessing_of
 from pipeline.evaluation import document, features
+from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request, result_of
 from pipeline.evaluation.features import FeatureStore, collect
 from pipeline.evaluation.intervals import over_draws
 from pipeline.evaluation.probes import COMPUTE, FewShotConfig, Inputs, LinearConfig, NeighboursConfig, Outcome
-from pipeline.evaluation.protocols import (
-    PROTOCOLS,
-    ProtocolKind,
-    check_names,
-    check_shape,
-    preprocessing_of,
-    protocols_of,
-)
-from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request, result_of
+from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
 from pipeline.monitoring.watchdog import Phases
 from tests.support.golden import GOLDEN
 from tests.test_pipeline.evaluation.test_probes import CPU, NAMES, inputs_of, no_beat, store_of

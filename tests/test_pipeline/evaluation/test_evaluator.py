@@ -16,8 +16,8 @@ from data.errors import DataError
 from data.extras.known_sets.imagenet import labelled_images, real
 from data.shards.packing import pack
 from data.sources.samples import Sample
+from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request
 from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request
 from pipeline.monitoring.watchdog import Phases
 from tests.support.golden import read_golden
 
