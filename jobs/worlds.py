@@ -8,9 +8,9 @@ The supervisor takes one of them at each attempt, and the batch is the same for 
 
 from data.errors import ConfigError
 from jobs.cluster_config import ClusterConfig
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.engine.settings import engine_settings
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import batch_arithmetic
 
 
 def allowed_worlds(cfg: TrainConfig, cluster: ClusterConfig) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the modules that a model is made of many of: a ViT's blocks, a ResNet's units (`is_repeated`)."""
+    """Return, by name, modules that a model is made of many of (`is_repeated`): a ViT's blocks, a ResNet's units."""
     return {name: module for name, module in model.named_modules() if getattr(module, "is_repeated", False)}
 
 

@@ -38,6 +38,8 @@ from data.files import SAME_STORAGE, look_for
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.identity import (
     DEVICE,
+    MUST_BE_EQUAL,
+    SHOULD_BE_EQUAL,
     WORKERS_PER_GPU,
     Identity,
     differences,
@@ -46,7 +48,6 @@ from pipeline.identity import (
     other_code,
     workers_per_gpu,
 )
-from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONGEST_LIST = 8  # nodes that a line names
 LARGE_PIECE = 80 << 20  # bytes; larger than the heap that glibc gives a thread of its own, which holds 64 MB

@@ -35,7 +35,6 @@ from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.architecture import check_model
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import restore
 from pipeline.checkpoints.manifest import Manifest
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
@@ -45,14 +44,14 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.settings import engine_settings
 from pipeline.health import Health
 from pipeline.hooks import Hook, HookOptions, StageEvaluator, build_config, load_classes, masked_by
+from pipeline.identity import package_versions
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.phases import Phase, has_one_shape, smaller_sizes
 from pipeline.process_group import check_start, device_name, join_group, log_network, processor
 from pipeline.training_config import TrainConfig
-from pipeline.training_data import cache_line, training_order
+from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
-from pipeline.versions import package_versions
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation

@@ -15,7 +15,6 @@ from data.index.index import Index
 from data.order import Ledger, Mixture, Order
 from data.storage import Storage, open_storage
 from models import ModelConfig
-from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -24,6 +23,7 @@ from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.phases import Phase
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import Arithmetic
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.needed import needed_steps
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, StageCheckpoints
 from pipeline.config import differences
+from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import read_metrics, scores_of
-from pipeline.versions import code_version
 
 if TYPE_CHECKING:  # it imports torch, for which a listing and a refusal do not wait
     from torch import Tensor

@@ -27,7 +27,7 @@ from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
 from pipeline.evaluation import any_weights
-from pipeline.versions import code_version
+from pipeline.identity import code_version
 
 if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait
     from torch import Tensor

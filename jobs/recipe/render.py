@@ -23,7 +23,7 @@ from jobs.recipe.references import in_words
 from jobs.recipe.sections import flat, with_fields
 from jobs.resolved_recipe import Campaign, Kinds, MakeAbsolute, Stage
 from pipeline import config
-from pipeline.config import Recipe
+from pipeline.recipe import Recipe, to_yaml
 
 VARIABLE = "PATCHLINE_RECIPE"  # of the environment in which a recipe travels
 
@@ -52,7 +52,7 @@ def resolved(campaign: Campaign) -> str:
             if before.get(field, "absent") != value:
                 changed[field] = value
         sections[stage.name] = {"as": first.name, "but": changed}
-    return config.to_yaml(sections)
+    return to_yaml(sections)
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
@@ -89,7 +89,7 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
             make_absolute(section, pattern.split("."), name, absolute)
         for other in kinds.values():
             other.make_absolute(name, section, patterns, absolute)
-    text = config.to_yaml(values)
+    text = to_yaml(values)
     # An environment variable of the recipe stands there in clear now.
     if SECRET_VALUE.search(text):
         raise ConfigError(

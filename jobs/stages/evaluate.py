@@ -52,8 +52,8 @@ from pipeline.evaluation.protocols import (
     check_names,
     protocols_of,
 )
+from pipeline.identity import code_version
 from pipeline.training_config import check_ops
-from pipeline.versions import code_version
 
 if TYPE_CHECKING:
     from pipeline.evaluation.evaluator import Request

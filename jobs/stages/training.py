@@ -39,12 +39,12 @@ from jobs.worlds import allowed_worlds
 from models import ModelConfig
 from pipeline import artifacts
 from pipeline.architecture import check_model, check_shape, trained_model
-from pipeline.arithmetic import check_schedule, steps_of
 from pipeline.config import require
 from pipeline.hooks import HookOptions, compose, is_used, load_classes, plain_values
+from pipeline.identity import code_version
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import ProbeConfig, TrainConfig
-from pipeline.versions import code_version
+from pipeline.training_data import check_schedule, steps_of
 
 
 class Companion(Protocol):

@@ -1,7 +1,7 @@
 """Evaluates weights by protocols on sets, in each worker: the only place where sets meet a model in evaluation.
 
-The training loop and an asynchronous evaluation (pipeline/evaluation/in_training.py) and the stages `evaluate` and `fewshot`
-(pipeline/evaluation/worker.py) all call `Evaluator.evaluate`:
+The training loop and an asynchronous evaluation (in_training.py) and the stages `evaluate` and `fewshot` (worker.py)
+all call `Evaluator.evaluate`:
 
 1. Each set passes through the model once, for all the protocols that use it. A worker reads its part of the set and
    sends labels, predictions and features to rank 0 (features.py).

@@ -1,7 +1,7 @@
 """A worker of a stage that evaluates weights and trains nothing (evaluate, fewshot).
 
 1. It joins the group, is checked as in training, and loads the whole model: workers share nothing but the sets.
-2. It evaluates as everywhere (pipeline/evaluation/evaluator.py). A stop takes effect between two batches, or within about
+2. It evaluates as everywhere (evaluator.py). A stop takes effect between two batches, or within about
    a second while rank 0 computes. Nothing of an attempt that was stopped is kept.
 
 In:  {"init": "/runs/x/finetune-1a2b3c4d", "requests": [{"test": "/shards/test", "protocol": {…}, …}], …}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import ClassVar, get_args, get_type_hints
 
 import pytest
@@ -173,37 +172,3 @@ def test_values_override_defaults_of_nested_configs():
     assert built.zero == 3 and isinstance(built.data.augment, AugmentConfig)
     with pytest.raises(dataclasses.FrozenInstanceError):
         built.zero = 1  # type: ignore[misc]
-
-
-def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp_path: Path):
-    file = tmp_path / "r.yaml"
-    file.write_text("a: {b: 1}\n")
-    values = config.read_recipe(file, ["a.b=2", "a.c=@stage/part", "d=[1, 2]"]).values
-    assert values == {"a": {"b": 2, "c": "@stage/part"}, "d": [1, 2]}
-
-
-@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
-def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
-    (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(ConfigError):
-        config.read_recipe(tmp_path / "r.yaml")
-
-
-def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no recipe at"):
-        config.read_recipe(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
-        config.read_recipe(tmp_path)
-    with pytest.raises(ConfigError, match="expected key=value"):
-        config.with_overrides({}, ["steps"])
-
-
-def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATCHLINE_SECRET", "hunter2")
-    assert "hunter2" not in config.to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
-
-
-def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
-    assert config.with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
-    with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found\n  in b$"):
-        config.with_overrides({"b": "${missing}"}, [])

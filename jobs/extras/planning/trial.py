@@ -27,11 +27,11 @@ from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.config import digest, plain, with_defaults
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
+from pipeline.identity import git_commit
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig
 from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.values import amount, counted, milliseconds
-from pipeline.versions import git_commit
 
 
 def trial(campaign: Campaign, only: str | None) -> None:

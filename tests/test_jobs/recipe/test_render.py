@@ -7,7 +7,7 @@ import yaml
 
 from data.errors import ConfigError
 from jobs.recipe.render import portable, resolved
-from pipeline.config import Recipe
+from pipeline.recipe import Recipe
 from tests.support import campaigns
 from tests.support.campaigns import KINDS
 

@@ -32,9 +32,9 @@ from jobs.stages import evaluate as stage
 from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
 from pipeline.batches import normalise
-from pipeline.config import Recipe
 from pipeline.evaluation import any_weights
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from pipeline.recipe import Recipe
 from tests.support import campaigns, ranks
 from tests.support.archives import make_subset
 from tests.support.golden import GOLDEN

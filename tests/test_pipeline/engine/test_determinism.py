@@ -7,17 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import kernels
+from benchmarks.gpu.kernels import deterministic_kernels, price_of_determinism
 from data.errors import ConfigError
 from pipeline import start
-from pipeline.engine import determinism
-from pipeline.engine.determinism import (
-    CUBLAS_VARIABLE,
-    Conditions,
-    deterministic_kernels,
-    price_of_determinism,
-    resume_line,
-    use_deterministic_kernels,
-)
+from pipeline.engine.determinism import CUBLAS_VARIABLE, Conditions, resume_line, use_deterministic_kernels
 from pipeline.training_config import TrainConfig
 
 pytestmark = pytest.mark.quick
@@ -120,7 +114,7 @@ def test_the_price_is_the_median_of_steps_measured_in_turn(restored, monkeypatch
     modes = []
     # The first two steps warm up. With deterministic kernels a step takes twice as long here.
     clock = iter([0, 9, 10, 28, 30, 31, 32, 34, 40, 43, 44, 50])
-    monkeypatch.setattr(determinism.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(clock))
     price = price_of_determinism(lambda: modes.append(torch.are_deterministic_algorithms_enabled()), rounds=2)
     assert modes == [False, True] * 3
     assert price == (2, 4)

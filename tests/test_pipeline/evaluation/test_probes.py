@@ -171,7 +171,9 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
     test = store_of(arrays["test"], labels, tmp_path)
     of_any = few_shot(inputs_of(train, test), FewShotConfig((10,), (0,))).right["10shot"][0]
-    request = Request("test", "train", probe_protocol(ProbeConfig(None, None, shots=(10,), seeds=(0,))), first_label=True)
+    request = Request(
+        "test", "train", probe_protocol(ProbeConfig(None, None, shots=(10,), seeds=(0,))), first_label=True
+    )
     metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
     shares = []
     for place in (0, 1):
