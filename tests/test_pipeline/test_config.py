@@ -20,7 +20,6 @@ from tests.support.configs import FullConfig
 
 pytestmark = pytest.mark.quick
 
-MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, FullConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
     *(resize.ResizeConfig, fewshot.FewShotStageConfig, pack.PackConfig, pack.SetConfig, SweepConfig, table.TableConfig),
@@ -80,23 +79,6 @@ def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
             {"optim": 3},
             r"s\.optim is 3, expected a section with the keys name, lr, .*\n  type for example s\.optim\.lr=3",
         ),
-        ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "give train or mixture, one of them"),
-        ({"steps": 1, "data": MIXTURE | {"cache": {"directory": "shards"}}}, "expected an absolute path"),
-        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave a set without a sample in a batch of 3"),
-        ({"data": {"mixture": {"a": {"train": "y"}}}}, r"s\.data\.mixture\.a\.weight is missing"),
-        ({"data": {"mixture": {"a": {"weight": 1}}}}, r"s\.data\.mixture\.a\.train is missing"),
-        ({"data": {"mixture": {"a": {"train": "y", "wieght": 1}}}}, "did you mean 'weight'"),
-        ({"data": {"mixture": {"a": {"train": "y", "weight": 0}}}}, "weight is 0.0, expected more than 0"),
-        ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
-        ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
-        ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
-        ({"steps": 0}, "steps is 0, expected more than 0"),
-        ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
-        ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),
-        ({"steps": 1, "exact_parts": 2, "uneven": True}, "or uneven is on"),
-        ({"steps": 1, "exact_parts": 2, "deepspeed": "ds.json"}, "leave out one of them"),
-        ({"steps": 1, "keep": 1}, "keep is 1, expected 2 or more"),
-        ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
     ],
 )
 def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):
