@@ -74,6 +74,11 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
     return from_config(config_of(name, image_size, classes, **config))
 
 
+def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bring uint8 pixels to the [−1, 1] that every model takes, on the device (SPEC 2.5: value_range(-1, 1))."""
+    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
+
+
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return, by name, modules that a model is made of many of (`is_repeated`): a ViT's blocks, a ResNet's units."""
     return {name: module for name, module in model.named_modules() if getattr(module, "is_repeated", False)}

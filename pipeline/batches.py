@@ -41,6 +41,7 @@ import models
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
+from models.catalog import normalise
 from pipeline import config
 from pipeline.hooks import masked_by
 from pipeline.losses import LOSSES, dense_targets, mixup
@@ -170,11 +171,6 @@ def begin_forward(worker: "Worker", step: int, batch: Batch) -> Tensor:
     torch.manual_seed(seed_of_micro_batch(worker.cfg.seed, step, batch.ids, DROPOUT))
     worker.group.phases.enter("forward", step)
     return normalise(batch.images, worker.engine.dtype, worker.group.device)
-
-
-def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bring uint8 pixels to [−1, 1] on the device (SPEC 2.5: value_range(-1, 1))."""
-    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
 
 
 def seed_of_micro_batch(seed: int, step: int, ids: Tensor, *purpose: int) -> int:

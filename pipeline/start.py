@@ -14,8 +14,6 @@ Everything here is collective: all workers of the group do it together, and in t
 
 import json
 import os
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,7 +29,6 @@ import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
-from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.architecture import check_model
@@ -48,7 +45,7 @@ from pipeline.identity import package_versions
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.phases import Phase, has_one_shape, smaller_sizes
-from pipeline.process_group import check_start, device_name, join_group, log_network, processor
+from pipeline.process_group import check_start, device_name, fetch_init, join_group, log_network, processor
 from pipeline.training_config import TrainConfig
 from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
@@ -249,17 +246,6 @@ def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int)
     )
 
 
-def fetch_init(storage: Storage, init: str) -> None:
-    """Collective: one worker of each node makes sure that it has the weights that another stage of this run handed on.
-
-    Raises DataError where they are not what that stage wrote, StorageError.
-    """
-    # A path outside the run is on every node, or this node says that it is missing.
-    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
-        artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
-    dist.barrier()
-
-
 def build_model(
     cfg: TrainConfig, init: str | None, model_config: ModelConfig, phases: Sequence[Phase], telemetry: Telemetry
 ) -> nn.Module:
@@ -412,15 +398,3 @@ def check_masked(worker: Worker, progress: Progress) -> None:
             f"the checkpoint of step {progress.step} masks samples, and this task has no hook that does\n"
             "  expected the same code as that of the run: jobs/extras/async_evaluation, pipeline/extras/replays"
         )
-
-
-def notice_sigterm(asked: threading.Event) -> None:
-    """Have SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
-
-    def remember(number: int, frame: object) -> None:
-        asked.set()
-
-    # Only a main thread may catch signals. A worker trains in its main thread; in another one, as of a notebook, the
-    # stop file alone tells it to stop.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, remember)

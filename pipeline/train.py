@@ -39,8 +39,8 @@ from pipeline.engine.engine import on_device
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
 from pipeline.phases import flops_of
-from pipeline.start import Worker, notice_sigterm, read_task, set_up
-from pipeline.worker import Progress
+from pipeline.start import Worker, read_task, set_up
+from pipeline.worker import Progress, notice_sigterm
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is enforced
 

@@ -21,7 +21,6 @@ from typing import Any
 from data.errors import ConfigError
 from models.checks import did_you_mean
 from pipeline.config import require
-from pipeline.engine.settings import Settings
 
 # Keys of zero_optimization and the ZeRO stages at which DeepSpeed 0.19.8 reads them. They decide when and in what
 # pieces data moves; test_engine.py trains by two workers with all of them at odd values to the same bits. With
@@ -108,7 +107,7 @@ INSTEAD: dict[str, str] = {
 DERIVED = ("train_batch_size",)  # what DeepSpeed works out of our settings; "auto" is as good as nothing
 
 
-def merge_file(ours: Settings, path: str, zero: int) -> Settings:
+def merge_file(ours: Mapping[str, Any], path: str, zero: int) -> Mapping[str, Any]:
     """Return our settings with the tuning of the user's file in them.
 
     Raises ConfigError for a file that cannot be read, for a key that may not be set, at this stage or at all, and for
@@ -146,10 +145,10 @@ def merge_file(ours: Settings, path: str, zero: int) -> Settings:
     return merged
 
 
-def read_json(path: str, where: str) -> Settings:
+def read_json(path: str, where: str) -> Mapping[str, Any]:
     """Return the mapping that a JSON file holds. Raises ConfigError where there is none, or a key twice."""
 
-    def without_doubles(pairs: list[tuple[str, Any]]) -> Settings:
+    def without_doubles(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
         section: dict[str, Any] = {}
         for key, value in pairs:
             require(key not in section, f"{where}: {key} stands there twice\n  expected each key once; remove one")
@@ -167,7 +166,7 @@ def read_json(path: str, where: str) -> Settings:
     return content
 
 
-def merge_zero(ours: Settings, section: object, zero: int, where: str) -> Settings:
+def merge_zero(ours: Mapping[str, Any], section: object, zero: int, where: str) -> Mapping[str, Any]:
     """Return our zero_optimization with the user's tuning; raises ConfigError for any other key."""
     name = "zero_optimization"
     require(
@@ -191,7 +190,7 @@ def merge_zero(ours: Settings, section: object, zero: int, where: str) -> Settin
     return merged
 
 
-def changes_nothing(key: str, value: object, ours: Settings) -> bool:
+def changes_nothing(key: str, value: object, ours: Mapping[str, Any]) -> bool:
     """Return whether a key changes nothing: it has our value, is "auto" where we have one, or is off."""
     if key in ours or key in DERIVED:
         # In Python True equals 1; in a file it is a mistake.
@@ -209,7 +208,7 @@ def changes_nothing(key: str, value: object, ours: Settings) -> bool:
     return all(changes_nothing(inner_key, inner_value, settings) for inner_key, inner_value in value.items())
 
 
-def refuse(key: str, value: object, ours: Settings, where: str, section: str = "") -> None:
+def refuse(key: str, value: object, ours: Mapping[str, Any], where: str, section: str = "") -> None:
     """Raise ConfigError for a key that may not be set: what to write instead, or the nearest name."""
     path = f"{section}.{key}" if section else key
     if key in ours:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from data.evaluation import EvaluationBatch
 from data.index.index import Index
-from pipeline.batches import normalise
+from models.catalog import normalise
 
 # N samples of the set, b rows of a batch, D features, L labels of a sample at most, K best classes
 

@@ -53,8 +53,8 @@ def worker(task: Mapping[str, Any]) -> dict[str, list[Entry]]:
     Raises EvaluationFailed and Preempted, on all workers alike, where one cannot read on or gets a SIGTERM.
     """
     # The driver imports this module, and does not need deepspeed.
-    from pipeline.process_group import check_start, join_group
-    from pipeline.start import fetch_init, notice_sigterm
+    from pipeline.process_group import check_start, fetch_init, join_group
+    from pipeline.worker import notice_sigterm
 
     cfg = config.build(WorkerConfig, task["config"], "config")
     folder = Path(task["folder"])

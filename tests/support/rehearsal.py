@@ -40,9 +40,9 @@ from torch.utils._pytree import tree_leaves
 import models
 from data.loader import Batch, Wait, copied, moved_ahead
 from models import vit
-from models.catalog import module_of
+from models.catalog import module_of, normalise
 from pipeline import config
-from pipeline.batches import OBJECTIVES, normalise
+from pipeline.batches import OBJECTIVES
 from pipeline.checkpoints.saver import host_memory
 from pipeline.extras.plan.memory_traces import Kind
 from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, fake_workers, fused_attention

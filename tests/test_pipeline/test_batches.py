@@ -9,9 +9,9 @@ import torch
 
 from data.loader import Batch, Wait
 from data.order import Ids
+from models.catalog import normalise
 from pipeline.batches import (
     classification_loss,
-    normalise,
     planned_ids,
     samples_in_mean,
     seed_of_micro_batch,

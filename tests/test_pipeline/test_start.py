@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import signal
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ from benchmarks.gpu.kernels import deterministic_kernels
 from data.errors import CheckpointError
 from pipeline import config, start
 from pipeline.engine.determinism import CUBLAS_VARIABLE
-from pipeline.start import check_stage, notice_sigterm, read_task
+from pipeline.start import check_stage, read_task
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job
 from tests.support import savers
@@ -95,18 +93,3 @@ def test_a_checkpoint_of_the_same_config_differs_in_its_inputs() -> None:
     manifest = dataclasses.replace(savers.manifest(5, 1, 2), config=config.tagged(cfg, "forbid"))
     with pytest.raises(CheckpointError, match="not 11111111: its inputs\n"):
         check_stage(cfg, Job(**{**JOB, "key": "1" * 64}), manifest, "/runs/x/checkpoints")
-
-
-def test_a_sigterm_is_remembered_by_a_main_thread_and_ignored_by_another() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        asked = threading.Event()
-        other = threading.Thread(target=notice_sigterm, args=(asked,))
-        other.start()
-        other.join()
-        assert signal.getsignal(signal.SIGTERM) == before
-        notice_sigterm(asked)
-        signal.raise_signal(signal.SIGTERM)
-        assert asked.is_set()
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,8 +15,8 @@ from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.order import Ids
 from jobs.run.session import run_campaign
+from models.catalog import normalise
 from pipeline import health
-from pipeline.batches import normalise
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in

@@ -1,11 +1,13 @@
 """Where a worker is told to write, and how it is asked to stop."""
 
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from pipeline.monitoring.watchdog import NODE_FOLDER
-from pipeline.worker import Job, StopRequest
+from pipeline.worker import Job, StopRequest, notice_sigterm
 
 pytestmark = pytest.mark.quick
 
@@ -38,3 +40,18 @@ def test_a_worker_is_asked_to_stop_by_a_signal_or_by_the_file_that_rank_0_reads(
     request.signal.set()
     assert request.is_made()
     assert request.is_made_anywhere()
+
+
+def test_a_sigterm_is_remembered_by_a_main_thread_and_ignored_by_another() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asked = threading.Event()
+        other = threading.Thread(target=notice_sigterm, args=(asked,))
+        other.start()
+        other.join()
+        assert signal.getsignal(signal.SIGTERM) == before
+        notice_sigterm(asked)
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -31,10 +31,10 @@ from data.sources.tars import tars
 from jobs.commands.conversion import load, verify
 from jobs.progress import ProgressMeter, activity
 from jobs.terminal import echo
+from models.catalog import normalise
 from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED
-from pipeline.batches import normalise
 
 SHOWN = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7

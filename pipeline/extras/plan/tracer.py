@@ -42,10 +42,10 @@ from torch.utils._pytree import tree_leaves
 import models
 from data.loader import Batch, Wait
 from models import ModelConfig, vit
-from models.catalog import module_of
+from models.catalog import module_of, normalise
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
-from pipeline.batches import OBJECTIVES, normalise
+from pipeline.batches import OBJECTIVES
 from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine

@@ -29,9 +29,9 @@ from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.stages import evaluate as stage
+from models.catalog import normalise
 from pipeline import artifacts
 from pipeline.architecture import preprocessing_of
-from pipeline.batches import normalise
 from pipeline.evaluation import any_weights
 from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
 from pipeline.recipe import Recipe
