@@ -37,8 +37,8 @@ def submit(
     from jobs.ownership import judge, owned_by
     from jobs.recipe.campaign import resolve
     from jobs.recipe.portable import VARIABLE, portable
-    from pipeline.config import read_recipe
-    from pipeline.versions import COMMIT_VARIABLE, git_commit
+    from pipeline.identity import COMMIT_VARIABLE, git_commit
+    from pipeline.recipe import read_recipe
 
     variables = {COMMIT_VARIABLE: git_commit()}  # a job's copy of the checkout has no git
     for item in env or []:

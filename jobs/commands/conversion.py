@@ -25,10 +25,12 @@ from jobs.commands.weights import find_weights, refuse_missing
 from jobs.named_stages import stage_at, stages_in
 from jobs.terminal import activity, echo
 from models.weights.folder import CONFIG
-from pipeline import any_weights, artifacts
+from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
-from pipeline.evaluation.protocols import check_ops, preprocessing_of
-from pipeline.versions import code_version
+from pipeline.evaluation import any_weights
+from pipeline.identity import code_version
+from pipeline.training_config import check_ops
 
 if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait
     from torch import Tensor

@@ -20,11 +20,11 @@ from jobs.commands.checkpoints import SavedRun
 from jobs.commands.stored_runs import OpenedRun, opened
 from jobs.terminal import activity, echo
 from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
 from pipeline.checkpoints.manifest import read_manifest, step_of
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.config import differences
-from pipeline.evaluation.protocols import preprocessing_of
-from pipeline.versions import code_version
+from pipeline.identity import code_version
 
 if TYPE_CHECKING:  # it imports torch, for which a refusal does not wait
     from torch import Tensor

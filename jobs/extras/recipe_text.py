@@ -12,6 +12,7 @@ from jobs.recipe.references import source_of, value_at
 from jobs.resolved_recipe import Campaign, Stage
 from pipeline import config
 from pipeline.config import require
+from pipeline.recipe import to_yaml
 
 Section: TypeAlias = Mapping[str, object]  # nested, plain, not yet checked
 
@@ -40,7 +41,7 @@ def resolved(campaign: Campaign) -> str:
             if before.get(field, "absent") != value:
                 changed[field] = value
         sections[stage.name] = {"as": first.name, "but": changed}
-    return config.to_yaml(sections)
+    return to_yaml(sections)
 
 
 def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:

@@ -33,7 +33,8 @@ from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, St
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
-from pipeline.config import ConfigDataclass, Recipe, read_recipe, require
+from pipeline.config import ConfigDataclass, require
+from pipeline.recipe import Recipe, read_recipe
 from pipeline.values import read_number
 
 NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that belong to the whole campaign

@@ -15,7 +15,7 @@ from data.index.names import Names, agreed
 from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
 from models.weights.folder import CLASSES, CONFIG
-from pipeline import any_weights
+from pipeline.evaluation import any_weights
 
 
 def check(stage: Stage, there: Available) -> None:

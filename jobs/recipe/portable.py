@@ -19,8 +19,7 @@ from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe.campaign import NOT_STAGES
 from jobs.resolved_recipe import Kinds, MakeAbsolute
-from pipeline import config
-from pipeline.config import Recipe
+from pipeline.recipe import Recipe, to_yaml
 
 VARIABLE = "PATCHLINE_RECIPE"  # of the environment in which a recipe travels
 
@@ -48,7 +47,7 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
             make_absolute(section, pattern.split("."), name, absolute)
         for other in kinds.values():
             other.make_absolute(name, section, patterns, absolute)
-    text = config.to_yaml(values)
+    text = to_yaml(values)
     # An environment variable of the recipe stands there in clear now.
     if SECRET_VALUE.search(text):
         raise ConfigError(

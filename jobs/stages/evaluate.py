@@ -4,7 +4,7 @@
 
 1. A result that an earlier evaluation of the same weights in this run has is carried over: a changed set or protocol
    costs that set or protocol alone.
-2. The workers compute the others (pipeline/evaluation_worker.py): each set passes through the model once.
+2. The workers compute the others (pipeline/evaluation/worker.py): each set passes through the model once.
 3. The document is written: values with intervals, and the digests of weights, sets and protocols.
 
     evaluate:
@@ -53,10 +53,11 @@ from jobs.resolved_recipe import (
 from jobs.stages import training
 from jobs.terminal import COMMAND
 from models import ModelConfig
-from pipeline import any_weights, artifacts, config
+from pipeline import artifacts, config
+from pipeline.architecture import check_shape
 from pipeline.artifacts import DIVERGED, STOPPED
-from pipeline.config import Tags, require, shown, tags
-from pipeline.evaluation import document
+from pipeline.config import Tags, require, tags
+from pipeline.evaluation import any_weights, document
 from pipeline.evaluation.document import Entry
 from pipeline.evaluation.protocols import (
     FEATURES,
@@ -65,19 +66,18 @@ from pipeline.evaluation.protocols import (
     LinearConfig,
     LogisticConfig,
     NeighboursConfig,
-    ProbeConfig,
     check_names,
-    check_ops,
-    check_shape,
+    probe_protocol,
     protocols_of,
 )
+from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import without_single_seeds
-from pipeline.training_config import TrainConfig
-from pipeline.versions import code_version
+from pipeline.training_config import ProbeConfig, TrainConfig, check_ops
+from pipeline.values import shown
 
 if TYPE_CHECKING:
-    from pipeline.evaluation.worker import Request
-    from pipeline.evaluation_worker import WorkerConfig
+    from pipeline.evaluation.evaluator import Request
+    from pipeline.evaluation.worker import WorkerConfig
 
 Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
 # Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
@@ -194,7 +194,7 @@ class Evaluate(StageKind):
     def run(self, cfg: EvaluateConfig, context: Context) -> dict[str, object]:
         """Compute the results that no earlier evaluation of this run has, and write the document."""
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
-        from pipeline.evaluation_worker import WorkerConfig
+        from pipeline.evaluation.worker import WorkerConfig
 
         init = context.campaign.path_of(cfg.init)
         weights_digest = any_weights.digest_of(init, context.log)
@@ -336,7 +336,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
 
     Raises DataError where a leaks.json is not about a set, or a test set is the training set.
     """
-    from pipeline.evaluation.worker import Request
+    from pipeline.evaluation.evaluator import Request
 
     common: dict[str, Any] = {
         "preprocess": preprocess,
@@ -499,8 +499,8 @@ class FewShot(StageKind):
 
     def run(self, cfg: FewShotStageConfig, context: Context) -> dict[str, object]:
         """Evaluate the weights by the protocol fewshot on the workers; write the results to metrics.json."""
-        from pipeline.evaluation.worker import Request
-        from pipeline.evaluation_worker import WorkerConfig
+        from pipeline.evaluation.evaluator import Request
+        from pipeline.evaluation.worker import WorkerConfig
 
         worker_config = WorkerConfig(
             preprocess=cfg.preprocess or f"resize({context.model.image_size})",
@@ -514,7 +514,7 @@ class FewShot(StageKind):
         init = context.campaign.path_of(cfg.init)
         test = context.campaign.path_of(cfg.probe.test)
         train = context.campaign.path_of(cfg.probe.train)
-        request = Request(test, train, cfg.probe.protocol(), first_label=True)
+        request = Request(test, train, probe_protocol(cfg.probe), first_label=True)
         (result,) = evaluate_on_workers(worker_config, init, [request], context)
         metrics = document.metrics_with_seeds(result)
         results = {
@@ -609,7 +609,7 @@ def evaluate_on_workers(cfg: "WorkerConfig", init: str, requests: Sequence["Requ
 
     Raises DataError if the weights at `init` are not what their maker wrote, Preempted, and StageFailed.
     """
-    from pipeline.evaluation_worker import worker
+    from pipeline.evaluation.worker import worker
 
     outcome = supervise(
         worker,

@@ -37,15 +37,14 @@ from jobs.resolved_recipe import (
 )
 from models import ModelConfig
 from pipeline import artifacts
-from pipeline.architecture import check_model, trained_model
-from pipeline.arithmetic import batch_arithmetic, check_schedule, steps_of
+from pipeline.architecture import check_model, check_shape, trained_model
 from pipeline.config import require
 from pipeline.engine.settings import engine_settings
-from pipeline.evaluation.protocols import ProbeConfig, check_shape
 from pipeline.hooks import HookOptions, compose, is_used, load_classes, plain_values
+from pipeline.identity import code_version
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import TrainConfig
-from pipeline.versions import code_version
+from pipeline.training_config import ProbeConfig, TrainConfig
+from pipeline.training_data import batch_arithmetic, check_schedule, steps_of
 
 
 class Companion(Protocol):
@@ -120,8 +119,8 @@ class Training(StageKind):
         Raises Preempted, or StageFailed with the exit code that the worker wanted.
         """
         # Imported here and not above, as in every stage: a recipe is checked without torch, which takes a second.
+        from pipeline.artifacts import EXCLUDED_STEPS
         from pipeline.checkpoints.saver import check_disk_space
-        from pipeline.health import EXCLUDED_STEPS
         from pipeline.train import train
 
         campaign = context.campaign

@@ -27,8 +27,8 @@ from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, r
 from jobs.stages import evaluate
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
-from pipeline.arithmetic import steps_of
 from pipeline.optimization import learning_rate
+from pipeline.training_data import steps_of
 
 JUDGING = (evaluate.Evaluate.name, evaluate.FewShot.name)
 NONE = "none"  # the value of what is not there, and known not to be

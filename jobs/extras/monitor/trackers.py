@@ -28,8 +28,8 @@ from jobs.run.reading import StatusMessage, records_since
 from jobs.run.watchers import Watcher
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline import config
+from pipeline.identity import code_version, git_commit
 from pipeline.monitoring.telemetry import Record
-from pipeline.versions import code_version, git_commit
 
 CLOSE_S = 15.0  # for what is still to be sent when a command ends
 OPEN_S = 10.0  # for W&B's server to answer; its client's own limit of 90 s would hold up the end of the command

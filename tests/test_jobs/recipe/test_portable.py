@@ -7,7 +7,7 @@ import yaml
 
 from data.errors import ConfigError
 from jobs.recipe.portable import portable
-from pipeline.config import Recipe
+from pipeline.recipe import Recipe
 from tests.support.campaigns import KINDS
 
 pytestmark = pytest.mark.quick

@@ -29,10 +29,12 @@ from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.stages import evaluate as stage
-from pipeline import any_weights, artifacts
-from pipeline.config import Recipe
-from pipeline.evaluation.features import normalise
-from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of
+from models.catalog import normalise
+from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
+from pipeline.evaluation import any_weights
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from pipeline.recipe import Recipe
 from tests.support import campaigns, ranks
 from tests.support.archives import make_subset
 from tests.support.golden import GOLDEN
