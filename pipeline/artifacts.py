@@ -36,9 +36,8 @@ EXAMPLES = "examples.json"
 EXCLUDED_STEPS = "excluded-steps.json"
 # Of a trained stage: what is wanted and known of the samples behind its spikes (`health.on_spike: bisect`).
 SEARCHES = "searches"
-# Entries of a done.json, each with the reason: a run of a sweep diverged, or the stage ended early or was not run.
+# Entry of a done.json, with the reason: a run of a sweep diverged.
 DIVERGED = "diverged"
-STOPPED = "stopped"
 NEEDED_FILES = (WEIGHTS, CONFIG)  # of every folder of weights
 BESIDE_WEIGHTS = (CLASSES, PREPROCESSING)  # only where they are known
 WEIGHT_FILES = (*NEEDED_FILES, *BESIDE_WEIGHTS)

@@ -18,7 +18,6 @@ from jobs.extras.planning.checks import STAGE, results
 from jobs.extras.planning.stage_checks import TrainedFacts
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.extras.plan.cost import (
     GPUS,
@@ -34,7 +33,7 @@ from pipeline.extras.plan.cost import (
 )
 from pipeline.extras.plan.trial import read_trials
 from pipeline.phases import flops_of, has_one_shape
-from pipeline.training_data import cache_line, training_order
+from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
 LEAST_GAIN = 0.01  # of a stage's time, for which another number of steps between two saves is proposed

@@ -10,14 +10,14 @@ from data.decoder import images_per_cpu_s
 from data.index.index import Index
 from jobs import cluster_config
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from jobs.worlds import allowed_worlds
-from pipeline.arithmetic import steps_of
+from jobs.stages.training import allowed_worlds
 from pipeline.extras.plan.cost import GPUS, MOST_SHARE, Assumptions
 from pipeline.extras.plan.memory import GIB, in_words, memory_need
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.phases import has_whole_images
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import steps_of
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one
 CPU_RATE = 650.0  # ImageNet-1k photographs a core decodes in a second, busy (e2babf2); idle 925, benchmarks/README.md

@@ -13,7 +13,7 @@ import models
 from jobs.__main__ import main
 from jobs.recipe.records import changed_warnings, stage_record
 from jobs.resolved_recipe import Campaign
-from jobs.run.changed_evaluations import evaluation_commands
+from jobs.stages.evaluate import evaluation_commands
 from pipeline import artifacts
 from tests.support import campaigns
 from tests.support.recipes import TINY
@@ -75,7 +75,7 @@ def test_another_probe_gives_the_command_of_the_few_shot_protocol(alone: Path, s
     assert command[-2:] == ["--protocol", "fewshot"]
 
 
-@pytest.mark.parametrize("end", ["diverged", "stopped"])
+@pytest.mark.parametrize("end", ["diverged"])
 def test_a_stage_without_final_weights_has_no_command(alone: Path, shards: Path, end: str) -> None:
     finished(alone, **{end: "a reason"})
     assert commands(alone, [f"pretrain.data.evaluate={shards}/train"]) == []
