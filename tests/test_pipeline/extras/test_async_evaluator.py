@@ -19,7 +19,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.extras.async_evaluation.spare_worker import SEARCH
 from pipeline.checkpoints.manifest import step_of
 from pipeline.checkpoints.needed import requested_steps
-from pipeline.evaluation.worker import EvaluationStopped
+from pipeline.evaluation.evaluator import EvaluationStopped
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import AsyncEvaluator
 from pipeline.monitoring.telemetry import read_metrics
