@@ -49,6 +49,7 @@ UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 STOP_WAIT_S = STOP_GRACE_S + 30  # the rest is for the status to follow
+LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
 LOOK_EVERY_S = 5.0  # of silence in a job's log, after which the head is asked for the job
 LOOK_TIMEOUT_S = 10.0
@@ -167,15 +168,10 @@ def list_jobs() -> list[RayJob]:
     The latest of each kind stands first.
     """
     client = _connect()
-    running: list[RayJob] = []
-    waiting: list[RayJob] = []
-    ended: list[RayJob] = []
+    jobs = []
     for job in reversed(_submitted_jobs(client)):
         if not job.run:
             continue  # it was submitted without Patchline
-        if not job.alive:
-            ended.append(job)
-            continue
         if job.status == "RUNNING":
             # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
             # There is none where the job's node is away.
@@ -186,11 +182,8 @@ def list_jobs() -> list[RayJob]:
                     # A driver that has started may still wait for its workers' places.
                     is_waiting = lines[-2].startswith(WAITING)
                     job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
-        if job.status == "RUNNING":
-            running.append(job)
-        else:
-            waiting.append(job)
-    return [*running, *waiting, *ended]
+        jobs.append(job)
+    return sorted(jobs, key=lambda job: LISTED_FIRST.get(job.status, 2))
 
 
 def status(run: str) -> RayJob:

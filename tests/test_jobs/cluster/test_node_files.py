@@ -203,7 +203,7 @@ def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> 
 DRIVER = """
 import json, sys, time
 from pathlib import Path
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.nodes import nodes_of
 from jobs.cluster.ray import disconnect
 from jobs.cluster.worker import records
 from jobs.cluster.failure import WorkerGroupError

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -116,6 +117,60 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
+# ------------------------------------------------------------------------ which nodes have a warm agent
+
+
+@pytest.fixture
+def unplaced(monkeypatch) -> ray_nodes.RayNodes:
+    """Nodes of a driver that has joined no cluster."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    return ray_nodes.RayNodes(ClusterConfig(), is_embedded=False)
+
+
+@pytest.mark.quick
+def test_a_few_spare_nodes_have_a_warm_agent(unplaced, monkeypatch) -> None:
+    started: list[str] = []
+
+    def start(node_id: str) -> None:
+        started.append(node_id)
+        unplaced.actors[node_id] = None
+
+    monkeypatch.setattr(unplaced, "start_agent", start)
+    unplaced.actors["a"] = None
+    unplaced.used = {"a"}
+    # A node with a worker and room for another one is no spare one that lacks an agent.
+    for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
+        unplaced.warm_up_spares(set(spare))
+        assert started == list(expected), spare
+        started.clear()
+    # Those of workers with GPUs import nothing ahead.
+    unplaced.cluster = ClusterConfig(gpus_per_worker=1)
+    unplaced.warm_up_spares({"x", "y"})
+    assert not started
+
+
+@pytest.mark.quick
+def test_an_agent_that_is_not_there_can_be_ended(unplaced) -> None:
+    unplaced.end_agent("a")
+    assert unplaced.actors == {}
+
+
+@pytest.mark.quick
+def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> None:
+    connection = ["first"]
+    context = SimpleNamespace(get_node_id=lambda: connection[0], get_job_id=lambda: "01000000")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray_nodes, "_joined", {})
+    before = ray_nodes.ray_nodes_of(ClusterConfig(), is_embedded=False)
+    before.avoid(["a"])
+    before.excluded.add("b")
+    assert ray_nodes.ray_nodes_of(ClusterConfig(), is_embedded=False) is before
+    connection[0] = "second"
+    after = ray_nodes.ray_nodes_of(ClusterConfig(), is_embedded=False)
+    assert after is not before
+    assert after.avoided_now() == {"a", "b"}
+
+
 # ------------------------------------------------------------------------ what fits
 
 
@@ -169,7 +224,7 @@ def held(cluster: ClusterConfig) -> int:
 
 RIVAL = """
     import sys
-    from jobs.cluster.placement import nodes_of
+    from jobs.cluster.nodes import nodes_of
     from jobs.cluster.worker_group import do_nothing
     from jobs.cluster_config import ClusterConfig
 
@@ -289,10 +344,10 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.leave_out({odd}, 3) == 2 and not ours.exclusion.excluded, "three workers need it"
+    assert ours.leave_out({odd}, 3) == 2 and not ours.excluded, "three workers need it"
     assert ours.leave_out({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
-    assert ours.room() == 2 and odd not in ours.status().spare
+    assert ours.room() == 2 and odd not in ours.status()[1]
     with pytest.raises(
         ClusterError, match=r"room for 2 of 3 workers .*; even when the cluster is empty it has room for 2"
     ):
