@@ -192,7 +192,6 @@ class Agent:
                         directory=os.getcwd(),
                         umask=current_umask(),
                         is_shared=self.files is None,
-                        serves_store=info.rank == 0,
                     )
                 )
             return self.files is not None

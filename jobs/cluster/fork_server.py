@@ -214,7 +214,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                     # What has come here has no worker's record; the exit code has to do.
                     os._exit(1)
             pids.add(pid)
-            if request.serves_store and store is not None:
+            if request.info.rank == 0 and store is not None:
                 store.close()
                 store = None
             connection.send(Forked(request.info.rank, pid))

@@ -112,7 +112,6 @@ class WorkerSpec:
     directory: str  # the working directory
     umask: int
     is_shared: bool  # the attempt's folder is the same on every node
-    serves_store: bool  # on the socket that the fork server listens at
 
 
 def worker_file(folder: Path, rank: int, suffix: str) -> Path:
@@ -171,7 +170,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         _prepare(spec)
         _write_record(spec, record)
         os.write(news, b".")
-        if spec.serves_store:
+        if info.rank == 0:
             from torch.distributed import TCPStore
 
             # torch's rank 0 would serve a store on all interfaces, to whoever asks; this one listens where the fork

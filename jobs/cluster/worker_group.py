@@ -51,7 +51,6 @@ DRAINED = "its node is drained"
 class DrainEvent:
     """Tells that a node is about to leave."""
 
-    rank: int | None  # of a worker there; None where it is the node of the driver, which cannot move
     node: str
     node_id: str
     why: str
@@ -106,6 +105,7 @@ class WorkerGroup:
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
         self.node_names: dict[int, str] = {}  # by rank
         self.addresses: dict[int, str] = {}  # by rank, of the worker's node
+        # By the rank of a worker there; None is the node of the driver, which cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
@@ -178,10 +178,10 @@ class WorkerGroup:
                     agent = link.agent
                     if agent.node_id in self.draining:
                         rank = link.ranks[0].rank
-                        self.drain_events.setdefault(rank, DrainEvent(rank, agent.name, agent.node_id, DRAINED))
+                        self.drain_events.setdefault(rank, DrainEvent(agent.name, agent.node_id, DRAINED))
                 own_node = self.nodes.own_node
                 if own_node in self.draining:
-                    self.drain_events.setdefault(None, DrainEvent(None, os.uname().nodename, own_node, DRAINED))
+                    self.drain_events.setdefault(None, DrainEvent(os.uname().nodename, own_node, DRAINED))
                 # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
                 evidence = self.evidence()
                 now = time.monotonic()
@@ -333,7 +333,7 @@ class WorkerGroup:
                 # Without Ray whoever signals one process signals this one too, and there is nowhere else to go.
                 agent = link.agent
                 if agent.node_id:
-                    event = DrainEvent(rank, agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
+                    event = DrainEvent(agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
                     self.drain_events.setdefault(rank, event)
             if report.changes:
                 link.taken = take_over(self.folder.parents[1], report.changes)

@@ -174,7 +174,10 @@ def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> N
 # ------------------------------------------------------------------------ what fits
 
 
-def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(nodes) -> None:
+def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(
+    nodes, monkeypatch
+) -> None:
+    monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     seen: list[tuple[float, Any]] = []  # what an autoscaler is told, and when
     began = time.monotonic()
 
@@ -191,9 +194,9 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
     )
     said: list[str] = []
     with pytest.raises(ClusterError) as caught:
-        reserve(ClusterConfig(cpus_per_worker=2, wait_s=4), "/runs/a", said.append, look)
+        reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\nwaited 4 s\ntype ")
+    assert str(caught.value).startswith(f"{missing}\nwaited 2 s\ntype ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
@@ -244,7 +247,8 @@ def start_rival(run: str, workers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes) -> None:
+def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes, monkeypatch) -> None:
+    monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     two = ClusterConfig(workers=2, wait_s=60)
     held = reserve(two, "/runs/first")
     rival = start_rival("/runs/second", 2)
@@ -259,7 +263,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         assert rival.stdout.readline() == "placed\n"
         said: list[str] = []
         with pytest.raises(ClusterError):
-            reserve(ClusterConfig(workers=2, wait_s=7), "/runs/first", said.append)
+            reserve(ClusterConfig(workers=2, wait_s=3), "/runs/first", said.append)
         assert said[0].endswith("; held: 2 CPUs by /runs/second")
         rival.kill()
         assert reserve(two, "/runs/first")
@@ -351,7 +355,7 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     with pytest.raises(
         ClusterError, match=r"room for 2 of 3 workers .*; even when the cluster is empty it has room for 2"
     ):
-        reserve(ClusterConfig(workers=3, wait_s=4), "/runs/a")
+        reserve(ClusterConfig(workers=3, wait_s=1), "/runs/a")
     assert set(ours.identities()) >= nodes.alive(), "nodes that are left out are asked too"
 
 

@@ -40,7 +40,7 @@ def test_records_that_are_absent_or_half_written_are_not_there_yet(tmp_path) -> 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
     info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
-    spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True)
+    spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True)
     with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
         worker._prepare(spec)
     assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)

@@ -42,7 +42,7 @@ from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
 from tests.support import campaigns, worker_functions
 from tests.support.contexts import pretrain_context
-from tests.support.families import answers, family_of, wait_until
+from tests.support.families import answers, family_of, maps_of, wait_until
 from tests.test_jobs.cluster.test_failure import left
 
 if TYPE_CHECKING:
@@ -143,13 +143,12 @@ def note_workers_of_ray(has_torch: dict[str, bool]) -> None:
             if words and words[0].startswith("ray::"):
                 # "ray::RayAgent", and "ray::digits agent 1 4f1a:RayAgent.poll" while it works.
                 name = words[0].strip().removeprefix("ray::").rpartition(":")[2].partition(".")[0]
-                has_torch[name] = has_torch.get(name, False) or "libtorch" in str(process.memory_maps())
+                has_torch[name] = has_torch.get(name, False) or "libtorch" in str(maps_of(process))
 
 
 def shared_memory(family: list[psutil.Process]) -> set[Path]:
     """The files under /dev/shm that the processes have mapped."""
-    maps = answers(family, lambda process: [file.path for file in process.memory_maps()])
-    return {Path(path.removesuffix(" (deleted)")) for path in maps if path.startswith("/dev/shm/")}
+    return {path for path in answers(family, maps_of) if path.is_relative_to("/dev/shm")}
 
 
 # ------------------------------------------------------------------------ one attempt
@@ -380,10 +379,11 @@ def test_a_missing_gpu_is_said_with_what_to_type(backend, restart, tmp_path) -> 
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
 
-def test_a_wait_says_what_for_and_ends(two, full) -> None:
+def test_a_wait_says_what_for_and_ends(two, full, monkeypatch) -> None:
+    monkeypatch.setattr("jobs.cluster.ray_places.FIRST_LINE_S", 1.5)
     said: list[str] = []
-    cluster = dataclasses.replace(two["ray"], wait_s=4)
-    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 4 s\ntype"):
+    cluster = dataclasses.replace(two["ray"], wait_s=2)
+    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 2 s\ntype"):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
 
