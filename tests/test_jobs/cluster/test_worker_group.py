@@ -80,10 +80,10 @@ def full(two) -> Iterator["ClusterInfo"]:
 
     info = connect(two["ray"])
     nodes_of(two["ray"]).release()  # what an earlier test has left reserved for its next attempt
-    holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
-    ray.get(holder.ready.remote())
+    group = ray.util.placement_group([{"CPU": info.cpus}])
+    assert group.wait(30)
     yield info
-    ray.kill(holder)
+    ray.util.remove_placement_group(group)
 
 
 def alive(folder: Path) -> list[int]:
@@ -510,20 +510,6 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
 # ------------------------------------------------------------------------ which devices
 
 
-def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
-    recipe, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
-    run_campaign(loaded, only="pretrain")
-    out = capsys.readouterr().out
-    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
-    assert out.count(line) == out.count("unused") == 1
-    assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")
-    assert device_name(torch.device("cuda", 3)) == "NVIDIA H100 80GB HBM3 3"
-
-
 @pytest.mark.parametrize(
     ("gpus", "cluster", "said"),
     [
@@ -775,3 +761,18 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
         driver.wait()
     assert not psutil.wait_procs(family, timeout=20)[1]
     wait_until(lambda: not any(path.exists() for path in directories | shared), 20)
+
+
+# A campaign of this process leaves the embedded cluster when it ends: it comes after the tests that share that.
+def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
+    recipe, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
+    run_campaign(loaded, only="pretrain")
+    out = capsys.readouterr().out
+    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
+    assert out.count(line) == out.count("unused") == 1
+    assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")
+    assert device_name(torch.device("cuda", 3)) == "NVIDIA H100 80GB HBM3 3"
