@@ -119,16 +119,6 @@ def worker_file(folder: Path, rank: int, suffix: str) -> Path:
     return folder / f"rank-{rank:05d}{suffix}"
 
 
-def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
-    """Return the records that workers have left in the attempt's folder so far, by rank; for people and tests."""
-    by_rank = {}
-    for rank in range(world):
-        # It is not there yet, or a shared folder stutters.
-        with suppress(OSError, ValueError):
-            by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
-    return by_rank
-
-
 _stores: list[Any] = []  # in the process of rank 0: the store that it serves, as long as the process lives
 
 

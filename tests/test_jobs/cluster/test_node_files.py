@@ -15,9 +15,9 @@ import pytest
 
 from jobs.cluster import node_files
 from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
-from jobs.cluster.worker import records
 from tests.support import hosts
 from tests.support.ray_hosts import RayHosts
+from tests.support.worker_records import records
 
 ATTEMPT = Path("attempts") / "attempt-000002"
 
@@ -205,7 +205,7 @@ import json, sys, time
 from pathlib import Path
 from jobs.cluster.nodes import nodes_of
 from jobs.cluster.ray import disconnect
-from jobs.cluster.worker import records
+from tests.support.worker_records import records
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup, do_nothing
 from jobs.cluster_config import ClusterConfig

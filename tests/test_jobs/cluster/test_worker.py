@@ -1,7 +1,5 @@
 """One worker's environment and folder (what a worker does in a group: test_worker_group.py)."""
 
-import json
-
 import pytest
 
 from data.errors import ClusterError
@@ -28,13 +26,6 @@ def test_a_worker_has_the_variables_of_its_rank_and_sees_its_gpus_alone(gpus, vi
         "NODE_RANK": "1",
         "OMP_NUM_THREADS": "4",
     }
-
-
-def test_records_that_are_absent_or_half_written_are_not_there_yet(tmp_path) -> None:
-    whole = {"rank": 1, "node": "n1", "pid": 4711, "started": 1.0}
-    (tmp_path / "rank-00001.json").write_text(json.dumps(whole))
-    (tmp_path / "rank-00002.json").write_text('{"rank": 2, "no')
-    assert worker.records(tmp_path, 3) == {1: whole}
 
 
 def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
