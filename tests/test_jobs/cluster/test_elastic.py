@@ -8,7 +8,7 @@ from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.cluster.elastic import Growth, Proven, Sizes
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.worlds import allowed_worlds
+from jobs.stages.training import allowed_worlds
 from pipeline.training_config import TrainConfig
 from tests.support import campaigns
 
