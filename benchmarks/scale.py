@@ -43,8 +43,7 @@ from data.index.index import digest_of
 from data.index.shard import Shard
 from data.order import Ledger
 from data.storage import Folder
-from jobs.cluster.agent import NodeReport, WorkerState
-from jobs.cluster.nodes import NodeAgent
+from jobs.cluster.agent import NodeAgent, NodeReport, WorkerState
 from jobs.cluster.worker import WorkerRecord
 from jobs.cluster.worker_group import AgentLink, WorkerGroup
 from jobs.cluster_config import ClusterConfig

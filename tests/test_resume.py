@@ -13,7 +13,6 @@ import pytest
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.cluster.ray_agent import WORKER_GAUGE
-from jobs.cluster.worker import records
 from jobs.extras.monitor.gauges import OF_DRIVER, OF_REPORT
 from jobs.ownership import Lease
 from jobs.recipe import campaign
@@ -26,6 +25,7 @@ from tests.support.drives import assert_same_stage
 from tests.support.families import answers, family_of
 from tests.support.recipes import TINY
 from tests.support.scrape import EXPORT_EVERY, Scraper
+from tests.support.worker_records import records
 
 ROOT = Path(__file__).parents[1]
 SEED = int(os.environ.get("FAULT_SEED", "20261120"))

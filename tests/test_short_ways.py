@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from jobs.__main__ import main
-from jobs.cluster import fork_server, placement
-from jobs.cluster.placement import ThisMachine
+from jobs.cluster import fork_server, nodes
+from jobs.cluster.nodes import ThisMachine
 from tests.support.drives import launch_by_fork
 from tests.support.recipes import TINY
 from tests.support.stacks import Call, numbered, recorded, recording_call, recording_worker
@@ -40,14 +40,14 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         # A fork server of its own, that no test before has warmed. It is a fork of this process, so that the patches
         # made here reach the workers.
-        patch.setattr(placement, "_machines", {})
+        patch.setattr(nodes, "_machines", {})
         patch.setattr(fork_server.ForkServer, "launch", launch_by_fork)
         patch.setattr(fork_server, "run_worker", recording_worker(folder, fork_server.run_worker))
         patch.setattr(ThisMachine, "call", recording_call(folder, ThisMachine.call))
         options = ["cluster.workers=1", "pretrain.steps=2", "pretrain.data.evaluate=null"]
         options.append("pretrain.optim.schedule.warmup_steps=1")
         assert main(["run", str(recipe), *options]) == 0
-        for machine in placement._machines.values():
+        for machine in nodes._machines.values():
             machine.agent.close()
     return folder
 

@@ -121,7 +121,7 @@ def look_at_ray(context: Context) -> None:
     """Report the GPUs that an embedded Ray cluster counts, and those that torch sees in a worker placed by it."""
     cluster = ClusterConfig(workers=1, backend="ray", gpus_per_worker=context.gpus, wait_s=30, start_timeout_s=60)
     with tempfile.TemporaryDirectory(dir=context.work) as folder:
-        from jobs.cluster.placement import nodes_of
+        from jobs.cluster.nodes import nodes_of
         from jobs.cluster.ray import connect
 
         began = time.perf_counter()

@@ -26,10 +26,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -89,6 +91,18 @@ class NodeReport:
     workers: list[WorkerState] = field(default_factory=list)
     told_to_go: list[int] = field(default_factory=list)  # ranks that were sent SIGTERM
     changes: list[Change] = field(default_factory=list)  # of files, where the nodes share none
+
+
+@dataclass(frozen=True)
+class NodeAgent:
+    """The agent of one node, as the driver sees it."""
+
+    name: str  # of the node, for people
+    node_id: str  # Ray's; "" without Ray
+    address: str
+    slots: int  # workers that have a place there
+    call: Callable[..., "Future[Any]"]  # (method of Agent, its arguments)
+    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
 
 
 class Agent:
@@ -178,7 +192,6 @@ class Agent:
                         directory=os.getcwd(),
                         umask=current_umask(),
                         is_shared=self.files is None,
-                        serves_store=info.rank == 0,
                     )
                 )
             return self.files is not None

@@ -20,7 +20,6 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.placement_group import placement_group_table
 
 from data.checks import few
-from jobs.cluster_config import ClusterConfig
 
 OWNER = "patchline "  # how the names of our placement groups begin; the run follows, and what makes the name its own
 DRAINING = "DRAINING"  # the status of a node that was told to go
@@ -68,14 +67,6 @@ class ClusterState:
     def staying(self) -> dict[str, dict[str, float]]:
         """Return what is free on the nodes that are not about to leave."""
         return {node: resources for node, resources in self.free.items() if node not in self.draining}
-
-
-def share_of_worker(cluster: ClusterConfig) -> dict[str, int]:
-    """Return what Ray reserves for one worker, by Ray's name of the resource; a share of nothing is left out."""
-    share = {"CPU": cluster.cpus_per_worker}
-    if cluster.gpus_per_worker:
-        share["GPU"] = cluster.gpus_per_worker
-    return share
 
 
 def room_for(share: Mapping[str, int], nodes: Mapping[str, Resources]) -> int:

@@ -75,11 +75,6 @@ class WorkerEnded:
     exit_code: int  # negative: the signal that killed it
 
 
-@dataclass(frozen=True)
-class News:
-    """A worker has left something in the node's folder."""
-
-
 # ------------------------------------------------------------------------ in the agent
 
 
@@ -175,7 +170,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                 return
             if news in ready:
                 os.read(news, 4096)
-                connection.send(News())
+                connection.send(None)  # a worker has left something in the node's folder
 
             # One signal may stand for several workers that have ended: all are asked.
             if deaths in ready:
@@ -214,7 +209,7 @@ def serve(connection: Connection, lifeline: int, folder: Path) -> None:
                     # What has come here has no worker's record; the exit code has to do.
                     os._exit(1)
             pids.add(pid)
-            if request.serves_store and store is not None:
+            if request.info.rank == 0 and store is not None:
                 store.close()
                 store = None
             connection.send(Forked(request.info.rank, pid))

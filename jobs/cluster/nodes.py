@@ -1,47 +1,32 @@
-"""The nodes that a campaign works on, as the driver sees them: here those of plain processes, which are one machine.
+"""The nodes that a campaign works on, as the driver sees them: this machine, or those of a Ray cluster (ray_nodes.py).
 
-nodes = nodes_of(cluster)                               # placement.py: this machine, or a Ray cluster (ray_nodes.py)
-world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for places, and logs for what
-agents = nodes.agents(world)                            # one a node, warm over attempts and stages
-agents[0].call("poll", 0, 1.0, {})                      # a Future
+    nodes = nodes_of(cluster)
+    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # waits for places, and logs for what
+    agents = nodes.agents(world)                            # one a node, warm over attempts and stages
+    agents[0].call("poll", 0, 1.0, {})                      # a Future
 
-`RayNodes` has the same methods; what they promise stands here.
+`RayNodes` has the methods of `ThisMachine`; what they promise stands here. Ray takes seconds to import, so only a
+cluster that needs it imports it.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from data.errors import ClusterError
-from jobs.cluster.agent import Agent
+from jobs.cluster import embedded
+from jobs.cluster.agent import Agent, NodeAgent
+from jobs.cluster.ray import connect
 from jobs.cluster.worker import LOOPBACK
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, workers_per_gpu
 
-Log = Callable[[str], None]
-Tick = Callable[[], None]  # called a few times a second while something is waited for; what it raises ends the wait
+if TYPE_CHECKING:
+    from jobs.cluster.ray_nodes import RayNodes
 
-
-@dataclass(frozen=True)
-class NodeAgent:
-    """The agent of one node, as the driver sees it."""
-
-    name: str  # of the node, for people
-    node_id: str  # Ray's; "" without Ray
-    address: str
-    slots: int  # workers that have a place there
-    call: Callable[..., "Future[Any]"]  # (method of Agent, its arguments)
-    visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES of its workers; "": those that the node's environment shows
-
-
-@dataclass(frozen=True)
-class NodesStatus:
-    """Which of the nodes are to be watched; their ids."""
-
-    draining: Set[str]  # that were told to go
-    spare: Set[str]  # that stay, and have room for another worker
+Nodes: TypeAlias = "ThisMachine | RayNodes"
 
 
 class ThisMachine:
@@ -59,11 +44,11 @@ class ThisMachine:
         """Begin what workers need and what takes seconds, where that takes nothing from anybody."""
         self.agent.warm_up()
 
-    def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
+    def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
         """Return how many workers can start, one of `worlds`, when their places are reserved; the largest comes first.
 
-        `run` is the name under which others see who holds the places. Raises ClusterError, here where this machine has
-        too few GPUs.
+        `run` is the name under which others see who holds the places. `on_tick` is called a few times a second during
+        a wait; what it raises ends the wait. Raises ClusterError, here if this machine has too few GPUs.
         """
         gpus = self.cluster.gpus_per_worker
         if not gpus:
@@ -98,9 +83,12 @@ class ThisMachine:
         """Return for how many workers a larger group would find room, those counted that run. Any thread may ask."""
         return 0  # there are as many places from the start as there will ever be
 
-    def status(self) -> "NodesStatus":
-        """Return which nodes were told to go, and which have room for a worker. Any thread may ask."""
-        return NodesStatus(frozenset(), frozenset())
+    def status(self) -> tuple[Set[str], Set[str]]:
+        """Return the ids of the nodes that were told to go, and of those that stay and have room for another worker.
+
+        Any thread may ask.
+        """
+        return frozenset(), frozenset()
 
     def warm_up_spares(self, spare: Set[str]) -> None:
         """Start agents on a few of these nodes, to which a next attempt may move."""
@@ -128,3 +116,36 @@ class ThisMachine:
         import torch
 
         return torch.cuda.device_count() * workers_per_gpu(), "machine"
+
+
+_machines: dict[bool, ThisMachine] = {}  # of this process: with or without GPUs
+
+
+def nodes_of(cluster: ClusterConfig) -> Nodes:
+    """Return the nodes on which workers of this config start; a Ray cluster is joined, or started.
+
+    What is kept warm there serves every command of this process.
+    """
+    if cluster.backend == "ray":
+        # First: Ray reads some variables when it is imported, which `connect` has set then.
+        info = connect(cluster)
+        from jobs.cluster import ray_nodes
+
+        return ray_nodes.ray_nodes_of(cluster, is_embedded=info.embedded)
+    has_gpus = cluster.gpus_per_worker > 0
+    if has_gpus not in _machines:
+        _machines[has_gpus] = ThisMachine(cluster)
+    machine = _machines[has_gpus]
+    machine.cluster = cluster
+    return machine
+
+
+def start_early(cluster: ClusterConfig) -> None:
+    """Begin what workers need and what takes seconds: the fork server, or the processes of an embedded Ray cluster."""
+    if cluster.backend == "processes":
+        nodes_of(cluster).warm_up()
+    # A cluster that is joined is not touched before it is time.
+    elif embedded.is_wanted() and not embedded.is_started():
+        # The same failure comes again when the cluster is needed, and is reported then.
+        with suppress(OSError, ClusterError):
+            embedded.start(cluster)

@@ -1,26 +1,34 @@
-"""The nodes of a Ray cluster on which a campaign works: the places of its workers, its agents, and the nodes to avoid.
+"""The nodes of a Ray cluster on which a campaign works: the places of its workers, its agents, and the nodes that go.
 
     nodes = ray_nodes_of(cluster, is_embedded=False)
-    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # jobs/cluster/ray_places.py
-    agents = nodes.agents(world)                                     # jobs/cluster/ray_agents.py
+    world = nodes.reserve("/runs/digits", (4, 2), print, on_tick)    # ray_places.py
+    agents = nodes.agents(world)                                     # on each node with workers an actor: ray_agent.py
 
-Which nodes are avoided, because they are about to leave or do not answer, is in jobs/cluster/ray_exclusion.py.
+An agent belongs to the node and not to the places, which may change while the node does not: it stays warm over
+attempts and stages. It takes no CPU of Ray's count.
 """
 
-from collections.abc import Sequence, Set
+import secrets
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from jobs.cluster.capacity import ClusterState, room_for, share_of_worker
-from jobs.cluster.every_node import run_on_nodes
-from jobs.cluster.nodes import Log, NodeAgent, NodesStatus, Tick
-from jobs.cluster.ray_agents import RayAgents
+from jobs.cluster.agent import NodeAgent
+from jobs.cluster.capacity import ClusterState, room_for
+from jobs.cluster.ray_agent import RayAgent, call_actor
 from jobs.cluster.ray_places import RayPlaces, takes_connections
 from jobs.cluster_config import ClusterConfig
 from pipeline.identity import Identity, identity
 
+WARM_SPARES = 2  # nodes without a worker that have an agent: importing torch takes 4 s of two cores, 0.4 GB
+AGENT_THREADS = 4  # of an agent: a poll, and calls during it
 IDENTITY_S = 60.0  # for all nodes to return their identity: Ray starts a process on each
 
 
@@ -30,12 +38,11 @@ class RayNodes(RayPlaces):
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         super().__init__(cluster, is_embedded=is_embedded)
         self.own_node = str(ray.get_runtime_context().get_node_id())
-        self.node_agents = RayAgents(cluster)
-
-    def use(self, cluster: ClusterConfig) -> None:
-        """Use another config from now on, of another stage or attempt."""
-        self.cluster = cluster
-        self.node_agents.cluster = cluster
+        self.actors: dict[str, Any] = {}  # the agents that this process has started, by the ids of their nodes
+        self.used: Set[str] = frozenset()  # ids of the nodes on which workers were placed last
+        self.actors_started = 0
+        self.group_id = ""  # of the placement group that `gpu_ids` is about
+        self.gpu_ids: dict[str, str] = {}  # by node: CUDA_VISIBLE_DEVICES of its workers
 
     # -------------------------------------------------------------------- agents
 
@@ -46,30 +53,96 @@ class RayNodes(RayPlaces):
         """
         self.refuse_too_few(self.cluster.least)
         if self.is_embedded:
-            self.node_agents.start(self.own_node)
+            self.start_agent(self.own_node)
             return
         # Ray packs the workers on few nodes; an agent that is not needed ends when they are placed.
-        share = share_of_worker(self.cluster)
-        rooms = {node_id: room_for(share, {node_id: free}) for node_id, free in self.state().staying.items()}
+        rooms = {node_id: room_for(self.share, {node_id: free}) for node_id, free in self.state().staying.items()}
         room = 0
         for node_id in sorted(rooms, key=lambda node_id: -rooms[node_id]):
             if rooms[node_id] and room < self.cluster.most:
-                self.node_agents.start(node_id)
+                self.start_agent(node_id)
                 room += rooms[node_id]
-
-    def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
-        """Return how many workers have places, when Ray has made room for them (`RayPlaces.reserve`)."""
-        self.node_agents.run = run
-        return super().reserve(run, worlds, log, on_tick)
 
     def agents(self, world: int) -> list[NodeAgent]:
         """Return the agents of the nodes of the reservation, in the order of the ranks; start the missing ones."""
         assert self.reservation is not None
-        return self.node_agents.on(self.places(world), self.reservation.group, self.exclusion.now())
+        group = self.reservation.group
+        places = self.places(world)
+        if group.id.hex() != self.group_id:
+            self.group_id = group.id.hex()
+            self.gpu_ids = {}
+        rows = {node["NodeID"]: node for node in ray.nodes()}
+        gpus = self.cluster.gpus_per_worker
+        # Unused agents only take up memory; a few are kept for the next attempt, but none on an avoided node.
+        self.used = places.keys()
+        avoided = self.avoided_now()
+        kept = 0
+        for node_id in self.actors.keys() - self.used:
+            is_there = node_id in rows and rows[node_id]["Alive"] and node_id not in avoided
+            if is_there and not gpus and kept < WARM_SPARES:
+                kept += 1
+            else:
+                self.end_agent(node_id)
+        agents = []
+        for node_id, bundles in places.items():
+            # Which GPUs Ray has given to a bundle it tells in no table: a task in each bundle sees its own. They are
+            # the same as long as the bundle lives.
+            if gpus and node_id not in self.gpu_ids:
+                answers = []
+                for bundle, count in bundles.items():
+                    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+                    task: Any = ray.remote(num_cpus=0, num_gpus=gpus * count)(ray.get_gpu_ids)
+                    answers.append(task.options(scheduling_strategy=place).remote())
+                ids: list[str] = []
+                for of_bundle in ray.get(answers):
+                    ids += map(str, of_bundle)
+                self.gpu_ids[node_id] = ",".join(ids)
+            agents.append(
+                NodeAgent(
+                    name=rows[node_id]["NodeManagerHostname"],
+                    node_id=node_id,
+                    address=rows[node_id]["NodeManagerAddress"],
+                    slots=sum(bundles.values()),
+                    call=partial(call_actor, self.start_agent(node_id)),
+                    visible_gpus=self.gpu_ids.get(node_id, ""),
+                )
+            )
+        return agents
 
     def warm_up_spares(self, spare: Set[str]) -> None:
-        """Start agents on a few of these nodes, to which a next attempt may move."""
-        self.node_agents.warm_up_spares(spare)
+        """Start agents on a few of these nodes, to which a next attempt may move.
+
+        Those of workers with GPUs import nothing ahead: there is nothing to gain, and an autoscaler takes no node away
+        that has an agent.
+        """
+        if self.cluster.gpus_per_worker:
+            return
+        idle = (self.actors.keys() - self.used) & spare
+        for node_id in sorted(spare - self.actors.keys())[: max(0, WARM_SPARES - len(idle))]:
+            self.start_agent(node_id)
+
+    def start_agent(self, node_id: str) -> Any:
+        """Return the actor that is the agent of a node; where none runs there, one is started and imports."""
+        if node_id not in self.actors:
+            self.actors_started += 1
+            remote: Any = ray.remote(RayAgent).options(
+                # People find it by this name in the dashboard.
+                name=f"{Path(self.run).name} agent {self.actors_started} {secrets.token_hex(2)}",
+                num_cpus=0,
+                max_restarts=0,
+                max_concurrency=AGENT_THREADS,
+                # Not soft: on any other node it would start the workers there.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            self.actors[node_id] = remote.remote(self.cluster.gpus_per_worker > 0)
+            self.actors[node_id].warm_up.remote()
+        return self.actors[node_id]
+
+    def end_agent(self, node_id: str) -> None:
+        """End the agent of a node, and its workers with it, where there is one."""
+        with suppress(Exception):
+            ray.kill(self.actors[node_id])
+        self.actors.pop(node_id, None)
 
     def losses_of(self, asked: Sequence[tuple[NodeAgent, BaseException | None]]) -> list[str]:
         """Say how the node of each agent was lost, or the agent alone, and go on without it; "" where both are there.
@@ -94,51 +167,71 @@ class RayNodes(RayPlaces):
             elif isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                 loss = "its node's agent died (killed, or crashed), and its workers with it"
             if loss:
-                self.node_agents.end(agent.node_id)
+                self.end_agent(agent.node_id)
             losses.append(loss)
         return losses
 
     # -------------------------------------------------------------------- nodes that go
 
-    def status(self) -> NodesStatus:
+    def status(self) -> tuple[Set[str], Set[str]]:
         """Return the nodes that Ray was told will go, and those with room for a worker. Any thread may ask.
 
         Ray is told by hand, by its autoscaler, by SIGTERM to `ray start --block`.
         """
         state = ClusterState.now()
-        share = share_of_worker(self.cluster)
-        avoided = self.exclusion.now()
+        avoided = self.avoided_now()
         spare = set()
         for node_id, resources in state.staying.items():
-            if node_id not in avoided and room_for(share, {node_id: resources}):
+            if node_id not in avoided and room_for(self.share, {node_id: resources}):
                 spare.add(node_id)
-        return NodesStatus(state.draining, spare)
-
-    def avoid(self, node_ids: Sequence[str]) -> None:
-        """Have worker groups placed without these nodes, as long as the others have the room."""
-        self.exclusion.avoid(node_ids)
+        return state.draining, spare
 
     def stay_on(self, node_ids: Set[str]) -> None:
         """Have the next attempts placed without any other node."""
-        self.avoid([node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids])
+        self.avoid(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in node_ids)
 
     def leave_out(self, node_ids: Set[str], least: int) -> int:
         """Use these nodes no more, as long as this process lives; return for how many workers the others have room.
 
         Where that is less than `least`, nothing is left out.
         """
-        others = ClusterState.now(without=self.exclusion.excluded | node_ids)
-        room = room_for(share_of_worker(self.cluster), others.total)
+        room = room_for(self.share, ClusterState.now(without=self.excluded | node_ids).total)
         if room >= least:
-            self.exclusion.excluded |= node_ids
+            self.excluded |= node_ids
             for node_id in node_ids:
-                self.node_agents.end(node_id)
+                self.end_agent(node_id)
         return room
 
     def identities(self) -> dict[str, Identity]:
         """Return code and packages of every node that answers, by its id."""
         values, _ = run_on_nodes(identity, "", without=(), timeout_s=IDENTITY_S)
         return dict(values)
+
+
+def run_on_nodes(
+    function: Callable[..., Any], *arguments: object, without: Collection[str], timeout_s: float
+) -> tuple[list[tuple[str, Any]], dict[str, str]]:
+    """Run a function once on each node; return node ids with its values, and by a node's name why it gave none.
+
+    All nodes that are alive are asked, but those whose ids are in `without`. Nothing is reserved for it: a node that
+    another campaign has filled is asked as well.
+    """
+    there: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    asked = []
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] not in without:
+            pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked.append((node, there.options(scheduling_strategy=pinned).remote(*arguments)))
+    # All wait together: a node that does not answer costs the others nothing.
+    ray.wait([answer for _, answer in asked], num_returns=len(asked), timeout=timeout_s)
+    values = []
+    silent = {}
+    for node, answer in asked:
+        try:
+            values.append((node["NodeID"], ray.get(answer, timeout=0)))
+        except RayError as error:  # a time-out too
+            silent[node["NodeManagerHostname"]] = str(error).splitlines()[0] or f"no answer in {timeout_s:g} s"
+    return values, silent
 
 
 _joined: dict[tuple[str, str], RayNodes] = {}  # by the ids of this node and of this process there; at most one entry
@@ -154,8 +247,9 @@ def ray_nodes_of(cluster: ClusterConfig, *, is_embedded: bool) -> RayNodes:
         # cluster that was joined again.
         nodes = RayNodes(cluster, is_embedded=is_embedded)
         for before in _joined.values():
-            nodes.exclusion.add(before.exclusion)
+            nodes.avoided |= before.avoided
+            nodes.excluded |= before.excluded
         _joined.clear()
         _joined[connection] = nodes
-    _joined[connection].use(cluster)
+    _joined[connection].cluster = cluster
     return _joined[connection]

@@ -10,6 +10,8 @@
 If `cluster.workers` is a range, the largest number of workers is requested, so that an autoscaler hears of it. After
 `patience_s` the largest number for which there is room is requested instead. The places are given up for more as soon
 as there is room for more, between two attempts.
+
+No places lie on excluded nodes, and on those that are avoided for a while only if the others have too little room.
 """
 
 import math
@@ -17,7 +19,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +29,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from data.errors import ClusterError
-from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for, share_of_worker
-from jobs.cluster.nodes import Log, Tick
+from jobs.cluster.capacity import OWNER, ClusterState, in_words, missing, room_for
 from jobs.cluster.ray import WAITING
-from jobs.cluster.ray_exclusion import NodeExclusion
 from jobs.cluster_config import ClusterConfig
 
 POLL_S = 0.1
@@ -38,6 +38,8 @@ FIRST_LINE_S = 3.0  # the places of the last worker group take a moment to come 
 NEXT_LINE_S = 10.0  # between two different lines
 SAME_LINE_S = 60.0  # before the same line is logged again
 NEXT_CHOICE_S = 5.0  # for Ray to place a request, before another number of workers is requested
+AVOID_S = 600.0  # a node that was to leave, and is still there after so long, is used again
+MISSED_S = 70.0  # Ray has noticed a dead node after so long; a node that is there is better than none
 TOO_FEW = "type fewer cluster.workers, or RAY_ADDRESS=host:port of more machines"
 
 ANSWER_S = 0.5  # for the kernel of a node that is alive to take a connection
@@ -104,13 +106,22 @@ class RayPlaces:
     def __init__(self, cluster: ClusterConfig, *, is_embedded: bool) -> None:
         self.cluster = cluster
         self.is_embedded = is_embedded
-        self.exclusion = NodeExclusion()
+        self.avoided: dict[str, float] = {}  # ids of nodes that are about to leave, or do not answer → since when
+        self.excluded: set[str] = set()  # ids of nodes that are not used any more
         self.reservation: Reservation | None = None
         self.last_sizes: Sequence[int] = ()  # of the bundles that were requested last
         self.lent: list[Reservation] = []  # free places that are given back when anybody needs them
         self.run = ""
 
-    def reserve(self, run: str, worlds: Sequence[int], log: Log, on_tick: Tick) -> int:
+    @property
+    def share(self) -> dict[str, int]:
+        """Return what Ray reserves for one worker, by Ray's name of the resource; a share of nothing is left out."""
+        share = {"CPU": self.cluster.cpus_per_worker}
+        if self.cluster.gpus_per_worker:
+            share["GPU"] = self.cluster.gpus_per_worker
+        return share
+
+    def reserve(self, run: str, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> int:
         """Return how many workers have places, when Ray has made room for them.
 
         Places that this process holds are returned at once, where they fit, none of their nodes is to be left, and
@@ -118,7 +129,6 @@ class RayPlaces:
         ClusterError after `wait_s`, or at once where an embedded cluster will never have the room.
         """
         self.run = run
-        share = share_of_worker(self.cluster)
         if self.is_embedded:
             # It does not grow: nobody has to wait for more.
             room = self.refuse_too_few(worlds[-1])
@@ -127,7 +137,7 @@ class RayPlaces:
         # What this process holds is kept on nodes that stay. A group that has lost a node is placed anew by Ray; one
         # may be REMOVED by somebody else.
         held = self.reservation
-        if held is not None and held.share == share and held.workers in worlds:
+        if held is not None and held.share == self.share and held.workers in worlds:
             row = placement_group_table(held.group)
             state = self.state()
             leaving = self._avoided_for(worlds[-1], state) | state.draining
@@ -137,12 +147,12 @@ class RayPlaces:
             held = None
         if held is None:
             # Ray would place bundles on a node that has just lost its power, and then wait until it misses that.
-            avoided = self.exclusion.now()
+            avoided = self.avoided_now()
             nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
             with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
                 for node, is_there in zip(nodes, threads.map(takes_connections, nodes), strict=True):
                     if not is_there:
-                        self.exclusion.avoid([node["NodeID"]])
+                        self.avoid([node["NodeID"]])
             self._ask(worlds[0], worlds[-1])
         elif len(worlds) > 1:
             # Give it up for the places of more workers, where there is room for them.
@@ -160,14 +170,14 @@ class RayPlaces:
 
     def state(self) -> ClusterState:
         """Return what the nodes have that this process may use. Any thread may ask."""
-        return ClusterState.now(without=self.exclusion.excluded)
+        return ClusterState.now(without=self.excluded)
 
     def refuse_too_few(self, least: int) -> int:
         """Return for how many workers the cluster has room when it is empty.
 
         Raises ClusterError where that is too few and will be for ever: an embedded cluster does not grow.
         """
-        share = share_of_worker(self.cluster)
+        share = self.share
         room = room_for(share, self.state().total)
         if self.is_embedded and room < least:
             reason = "this machine has no more"
@@ -218,8 +228,7 @@ class RayPlaces:
         # Another campaign that waits comes before one that wants more.
         if self.is_anything_asked_for():
             return self.workers_held
-        state = self.state()
-        return room_for(share_of_worker(self.cluster), self._open_to_us(state, self.exclusion.now()))
+        return room_for(self.share, self._open_to_us(self.state(), self.avoided_now()))
 
     def is_anything_asked_for(self) -> bool:
         """Tell whether anybody waits for a placement group that the cluster can hold. Any thread may ask."""
@@ -241,7 +250,7 @@ class RayPlaces:
 
     def _ask(self, workers: int, least: int) -> None:
         """Ask Ray for the places of so many workers, and give back what this process has asked for before."""
-        share = share_of_worker(self.cluster)
+        share = self.share
         state = self.state()
         avoided = self._avoided_for(least, state)
         sizes: Sequence[int] = self.sizes(workers, self._open_to_us(state, avoided))
@@ -264,12 +273,10 @@ class RayPlaces:
 
     def sizes(self, workers: int, nodes: Mapping[str, Mapping[str, float]]) -> list[int]:
         """Return how many workers each bundle is for, by what the nodes have for us."""
-        share = share_of_worker(self.cluster)
-        return bundle_sizes(workers, [room_for(share, {node: free}) for node, free in nodes.items()])
+        return bundle_sizes(workers, [room_for(self.share, {node: free}) for node, free in nodes.items()])
 
-    def _wait(self, worlds: Sequence[int], log: Log, on_tick: Tick) -> None:
+    def _wait(self, worlds: Sequence[int], log: Callable[[str], None], on_tick: Callable[[], None]) -> None:
         """Return when Ray has placed the request; log meanwhile what is missing. Raises what `reserve` raises."""
-        share = share_of_worker(self.cluster)
         patience_s = self.cluster.patience_s
         timeout_s = self.cluster.wait_s or math.inf
         began = time.monotonic()
@@ -289,13 +296,10 @@ class RayPlaces:
                 if self._choose(worlds, log, is_patient=is_patient):
                     deadline = max(deadline, next_choice)
             if now > deadline:
-                state = self.state()
-                text = missing(worlds[-1], share, self._open_to_us(state, set()), state)
-                raise ClusterError(f"{text}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
+                raise ClusterError(f"{self._missing(worlds[-1])}\nwaited {timeout_s:.0f} s\n{TOO_FEW}")
             # Not at once, when it has changed, and now and then. Or a queue looks like a hang.
             if now > next_line:
-                state = self.state()
-                line = missing(worlds[0], share, self._open_to_us(state, set()), state)
+                line = self._missing(worlds[0])
                 if len(worlds) > 1:
                     line += f"; fewer will do after {patience_s:g} s (cluster.patience_s)"
                 if line != last_line or now > logged_at + SAME_LINE_S:
@@ -305,32 +309,35 @@ class RayPlaces:
             on_tick()
             assert self.reservation is not None
 
-    def _choose(self, worlds: Sequence[int], log: Log, *, is_patient: bool) -> bool:
+    def _missing(self, workers: int) -> str:
+        """Say for how many of so many workers there is room, what is free where, and which campaigns hold the rest."""
+        state = self.state()
+        return missing(workers, self.share, self._open_to_us(state, set()), state)
+
+    def _choose(self, worlds: Sequence[int], log: Callable[[str], None], *, is_patient: bool) -> bool:
         """Ask for the places of as many workers as there is room for; tell whether these are fewer than the most.
 
         As long as it `is_patient` the number stays, and bundles are only asked for in other sizes.
         """
-        share = share_of_worker(self.cluster)
         state = self.state()
-        # Nodes that were to be avoided are taken where only with them there is room.
+        # Nodes that are avoided for long are used if only with them there is room.
         avoided = self._avoided_for(worlds[-1], state)
         open_to_us = self._open_to_us(state, avoided)
-        room = room_for(share, open_to_us)
-        back = self.exclusion.long_avoided(avoided)
-        with_them = self._open_to_us(state, avoided - back)
-        has_other_nodes = not is_patient and room < worlds[-1] <= room_for(share, with_them)
+        room = room_for(self.share, open_to_us)
+        back = self._long_avoided(avoided)
+        room_with_them = room_for(self.share, self._open_to_us(state, avoided - back))
+        has_other_nodes = not is_patient and room < worlds[-1] <= room_with_them
         if has_other_nodes:
-            room = room_for(share, with_them)
+            room = room_with_them
             for node in back:
-                del self.exclusion.avoided[node]
+                del self.avoided[node]
 
         # Where none would do, the most is what an autoscaler is to hear of.
         world = self.workers_held if is_patient else largest_within(worlds, room) or worlds[0]
         assert self.reservation is not None
         if has_other_nodes or self.sizes(world, open_to_us) != self.reservation.sizes:
             if world < worlds[0] and world != self.workers_held and not has_other_nodes:
-                text = missing(worlds[0], share, self._open_to_us(state, set()), state)
-                log(f"goes on with {world} of up to {worlds[0]} workers: {text}")
+                log(f"goes on with {world} of up to {worlds[0]} workers: {self._missing(worlds[0])}")
             self.last_sizes = ()
             self._ask(world, worlds[-1])
         return world < worlds[0]
@@ -351,6 +358,31 @@ class RayPlaces:
                         nodes[node][name] += amount * reservation.sizes[bundle]
         return nodes
 
+    # -------------------------------------------------------------------- nodes without places
+
+    def avoid(self, node_ids: Iterable[str]) -> None:
+        """Have worker groups placed without these nodes for a while, as long as the others have the room."""
+        for node_id in node_ids:
+            self.avoided[node_id] = time.monotonic()
+
+    def avoided_now(self) -> set[str]:
+        """Return the excluded nodes and those that are avoided at the moment."""
+        now = time.monotonic()
+        return self.excluded | {node for node, since in self.avoided.items() if now < since + AVOID_S}
+
+    def _long_avoided(self, nodes: Set[str]) -> set[str]:
+        """Return those of the nodes that are avoided for so long that they can be taken for alive."""
+        now = time.monotonic()
+        return {node for node in nodes - self.excluded if now > self.avoided[node] + MISSED_S}
+
     def _avoided_for(self, least: int, state: ClusterState) -> set[str]:
-        """Return the nodes on which no places may lie, if the others have room for `least` workers."""
-        return self.exclusion.of_places(least, share_of_worker(self.cluster), state.total)
+        """Return the nodes on which no places may lie, if the others have room for `least` workers.
+
+        Avoided nodes are used if the others have too little room: a worker may have received a signal that its node has
+        not.
+        """
+        avoided = self.avoided_now() & set(state.total)
+        others = {node: resources for node, resources in state.total.items() if node not in avoided}
+        if room_for(self.share, others) < least:
+            avoided = set()
+        return avoided | self.excluded

@@ -14,26 +14,28 @@ One attempt, in order (`supervise`):
    notice, or if this process is asked to end.
 5. The worker function returns a value: done.
 
-After a notice, or for more workers (elastic.py), the workers commit and end as if this process were asked to end; but
-the next attempt starts at once, on other nodes or on more. This is a move (`move`), neither an incident nor a restart.
-
-Otherwise the attempt has failed with WorkerGroupError. The incident is recorded, except in case a, and the first case
-that applies decides (`recover`):
-a. A worker asked for exit code 75, because it committed and stopped: Preempted.
-b. A worker asked for exit code 73, because another command seemed to own the run: RunOwned if one does; otherwise the
-   next attempt starts at once.
-c. Workers refused to start because nodes are unlike the others: if the others have room for enough workers, the next
-   attempt starts at once without these nodes, and so do all later ones; otherwise StageFailed. Not if this process is
-   asked to end.
-d. The attempt had more workers than the last one that committed, and made no checkpoint: the next attempt starts at
-   once on the workers and nodes of that one, because a node that has joined may be broken. Not if this process is asked
-   to end.
-e. A worker asked for another exit code: StageFailed with that code, because a restart does not help.
-f. There was no new checkpoint, and the exception is that of the previous attempt, or more than `max_restarts` attempts
-   have failed in a row: StageFailed.
-g. This process is asked to end: Preempted.
-h. Otherwise wait, then start the next attempt from the newest checkpoint. There is no wait after a new checkpoint; else
-   it is `backoff_s`, doubled with every attempt.
+If the worker group has ended otherwise, in order:
+6. Another command owns the run by now, because this process was frozen: RunOwned.
+7. A failure is recorded as an incident, unless a worker committed and stopped (exit code 75).
+8. After a notice, or for more workers (elastic.py), the workers have committed and stopped as if this process were
+   asked to end; but the next attempt starts at once, on other nodes or on more. This is a move (`move`), not a restart.
+9. This process is asked to end, and there was nothing to commit: Preempted.
+10. Otherwise the attempt has failed, and the first case that applies decides (`recover`):
+    a. A worker asked for exit code 75, because it committed and stopped: Preempted.
+    b. A worker asked for exit code 73, because another command seemed to own the run: RunOwned if one does; otherwise
+       the next attempt starts at once.
+    c. Workers refused to start because nodes are unlike the others: if the others have room for enough workers, the
+       next attempt starts at once without these nodes, and so do all later ones; otherwise StageFailed. Not if this
+       process is asked to end.
+    d. The attempt had more workers than the last one that committed, and made no checkpoint: the next attempt starts at
+       once on the workers and nodes of that one, because a node that has joined may be broken. Not if this process is
+       asked to end.
+    e. A worker asked for another exit code: StageFailed with that code, because a restart does not help.
+    f. There was no new checkpoint, and the exception is that of the previous attempt, or more than `max_restarts`
+       attempts have failed in a row: StageFailed.
+    g. This process is asked to end: Preempted.
+    h. Otherwise wait, then start the next attempt from the newest checkpoint. There is no wait after a new checkpoint;
+       else it is `backoff_s`, doubled with every attempt.
 """
 
 import builtins
@@ -49,7 +51,7 @@ from typing import Any, cast
 from data.errors import ExitCode, Preempted, UnlikeNodes
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
-from jobs.cluster.placement import Nodes, nodes_of
+from jobs.cluster.nodes import Nodes, nodes_of
 from jobs.cluster.worker import Task, WorkerFunction
 from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
@@ -101,7 +103,7 @@ def supervise(
         larger = [other for other in worlds if other > world]
         growth = Growth(larger, cluster.patience_s, nodes.room, partial(last_step, context), sizes.not_before)
 
-        # 1 to 3: what this attempt is called, what its workers are told, and where they write.
+        # 1 to 3. What this attempt is called, what its workers are told, and where they write.
         step_before = last_step(context)
         context.check_owned()
         number = claim_attempt(storage, context.directory.name)
@@ -122,10 +124,9 @@ def supervise(
                 value = group.run(function, task, attempt.look)
             return cast(dict[str, Any], value)
         except (WorkerGroupError, Preempted) as error:
-            # If this process was frozen, and another command owns the run by now, it ends here.
+            # 6.
             context.poll(number, 0)
-            # Before the store is read: it may be gone, and its error would replace this one. A requested stop is no
-            # incident, nor is a move.
+            # 7. Before the store is read: it may be gone, and its error would replace this one.
             if isinstance(error, WorkerGroupError) and error.exit_code != ExitCode.PREEMPTED:
                 write_incident(context, number, error, group.places())
             # If no attempt follows and a worker has reported its end, progress makes no difference: the error is raised
@@ -134,12 +135,12 @@ def supervise(
             made_progress = not is_end_of_stage and last_step(context) > step_before
             if made_progress:
                 sizes.has_committed(world, {link.agent.node_id for link in group.links})
-            # The workers have ended because a node gave notice or there is room for more of them, and only so.
+            # 8. Only if nobody wants this process to end as well.
             was_asked = growth.target is not None or bool(group.drain_events)
             if error.exit_code == ExitCode.PREEMPTED and was_asked and not context.stop_requested():
                 move(attempt, nodes, sizes)
                 continue
-            # This process is asked to end.
+            # 9.
             if isinstance(error, Preempted):
                 raise
             failure = error
@@ -147,6 +148,7 @@ def supervise(
             growth.has_ended.set()
             # The log may have grown since the last look.
             context.poll(number, 0)
+        # 10.
         recover(context, nodes, history, failure, world, made_progress=made_progress)
 
 

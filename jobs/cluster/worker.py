@@ -112,22 +112,11 @@ class WorkerSpec:
     directory: str  # the working directory
     umask: int
     is_shared: bool  # the attempt's folder is the same on every node
-    serves_store: bool  # on the socket that the fork server listens at
 
 
 def worker_file(folder: Path, rank: int, suffix: str) -> Path:
     """Return the path of a file that a worker leaves in a folder: `rank-00003` and the suffix."""
     return folder / f"rank-{rank:05d}{suffix}"
-
-
-def records(folder: Path, world: int) -> dict[int, WorkerRecord]:
-    """Return the records that workers have left in the attempt's folder so far, by rank; for people and tests."""
-    by_rank = {}
-    for rank in range(world):
-        # It is not there yet, or a shared folder stutters.
-        with suppress(OSError, ValueError):
-            by_rank[rank] = json.loads(worker_file(folder, rank, ".json").read_text())
-    return by_rank
 
 
 _stores: list[Any] = []  # in the process of rank 0: the store that it serves, as long as the process lives
@@ -171,7 +160,7 @@ def run_worker(spec: WorkerSpec, server: socket.socket | None, lifeline: int, ne
         _prepare(spec)
         _write_record(spec, record)
         os.write(news, b".")
-        if spec.serves_store:
+        if info.rank == 0:
             from torch.distributed import TCPStore
 
             # torch's rank 0 would serve a store on all interfaces, to whoever asks; this one listens where the fork

@@ -18,18 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.errors import PatchlineError
-from jobs.cluster.agent import NodeReport, StartRequest, WorkerState
+from jobs.cluster.agent import NodeAgent, NodeReport, StartRequest, WorkerState
 from jobs.cluster.failure import Evidence, WorkerGroupError, has_lost_a_peer
 from jobs.cluster.node_files import Mark, begin_as_driver, take_over
-from jobs.cluster.nodes import NodeAgent
-from jobs.cluster.placement import Nodes, nodes_of
+from jobs.cluster.nodes import Nodes, nodes_of
 from jobs.cluster.worker import RankInfo, Task, WorkerFunction
 from jobs.cluster_config import ClusterConfig
 from pipeline.monitoring.watchdog import Place
@@ -53,7 +51,6 @@ DRAINED = "its node is drained"
 class DrainEvent:
     """Tells that a node is about to leave."""
 
-    rank: int | None  # of a worker there; None where it is the node of the driver, which cannot move
     node: str
     node_id: str
     why: str
@@ -108,6 +105,7 @@ class WorkerGroup:
         self.states: dict[int, WorkerState] = {}  # by rank, as last reported
         self.node_names: dict[int, str] = {}  # by rank
         self.addresses: dict[int, str] = {}  # by rank, of the worker's node
+        # By the rank of a worker there; None is the node of the driver, which cannot move.
         self.drain_events: dict[int | None, DrainEvent] = {}
         self.stop_requested = -math.inf
         self.has_ended = threading.Event()
@@ -180,10 +178,10 @@ class WorkerGroup:
                     agent = link.agent
                     if agent.node_id in self.draining:
                         rank = link.ranks[0].rank
-                        self.drain_events.setdefault(rank, DrainEvent(rank, agent.name, agent.node_id, DRAINED))
+                        self.drain_events.setdefault(rank, DrainEvent(agent.name, agent.node_id, DRAINED))
                 own_node = self.nodes.own_node
                 if own_node in self.draining:
-                    self.drain_events.setdefault(None, DrainEvent(None, os.uname().nodename, own_node, DRAINED))
+                    self.drain_events.setdefault(None, DrainEvent(os.uname().nodename, own_node, DRAINED))
                 # Judged before the tick, which ends the attempt where a worker is stuck: its death explains more.
                 evidence = self.evidence()
                 now = time.monotonic()
@@ -275,28 +273,24 @@ class WorkerGroup:
         for link, _ in calls:
             link.asked = self.clock()
         for link, future in calls:
-            while True:
+            cause = ""
+            while not cause and not wait([future], POLL_S / 4).done:
+                on_tick()
+                # An agent that starts may take long: its node tells whether to wait on.
+                self.ask_at_nodes([link], MISSED_BEATS)
+                cause = link.loss
+                if not cause and time.monotonic() > deadline:
+                    cause = f"no agent has started there in {self.cluster.start_timeout_s:.0f} s"
+            if not cause:
                 try:
-                    answers.append(future.result(POLL_S / 4))
-                    break
-                except FutureTimeout:
-                    on_tick()
-                    # An agent that starts may take long: its node tells whether to wait on.
-                    self.ask_at_nodes([link], MISSED_BEATS)
-                    if link.loss:
-                        rank = link.ranks[0].rank
-                        raise WorkerGroupError(rank, link.agent.name, link.loss) from None
-                    if time.monotonic() > deadline:
-                        rank = link.ranks[0].rank
-                        cause = f"no agent has started there in {self.cluster.start_timeout_s:.0f} s"
-                        raise WorkerGroupError(rank, link.agent.name, cause) from None
+                    answers.append(future.result())
+                    continue
                 except PatchlineError:
                     raise
                 except Exception as error:
-                    rank = link.ranks[0].rank
                     (loss,) = self.nodes.losses_of([(link.agent, error)])
                     cause = loss or f"its agent failed: {error}"
-                    raise WorkerGroupError(rank, link.agent.name, cause) from error
+            raise WorkerGroupError(link.ranks[0].rank, link.agent.name, cause)
         return answers
 
     def poll(self, wait_s: float) -> None:
@@ -339,7 +333,7 @@ class WorkerGroup:
                 # Without Ray whoever signals one process signals this one too, and there is nowhere else to go.
                 agent = link.agent
                 if agent.node_id:
-                    event = DrainEvent(rank, agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
+                    event = DrainEvent(agent.name, agent.node_id, f"worker {rank} was sent SIGTERM")
                     self.drain_events.setdefault(rank, event)
             if report.changes:
                 link.taken = take_over(self.folder.parents[1], report.changes)
@@ -384,9 +378,8 @@ class WorkerGroup:
         """Ask once a second which nodes are drained or spare, in a thread of its own: the head may be away."""
         while not self.has_ended.wait(STATUS_POLL_S):
             with suppress(Exception):
-                status = self.nodes.status()
-                self.draining |= status.draining
-                self.spare = status.spare
+                draining, self.spare = self.nodes.status()
+                self.draining |= draining
 
 
 def run_worker_group(

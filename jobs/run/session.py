@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from data.errors import ConfigError, Preempted
-from jobs.cluster.placement import nodes_of, start_early
+from jobs.cluster.nodes import nodes_of, start_early
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster_config import ClusterConfig, cores
 from jobs.ownership import Lease

@@ -30,7 +30,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pathspec import PathSpec
 
@@ -49,6 +49,7 @@ UPLOAD_LIMIT_BYTES = 100 * MIB  # of the Jobs API, which answers 413 above it
 IGNORE_FILES = (".gitignore", ".rayignore")  # Ray reads both in every folder, for what lies below that folder
 STOP_GRACE_S = 120  # to finish the step and commit; Ray kills after 3 s by default
 STOP_WAIT_S = STOP_GRACE_S + 30  # the rest is for the status to follow
+LISTED_FIRST = {"RUNNING": 0, "PENDING": 1}
 POLL_S = 0.5
 LOOK_EVERY_S = 5.0  # of silence in a job's log, after which the head is asked for the job
 LOOK_TIMEOUT_S = 10.0
@@ -87,22 +88,6 @@ class RayJob:
     @property
     def started(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
-
-
-class RuntimeEnv(TypedDict):
-    """What a job takes along: a folder, less what is excluded, and environment variables."""
-
-    working_dir: str
-    excludes: list[str]
-    env_vars: dict[str, str]
-
-
-class JobRequest(TypedDict):
-    """What the Jobs API is asked, besides the command."""
-
-    submission_id: str
-    metadata: dict[str, str]
-    runtime_env: RuntimeEnv
 
 
 # ------------------------------------------------------------------------ the four commands
@@ -144,19 +129,23 @@ def submit(
     # Ray kills 3 s after SIGTERM unless told otherwise, too soon to commit. Unbuffered, so that `logs` shows a line
     # when it is printed.
     variables = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S), "PYTHONUNBUFFERED": "1", **environment}
-    request: JobRequest = {
-        "submission_id": job_id,
-        "metadata": {"job_name": Path(run).name, "run": run},
-        "runtime_env": {"working_dir": str(root), "excludes": EXCLUDES, "env_vars": variables},
-    }
+    metadata = {"job_name": Path(run).name, "run": run}
+    environment_of_job = {"excludes": EXCLUDES, "env_vars": variables}
     echo(f"shipping {root}: {size / MIB:.1f} MiB before compression")
     # The `ray job submit` that does the same, but for Ray's own quoting, which mangles braces in the command.
     words = ["ray", "job", "submit", "--address", client.get_address(), "--submission-id", job_id, "--working-dir", "."]
-    words += ["--metadata-json", json.dumps(request["metadata"])]
-    words += ["--runtime-env-json", json.dumps({"excludes": EXCLUDES, "env_vars": variables})]
+    words += ["--metadata-json", json.dumps(metadata)]
+    words += ["--runtime-env-json", json.dumps(environment_of_job)]
     echo(f"the same by hand: {shlex.join([*words, '--', *command])}")
     # Ray runs the command in a shell: shlex keeps braces and blanks of an override together.
-    _submit_when_possible(partial(client.submit_job, entrypoint=shlex.join(command), **request))
+    submit_job = partial(
+        client.submit_job,
+        entrypoint=shlex.join(command),
+        submission_id=job_id,
+        metadata=metadata,
+        runtime_env={"working_dir": str(root), **environment_of_job},
+    )
+    _submit_when_possible(submit_job)
     echo(f"job {job_id} on {client.get_address()}/#/jobs/{job_id}")
     return status(run)
 
@@ -167,15 +156,10 @@ def list_jobs() -> list[RayJob]:
     The latest of each kind stands first.
     """
     client = _connect()
-    running: list[RayJob] = []
-    waiting: list[RayJob] = []
-    ended: list[RayJob] = []
+    jobs = []
     for job in reversed(_submitted_jobs(client)):
         if not job.run:
             continue  # it was submitted without Patchline
-        if not job.alive:
-            ended.append(job)
-            continue
         if job.status == "RUNNING":
             # The Jobs API gives a log whole; it has a line a report, so that of a long campaign has some megabytes.
             # There is none where the job's node is away.
@@ -186,11 +170,8 @@ def list_jobs() -> list[RayJob]:
                     # A driver that has started may still wait for its workers' places.
                     is_waiting = lines[-2].startswith(WAITING)
                     job = replace(job, last_line=lines[-2], status="PENDING" if is_waiting else "RUNNING")
-        if job.status == "RUNNING":
-            running.append(job)
-        else:
-            waiting.append(job)
-    return [*running, *waiting, *ended]
+        jobs.append(job)
+    return sorted(jobs, key=lambda job: LISTED_FIRST.get(job.status, 2))
 
 
 def status(run: str) -> RayJob:

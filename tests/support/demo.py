@@ -23,7 +23,6 @@ import torch
 
 from data.errors import ExitCode
 from jobs.__main__ import WATCHERS
-from jobs.cluster.worker import records
 from jobs.resolved_recipe import Campaign, Context
 from jobs.run.reading import StatusMessage
 from jobs.run.session import run_campaign
@@ -32,6 +31,7 @@ from pipeline.checkpoints.manifest import Manifest, committed, read_manifest, st
 from pipeline.identity import workers_per_gpu
 from pipeline.monitoring.telemetry import read_metrics, steps_in
 from tests.support import campaigns
+from tests.support.worker_records import records
 
 RECIPE = Path(__file__).parents[2] / "jobs" / "recipes" / "digits.yaml"
 WORKERS = 2  # at most

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -15,26 +16,34 @@ def family_of(pid: int | None = None) -> list[psutil.Process]:
     """The children of a process, or of this one, with theirs, and all in the sessions that these have begun.
 
     Ray's processes are no children of the guard that started them (jobs/cluster/embedded.py): they share its session.
+    An agent's fork server leads a session of its own.
     """
-    family = psutil.Process(pid).children(recursive=True)
-    known = {process.pid for process in family}
-    sessions = set()
-    for process in family:
-        with suppress(OSError):
-            if os.getsid(process.pid) == process.pid:
-                sessions.add(process.pid)
+    root = os.getpid() if pid is None else pid
+    # One look at the table of processes, because tests ask again and again.
+    processes: dict[int, psutil.Process] = {}
+    parents: dict[int, int] = {}
+    sessions: dict[int, int] = {}
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):
-            is_zombie = process.status() == psutil.STATUS_ZOMBIE
-            if os.getsid(process.pid) in sessions and process.pid not in known and not is_zombie:
-                family.append(process)
-    # An agent's fork server leads a session of its own.
-    for process in list(family):
-        with suppress(psutil.Error):
-            for child in process.children(recursive=True):
-                if child not in family:
-                    family.append(child)
-    return family
+            parents[process.pid] = process.ppid()
+            sessions[process.pid] = os.getsid(process.pid)
+            processes[process.pid] = process
+    family: dict[int, psutil.Process] = {}
+    has_grown = True
+    while has_grown:
+        has_grown = False
+        for number, process in processes.items():
+            if number in family or number == root:
+                continue
+            is_member = parents[number] == root or parents[number] in family
+            # A session has the number of the process that has begun it.
+            if not is_member and sessions[number] in family:
+                with suppress(psutil.Error):
+                    is_member = process.status() != psutil.STATUS_ZOMBIE
+            if is_member:
+                family[number] = process
+                has_grown = True
+    return list(family.values())
 
 
 def answers(family: list[psutil.Process], question: Callable[[psutil.Process], Iterable[Answer]]) -> Iterator[Answer]:
@@ -50,3 +59,14 @@ def wait_until(claim: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not claim():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+def maps_of(process: psutil.Process) -> list[Path]:
+    """The files that a process has mapped. psutil's answer takes long: it asks for the size of each map."""
+    paths = []
+    with suppress(OSError):
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                paths.append(Path(fields[5].removesuffix(" (deleted)")))
+    return paths

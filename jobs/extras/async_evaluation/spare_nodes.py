@@ -5,7 +5,7 @@ import time
 
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from jobs.cluster.capacity import room_for, share_of_worker
+from jobs.cluster.capacity import room_for
 from jobs.cluster.ray_nodes import RayNodes
 from jobs.cluster.ray_places import Reservation, without_nodes
 
@@ -23,7 +23,6 @@ class SpareBundle(RayNodes):
         super().__init__(training.cluster, is_embedded=training.is_embedded)
         self.training = training
         self.run = f"{training.run} evaluation"
-        self.node_agents.run = self.run
         self.has_training_ended = False  # set from outside: the worker group's own places are free from then on
         self.next_look = 0.0
 
@@ -32,9 +31,9 @@ class SpareBundle(RayNodes):
         if self.has_training_ended and self.training.reservation is not None:
             return True
         free = self.training.state().staying
-        for node in self.training.exclusion.now():
+        for node in self.training.avoided_now():
             free.pop(node, None)
-        return room_for(share_of_worker(self.cluster), free) >= 1 and not self.training.is_anything_asked_for()
+        return room_for(self.share, free) >= 1 and not self.training.is_anything_asked_for()
 
     def is_wanted(self) -> bool:
         """Tell whether somebody waits for the place that was borrowed; asked of Ray once a second."""
@@ -48,14 +47,13 @@ class SpareBundle(RayNodes):
         if self.has_training_ended and self.training.reservation is not None:
             self.reservation = self.training.reservation
             return True
-        share = share_of_worker(self.cluster)
         # Others see who has it by its name, which is none of those that they wait for.
         group = placement_group(
-            [share],
+            [self.share],
             name=f"evaluation {self.run} {secrets.token_hex(4)}",
-            bundle_label_selector=without_nodes(self.training.exclusion.now(), 1),
+            bundle_label_selector=without_nodes(self.training.avoided_now(), 1),
         )
-        self.reservation = Reservation(group, [1], share)
+        self.reservation = Reservation(group, [1], self.share)
         self.training.lent.append(self.reservation)
         if group.wait(timeout_seconds=BORROW_S):
             return True
@@ -70,5 +68,5 @@ class SpareBundle(RayNodes):
 
     def close(self) -> None:
         """End the agents of evaluations."""
-        for node_id in list(self.node_agents.actors):
-            self.node_agents.end(node_id)
+        for node_id in list(self.actors):
+            self.end_agent(node_id)

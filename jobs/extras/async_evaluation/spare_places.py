@@ -4,9 +4,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, TypeAlias
 
-from jobs.cluster.nodes import ThisMachine
-from jobs.cluster.placement import nodes_of
-from jobs.cluster.worker_group import NodeAgent
+from jobs.cluster.agent import NodeAgent
+from jobs.cluster.nodes import ThisMachine, nodes_of
 from jobs.cluster_config import ClusterConfig, cores
 from pipeline.identity import workers_per_gpu
 

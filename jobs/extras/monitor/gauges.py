@@ -1,7 +1,7 @@
 """How a run stands as Ray metrics, for Prometheus: ray_patchline_loss{run, stage}, ray_patchline_restarts{…}, …
 
 The driver sets them, so they are on the metrics port of the driver's node; every other node tells which workers it
-has (jobs/cluster/ray_agents.py), and Ray tells of each node's processors, GPUs, memory, disks and links. Ray's own
+has (jobs/cluster/ray_agent.py), and Ray tells of each node's processors, GPUs, memory, disks and links. Ray's own
 way for a worker's numbers, `train.report`, holds up a step for 2 s a call (measured).
 
 A gauge that is not set again for about 25 s is gone from the port (measured with Ray 2.60): so a stage that has ended

@@ -25,8 +25,7 @@ from typing import cast
 import models
 from data.errors import ExitCode, PatchlineError
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import ThisMachine
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.nodes import ThisMachine, nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.extras.planning.checks import GROUP, NODES, STAGE
 from jobs.extras.planning.checks import results as results_of
@@ -253,7 +252,7 @@ def measure_everywhere(
                 failure = error
             nodes = nodes_of(cluster)
             if not isinstance(nodes, ThisMachine):
-                from jobs.cluster.every_node import run_on_nodes  # ray takes seconds to import
+                from jobs.cluster.ray_nodes import run_on_nodes  # ray takes seconds to import
 
                 used = nodes.nodes_held(world) if failure is None else set()
                 reports, silent = run_on_nodes(examine_node, task, without=used, timeout_s=cluster.start_timeout_s)

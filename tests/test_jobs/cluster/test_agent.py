@@ -92,7 +92,7 @@ def test_an_order_carries_everything_that_a_worker_needs(served, tmp_path) -> No
     shared.mkdir()
     assert under_test.start(order_of(shared, 0, 1)) is False
     first, second = server.recv(), server.recv()
-    assert (first.serves_store, second.serves_store, first.is_shared) == (True, False, True)
+    assert (first.info.rank, second.info.rank, first.is_shared) == (0, 1, True)
     assert first.environment == {**os.environ, "GIVEN": "to all"} and first.directory == os.getcwd()
     assert first.folder == shared and first.node_folder == under_test.node_folder != under_test.base
     assert first.node_folder.is_dir() and first.umask == agent.current_umask()

@@ -1,16 +1,12 @@
 """A stage on as many workers as its batch allows and there is room for: which worlds, and when a run grows."""
 
-import dataclasses
 import json
 
 import pytest
-import torch
 
-from data.errors import ClusterError, ConfigError
+from data.errors import ConfigError
 from jobs.__main__ import main
 from jobs.cluster.elastic import Growth, Proven, Sizes
-from jobs.cluster.placement import nodes_of
-from jobs.cluster.worker_group import do_nothing
 from jobs.cluster_config import ClusterConfig, WorkerRange
 from jobs.stages.training import allowed_worlds
 from pipeline.training_config import TrainConfig
@@ -96,20 +92,6 @@ def test_plan_says_which_worlds_there_are_and_writes_the_range_out(recipe, capsy
     assert "  workers:\n    least: 1\n    most: 6\n" in capsys.readouterr().out
     assert main([*words[:3], "cluster.workers.most=9", "pretrain.uneven=true"]) == 0
     assert "  workers 9, 8, 7 … 1, as there is room; " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("gpus", "world"), [(9, 4), (3, 2), (1, 1), (0, None)])
-def test_plain_processes_have_the_largest_world_for_which_this_machine_has_gpus(gpus, world, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    on_cpus = ClusterConfig(workers=WorkerRange(least=1, most=6), backend="processes")
-    on_gpus = dataclasses.replace(on_cpus, gpus_per_worker=1)
-    worlds = (4, 2, 1)
-    assert nodes_of(on_cpus).reserve("", worlds, print, do_nothing) == 4
-    if world is not None:
-        assert nodes_of(on_gpus).reserve("", worlds, print, do_nothing) == world
-    else:
-        with pytest.raises(ClusterError, match="1 workers want 1 GPUs and this machine has 0"):
-            nodes_of(on_gpus).reserve("", worlds, print, do_nothing)
 
 
 # ------------------------------------------------------------------------ when a run grows

@@ -15,9 +15,9 @@ import pytest
 
 from jobs.cluster import node_files
 from jobs.cluster.node_files import NodeFiles, begin_as_driver, take_over
-from jobs.cluster.worker import records
 from tests.support import hosts
 from tests.support.ray_hosts import RayHosts
+from tests.support.worker_records import records
 
 ATTEMPT = Path("attempts") / "attempt-000002"
 
@@ -203,9 +203,9 @@ def test_a_full_disk_of_the_driver_costs_nothing_but_time(pair, monkeypatch) -> 
 DRIVER = """
 import json, sys, time
 from pathlib import Path
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.nodes import nodes_of
 from jobs.cluster.ray import disconnect
-from jobs.cluster.worker import records
+from tests.support.worker_records import records
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import WorkerGroup, do_nothing
 from jobs.cluster_config import ClusterConfig

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -116,10 +117,67 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
+# ------------------------------------------------------------------------ which nodes have a warm agent
+
+
+@pytest.fixture
+def unplaced(monkeypatch) -> ray_nodes.RayNodes:
+    """Nodes of a driver that has joined no cluster."""
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    return ray_nodes.RayNodes(ClusterConfig(), is_embedded=False)
+
+
+@pytest.mark.quick
+def test_a_few_spare_nodes_have_a_warm_agent(unplaced, monkeypatch) -> None:
+    started: list[str] = []
+
+    def start(node_id: str) -> None:
+        started.append(node_id)
+        unplaced.actors[node_id] = None
+
+    monkeypatch.setattr(unplaced, "start_agent", start)
+    unplaced.actors["a"] = None
+    unplaced.used = {"a"}
+    # A node with a worker and room for another one is no spare one that lacks an agent.
+    for spare, expected in [("a", ""), ("bcd", "bc"), ("bcd", ""), ("cde", "d"), ("bcdefg", ""), ("ef", "ef")]:
+        unplaced.warm_up_spares(set(spare))
+        assert started == list(expected), spare
+        started.clear()
+    # Those of workers with GPUs import nothing ahead.
+    unplaced.cluster = ClusterConfig(gpus_per_worker=1)
+    unplaced.warm_up_spares({"x", "y"})
+    assert not started
+
+
+@pytest.mark.quick
+def test_an_agent_that_is_not_there_can_be_ended(unplaced) -> None:
+    unplaced.end_agent("a")
+    assert unplaced.actors == {}
+
+
+@pytest.mark.quick
+def test_nodes_to_avoid_are_known_over_the_next_connection_too(monkeypatch) -> None:
+    connection = ["first"]
+    context = SimpleNamespace(get_node_id=lambda: connection[0], get_job_id=lambda: "01000000")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray_nodes, "_joined", {})
+    before = ray_nodes.ray_nodes_of(ClusterConfig(), is_embedded=False)
+    before.avoid(["a"])
+    before.excluded.add("b")
+    assert ray_nodes.ray_nodes_of(ClusterConfig(), is_embedded=False) is before
+    connection[0] = "second"
+    after = ray_nodes.ray_nodes_of(ClusterConfig(), is_embedded=False)
+    assert after is not before
+    assert after.avoided_now() == {"a", "b"}
+
+
 # ------------------------------------------------------------------------ what fits
 
 
-def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(nodes) -> None:
+def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscaler_sees_the_request(
+    nodes, monkeypatch
+) -> None:
+    monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     seen: list[tuple[float, Any]] = []  # what an autoscaler is told, and when
     began = time.monotonic()
 
@@ -136,9 +194,9 @@ def test_free_cpus_of_several_nodes_are_no_place_for_one_worker_and_an_autoscale
     )
     said: list[str] = []
     with pytest.raises(ClusterError) as caught:
-        reserve(ClusterConfig(cpus_per_worker=2, wait_s=4), "/runs/a", said.append, look)
+        reserve(ClusterConfig(cpus_per_worker=2, wait_s=2), "/runs/a", said.append, look)
     assert said == [f"waiting for the cluster: {missing}"]
-    assert str(caught.value).startswith(f"{missing}\nwaited 4 s\ntype ")
+    assert str(caught.value).startswith(f"{missing}\nwaited 2 s\ntype ")
     seconds, request = seen[0]
     bundles = request.bundle_selectors[0].resource_requests
     assert seconds < 3
@@ -169,7 +227,7 @@ def held(cluster: ClusterConfig) -> int:
 
 RIVAL = """
     import sys
-    from jobs.cluster.placement import nodes_of
+    from jobs.cluster.nodes import nodes_of
     from jobs.cluster.worker_group import do_nothing
     from jobs.cluster_config import ClusterConfig
 
@@ -189,7 +247,8 @@ def start_rival(run: str, workers: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes) -> None:
+def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_it_by_name(nodes, monkeypatch) -> None:
+    monkeypatch.setattr(ray_places, "FIRST_LINE_S", 1.5)
     two = ClusterConfig(workers=2, wait_s=60)
     held = reserve(two, "/runs/first")
     rival = start_rival("/runs/second", 2)
@@ -204,7 +263,7 @@ def test_of_two_campaigns_that_race_one_has_its_places_and_the_other_waits_for_i
         assert rival.stdout.readline() == "placed\n"
         said: list[str] = []
         with pytest.raises(ClusterError):
-            reserve(ClusterConfig(workers=2, wait_s=7), "/runs/first", said.append)
+            reserve(ClusterConfig(workers=2, wait_s=3), "/runs/first", said.append)
         assert said[0].endswith("; held: 2 CPUs by /runs/second")
         rival.kill()
         assert reserve(two, "/runs/first")
@@ -289,14 +348,14 @@ def test_a_node_that_is_left_out_is_used_by_nothing_and_only_where_enough_others
     group = reserve(two, "/runs/a")
     ours = nodes_in(two)
     odd = placement_group_table(group)["bundles_to_node_id"][0]
-    assert ours.leave_out({odd}, 3) == 2 and not ours.exclusion.excluded, "three workers need it"
+    assert ours.leave_out({odd}, 3) == 2 and not ours.excluded, "three workers need it"
     assert ours.leave_out({odd}, 2) == 2
     assert odd not in placement_group_table(reserve(two, "/runs/a"))["bundles_to_node_id"].values()
-    assert ours.room() == 2 and odd not in ours.status().spare
+    assert ours.room() == 2 and odd not in ours.status()[1]
     with pytest.raises(
         ClusterError, match=r"room for 2 of 3 workers .*; even when the cluster is empty it has room for 2"
     ):
-        reserve(ClusterConfig(workers=3, wait_s=4), "/runs/a")
+        reserve(ClusterConfig(workers=3, wait_s=1), "/runs/a")
     assert set(ours.identities()) >= nodes.alive(), "nodes that are left out are asked too"
 
 

@@ -94,7 +94,7 @@ class Stand:
         def run(function: Any, task: Any, on_tick: Any) -> Any:
             on_tick.__self__.growth.target = ends.grows
             for rank in ends.drained:
-                group.drain_events[rank] = DrainEvent(rank, f"n{rank}", f"id{rank}", DRAINED)
+                group.drain_events[rank] = DrainEvent(f"n{rank}", f"id{rank}", DRAINED)
             if ends.commits is not None:
                 self.steps.append(ends.commits)
             self.is_stopped = ends.stops

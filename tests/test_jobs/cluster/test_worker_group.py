@@ -26,13 +26,13 @@ import psutil
 import pytest
 import torch
 
-from data.errors import ClusterError, ConfigError, Preempted
+from data.errors import ClusterError, Preempted
 from data.files import import_path
-from jobs.cluster import embedded, fork_server, worker
+from jobs.cluster import embedded
+from jobs.cluster.agent import NodeAgent
 from jobs.cluster.elastic import Growth
 from jobs.cluster.failure import WorkerGroupError
-from jobs.cluster.nodes import NodeAgent
-from jobs.cluster.placement import nodes_of
+from jobs.cluster.nodes import nodes_of
 from jobs.cluster.ray import connect, disconnect
 from jobs.cluster.supervisor import Attempt
 from jobs.cluster.worker_group import AgentLink, WorkerGroup, do_nothing, run_worker_group
@@ -42,7 +42,7 @@ from pipeline.monitoring.watchdog import Watch
 from pipeline.process_group import device_name
 from tests.support import campaigns, worker_functions
 from tests.support.contexts import pretrain_context
-from tests.support.families import answers, family_of, wait_until
+from tests.support.families import answers, family_of, maps_of, wait_until
 from tests.test_jobs.cluster.test_failure import left
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ def full(two) -> Iterator["ClusterInfo"]:
 
     info = connect(two["ray"])
     nodes_of(two["ray"]).release()  # what an earlier test has left reserved for its next attempt
-    holder = ray.remote(num_cpus=info.cpus)(worker_functions.Holder).remote()
-    ray.get(holder.ready.remote())
+    group = ray.util.placement_group([{"CPU": info.cpus}])
+    assert group.wait(30)
     yield info
-    ray.kill(holder)
+    ray.util.remove_placement_group(group)
 
 
 def alive(folder: Path) -> list[int]:
@@ -143,13 +143,12 @@ def note_workers_of_ray(has_torch: dict[str, bool]) -> None:
             if words and words[0].startswith("ray::"):
                 # "ray::RayAgent", and "ray::digits agent 1 4f1a:RayAgent.poll" while it works.
                 name = words[0].strip().removeprefix("ray::").rpartition(":")[2].partition(".")[0]
-                has_torch[name] = has_torch.get(name, False) or "libtorch" in str(process.memory_maps())
+                has_torch[name] = has_torch.get(name, False) or "libtorch" in str(maps_of(process))
 
 
 def shared_memory(family: list[psutil.Process]) -> set[Path]:
     """The files under /dev/shm that the processes have mapped."""
-    maps = answers(family, lambda process: [file.path for file in process.memory_maps()])
-    return {Path(path.removesuffix(" (deleted)")) for path in maps if path.startswith("/dev/shm/")}
+    return {path for path in answers(family, maps_of) if path.is_relative_to("/dev/shm")}
 
 
 # ------------------------------------------------------------------------ one attempt
@@ -200,15 +199,6 @@ def test_a_value_that_is_not_json_is_the_workers_error(two, tmp_path) -> None:
         run(worker_functions.return_a_path, {}, two["processes"], tmp_path)
 
 
-def test_a_worker_on_whose_node_the_folder_is_missing_says_so_and_asks_for_69(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("data.files.SEEN_WITHIN_S", 0.1)
-    info = worker.RankInfo(0, 1, 0, 1, 0, "127.0.0.1", 1, 0)
-    spec = worker.WorkerSpec(info, b"", tmp_path / "elsewhere", tmp_path, {}, "", 0, is_shared=True, serves_store=True)
-    with pytest.raises(ClusterError, match="which the driver has made, is not there on") as caught:
-        worker._prepare(spec)
-    assert caught.value.exit_code == 69 and "type run=/shared/NAME" in str(caught.value)
-
-
 def test_a_name_is_used_once(two, tmp_path) -> None:
     (tmp_path / "attempt").mkdir()
     with pytest.raises(FileExistsError):
@@ -240,7 +230,7 @@ def test_a_lost_node_and_a_lost_agent_are_told_apart(two, monkeypatch) -> None:
         ]
         raylet.close()
         assert nodes.losses_of([(node, None)]) == ["its node does not answer"]
-        assert {"before", "n"} <= nodes.exclusion.avoided.keys() and nodes.reservation is None
+        assert {"before", "n"} <= nodes.avoided.keys() and nodes.reservation is None
         # Sixteen silent ones cost one question to Ray, and the wait for one.
         rows = [row | {"NodeID": str(number)} for number in range(16)]
         questions: list[float] = []
@@ -307,8 +297,80 @@ def test_a_killed_fork_server_or_agent_takes_its_workers_along_and_the_next_atte
 # ------------------------------------------------------------------------ what is too small or absent
 
 
+@dataclasses.dataclass
+class Restart:
+    """What was seen when an embedded cluster that was too small made room for a larger one."""
+
+    cpus_before: float
+    cpus: float
+    before: Any  # what this process had in the one, with places for two workers, and has in the other
+    after: Any
+    sigterms: list[int]  # that our handler has heard meanwhile
+
+
+LARGE = (os.cpu_count() or 1) + 8
+
+
+@pytest.fixture(scope="module")
+def restart(two) -> Restart:
+    """Start a larger cluster, which counts the GPUs that torch sees, of which it has none.
+
+    A SIGTERM comes while it starts, which takes seconds, in which Ray's own handler would end this process with code
+    15. Another one comes afterwards.
+    """
+    cpus_before = connect(two["ray"]).cpus
+    before: Any = nodes_of(two["ray"])
+    before.reserve("test", [2], print, do_nothing)
+    first = list(embedded._started)
+    sigterms: list[int] = []
+
+    def send_sigterm() -> None:
+        # Not while the first cluster is left: then Ray's handler is there.
+        wait_until(lambda: embedded._started not in ([], first), 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler_before = signal.signal(signal.SIGTERM, lambda number, frame: sigterms.append(number))
+    try:
+        threading.Thread(target=send_sigterm).start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            cpus = connect(ClusterConfig(workers=LARGE, gpus_per_worker=1)).cpus
+        sigterms.append(0)  # the start is over
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handler_before)
+    return Restart(cpus_before, cpus, before, nodes_of(two["ray"]), sigterms)
+
+
+def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(restart) -> None:
+    assert restart.cpus_before == max(os.cpu_count() or 1, 2)
+    assert restart.cpus == LARGE
+
+
+def test_places_of_an_embedded_cluster_that_has_ended_are_not_taken_for_places_of_the_next(restart) -> None:
+    """Each cluster gives its first driver the same id."""
+    assert restart.after is not restart.before
+    assert restart.after.workers_held == 0
+    assert restart.after.reserve("test", [2], print, do_nothing) == 2
+
+
+def test_sigterm_during_and_after_the_start_of_a_cluster_is_heard_by_our_handler(restart) -> None:
+    assert restart.sigterms == [signal.SIGTERM, 0, signal.SIGTERM]
+
+
+def test_without_a_gpu_the_refusal_says_what_to_type(restart) -> None:
+    with pytest.raises(ClusterError) as raised:
+        nodes_of(ClusterConfig(gpus_per_worker=1)).warm_up()
+    assert str(raised.value).splitlines() == [
+        "room for 0 of 1 workers of 1 CPUs and 1 GPUs",
+        "neither Ray nor torch sees a GPU here",
+        "type cluster.gpus_per_worker=0 to compute on the CPU; or type fewer cluster.workers, or RAY_ADDRESS=host:port "
+        "of more machines",
+    ]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
+def test_a_missing_gpu_is_said_with_what_to_type(backend, restart, tmp_path) -> None:
     cluster = ClusterConfig(workers=2, gpus_per_worker=32, backend=backend)
     with pytest.raises(
         ClusterError,
@@ -317,78 +379,13 @@ def test_a_missing_gpu_is_said_with_what_to_type(backend, tmp_path) -> None:
         run(worker_functions.add_ranks, {"x": 0}, cluster, tmp_path)
 
 
-def test_an_embedded_cluster_counts_enough_cpus_for_a_larger_worker_group(two) -> None:
-    cores = os.cpu_count() or 1
-    assert connect(two["ray"]).cpus == max(cores, 2)
-    assert connect(ClusterConfig(workers=cores + 3)).cpus == cores + 3
-
-
-def test_places_of_an_embedded_cluster_that_has_ended_are_not_taken_for_places_of_the_next(two) -> None:
-    """Each cluster gives its first driver the same id."""
-    before: Any = nodes_of(two["ray"])
-    before.reserve("test", [2], print, do_nothing)
-    disconnect()
-    after: Any = nodes_of(two["ray"])
-    assert after is not before and after.workers_held == 0
-    assert after.reserve("test", [2], print, do_nothing) == 2
-
-
-def test_sigterm_while_a_cluster_starts_is_heard_by_our_handler(two) -> None:
-    disconnect()
-    asked: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    try:
-        # The start takes seconds, in which Ray's own handler would end this process with code 15.
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        connect(two["ray"])
-        assert asked == [signal.SIGTERM]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert asked == [signal.SIGTERM] * 2, "and behind the start"
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        ("echo failed no room in /dev/shm", "no room in /dev/shm"),
-        ("true", "its processes have ended"),
-    ],
-)
-def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
-    answer, reason, monkeypatch, tmp_path
-) -> None:
-    disconnect()
-    # The guard's last word, or none; then it waits for the driver.
-    command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
-    processes_started: list[subprocess.Popen[str]] = []
-
-    popen = subprocess.Popen
-
-    def start_guard(words: list[str], **options: Any) -> subprocess.Popen[str]:
-        process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        processes_started.append(process)
-        return process
-
-    monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
-    monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
-    with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
-        connect(ClusterConfig())
-    assert processes_started[0].returncode == 0 and not embedded.is_started()
-
-
-def test_a_wait_says_what_for_and_ends(two, full) -> None:
+def test_a_wait_says_what_for_and_ends(two, full, monkeypatch) -> None:
+    monkeypatch.setattr("jobs.cluster.ray_places.FIRST_LINE_S", 1.5)
     said: list[str] = []
-    cluster = dataclasses.replace(two["ray"], wait_s=4)
-    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 4 s\ntype"):
+    cluster = dataclasses.replace(two["ray"], wait_s=2)
+    with pytest.raises(ClusterError, match=r"^room for 0 of 2 workers of 1 CPUs\nwaited 2 s\ntype"):
         nodes_of(cluster).reserve("/runs/a", [2], said.append, do_nothing)
     assert said == ["waiting for the cluster: room for 0 of 2 workers of 1 CPUs"]
-
-
-@pytest.mark.parametrize(("field", "value"), [("workers", 0), ("cpus_per_worker", 0), ("gpus_per_worker", -1)])
-def test_a_size_that_makes_no_sense_is_refused(field, value) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is {value}, expected"):
-        ClusterConfig(**{field: value})
 
 
 def test_a_stop_is_heard_soon_while_the_cluster_is_full(two, full) -> None:
@@ -510,73 +507,7 @@ def test_a_stop_before_any_worker_has_started_ends_the_attempt(two, tmp_path) ->
         dataclasses.replace(attempt, can_commit=False).look()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "reason"),
-    [
-        ("AWS_SECRET_ACCESS_KEY", "abc", "looks like a secret by its name"),
-        ("WANDB_API_KEY", "abc", "looks like a secret by its name"),
-        ("PROXY", "http://me:pass@proxy:8080", "looks like a secret by its value"),
-        ("WHO", "AKIA" + "A1B2C3D4E5F6G7H8", "looks like a secret by its value"),
-        ("NCCL DEBUG", "INFO", "is no name of a variable"),
-        ("RANK", "0", "is set for every worker by its rank"),
-        ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1", "is set for workers on CPUs by Patchline"),
-    ],
-)
-def test_a_variable_that_would_tell_a_secret_or_break_the_group_is_refused(name, value, reason) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
-        ClusterConfig(environment={name: value})
-    assert value == "0" or value not in str(caught.value), "the message is printed and kept"
-
-
-def test_what_malloc_is_told_stands_behind_what_the_user_tells_it(tmp_path, monkeypatch) -> None:
-    environments: list[dict[str, str]] = []
-    monkeypatch.setattr(fork_server.ForkServer, "launch", lambda server, words, *rest: environments.append(rest[0]))
-    ours = "glibc.malloc.arena_max=1:glibc.malloc.tcache_count=0"
-    for theirs, expected in (("glibc.malloc.hugetlb=1", f"glibc.malloc.hugetlb=1:{ours}"), ("", ours)):
-        monkeypatch.setenv("GLIBC_TUNABLES", theirs)
-        server = fork_server.ForkServer(tmp_path, has_gpus=False)
-        os.close(server.lifeline)
-        assert environments.pop()["GLIBC_TUNABLES"] == expected
-
-
-def test_what_is_no_secret_is_let_through() -> None:
-    ClusterConfig(environment={"TOKENIZERS_PARALLELISM": "false", "NCCL_SOCKET_IFNAME": "^lo,docker0", "P": "a:b@c"})
-
-
 # ------------------------------------------------------------------------ which devices
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells which libraries a process has")
-@pytest.mark.parametrize("has_gpus", [True, False])
-def test_a_fork_server_for_workers_with_gpus_has_neither_torch_nor_cuda(has_gpus, tmp_path) -> None:
-    """A fork of a process that has touched CUDA cannot use it."""
-    folder = tmp_path / "node"
-    folder.mkdir()
-    server = fork_server.ForkServer(folder, has_gpus=has_gpus)
-    try:
-        # It answers when it has imported everything.
-        server.connection.send(fork_server.Listen("127.0.0.1"))
-        assert isinstance(server.connection.recv(), fork_server.Listening)
-        libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
-    finally:
-        server.close()
-    loaded = {name for name in ("libtorch", "libcuda", "libnvidia") if name in libraries}
-    # The other one shows that the names are the right ones; a torch built for CPUs alone brings the first of them.
-    assert loaded == set() if has_gpus else "libtorch" in loaded
-
-
-def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
-    recipe, monkeypatch, capsys
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
-    run_campaign(loaded, only="pretrain")
-    out = capsys.readouterr().out
-    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
-    assert out.count(line) == out.count("unused") == 1
-    assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")
-    assert device_name(torch.device("cuda", 3)) == "NVIDIA H100 80GB HBM3 3"
 
 
 @pytest.mark.parametrize(
@@ -594,7 +525,7 @@ def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_
         (1, {"workers": 4}, ["unused GPUs: 1 of the 1 of this machine: the workers compute on the CPU; type"]),
     ],
 )
-def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, monkeypatch) -> None:
+def test_unused_gpus_are_counted_on_both_backends(gpus, cluster, said, two, restart, monkeypatch) -> None:
     import ray
 
     connect(two["ray"])
@@ -780,7 +711,7 @@ DRIVER = """
     import sys
     from pathlib import Path
     from jobs.cluster_config import ClusterConfig
-    from jobs.cluster.placement import start_early
+    from jobs.cluster.nodes import start_early
     from jobs.cluster.worker_group import run_worker_group
     from tests.support import worker_functions
 
@@ -830,3 +761,18 @@ def test_a_killed_driver_leaves_no_process(backend, tmp_path) -> None:
         driver.wait()
     assert not psutil.wait_procs(family, timeout=20)[1]
     wait_until(lambda: not any(path.exists() for path in directories | shared), 20)
+
+
+# A campaign of this process leaves the embedded cluster when it ends: it comes after the tests that share that.
+def test_a_machine_whose_gpus_nobody_uses_says_so_once_and_the_start_line_names_the_device(
+    recipe, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    loaded = campaigns.load(recipe, ["pretrain.steps=2", "pretrain.optim.schedule.warmup_steps=1"])
+    run_campaign(loaded, only="pretrain")
+    out = capsys.readouterr().out
+    line = "unused GPUs: 8 of the 8 of this machine: the workers compute on the CPU; type cluster.gpus_per_worker=1"
+    assert out.count(line) == out.count("unused") == 1
+    assert "; 2 workers on cpu × micro_batch 4 × accumulation 2 = batch 16, 2 steps" in out
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 {device.index}")
+    assert device_name(torch.device("cuda", 3)) == "NVIDIA H100 80GB HBM3 3"

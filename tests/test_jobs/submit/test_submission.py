@@ -12,7 +12,6 @@ import time
 import zipfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -26,7 +25,7 @@ from data.errors import ClusterError, ConfigError, RunOwned, UsageError
 from data.storage import Folder
 from jobs.__main__ import main
 from jobs.cluster.embedded import LOOPBACK
-from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
+from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.campaigns import load_campaign
 from jobs.ownership import Lease
@@ -477,50 +476,6 @@ def test_the_equivalent_command_says_the_same(checkout, monkeypatch, capsys) -> 
     assert request["runtime_env"]["env_vars"]["A"] == "b c"
     assert options["--submission-id"] == request["submission_id"] and request["submission_id"].startswith("x-001-")
     assert json.loads(options["--metadata-json"]) == request["metadata"] == {"job_name": "x", "run": "/runs/x"}
-
-
-@pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])
-def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
-    disconnect()
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so nobody else's, and not listening
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
-            ask()
-
-
-def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
-    """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
-    disconnect()
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
-        with pytest.raises(ClusterError, match="is no Ray head: another server answers there"):
-            connect(ClusterConfig())
-        server.shutdown()
-
-
-def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
-    with pytest.raises(ClusterError, match=r"is a dashboard\n[\s\S]*jobs submit"):
-        connect(ClusterConfig())
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
-            "has other versions",
-        ),
-        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses us"),
-        ("Failed to connect to GCS", "cannot join the cluster"),
-    ],
-)
-def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
-    lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
-    assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
 
 
 def test_logs_of_a_run_that_is_no_job_name_the_file_that_has_them(tmp_path, capsys):

@@ -489,7 +489,7 @@ def test_a_borrowed_place_of_ray_goes_to_whoever_asks_and_a_dead_evaluator_is_na
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from jobs.cluster.placement import nodes_of
+    from jobs.cluster.nodes import nodes_of
     from jobs.cluster.ray import connect, disconnect
     from jobs.extras.async_evaluation.spare_places import spare_place_of
 

@@ -1,0 +1,93 @@
+"""Why a cluster cannot be joined: nothing answers, another server does, Ray refuses us, or ours does not start.
+
+Joining and leaving one: test_worker_group.py and test_ray_nodes.py.
+"""
+
+import socket
+import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from data.errors import ClusterError
+from jobs.cluster import embedded
+from jobs.cluster.ray import connect, disconnect, explain
+from jobs.cluster_config import ClusterConfig
+from jobs.submit import submission
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("ask", [submission.list_jobs, lambda: connect(ClusterConfig())], ids=["jobs", "worker group"])
+def test_an_address_where_nothing_listens_is_said_at_once(ask, monkeypatch) -> None:
+    disconnect()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{server.getsockname()[1]}"  # bound, so nobody else's, and not listening
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ClusterError, match=f"nothing answers at RAY_ADDRESS={address}"):
+            ask()
+
+
+def test_a_server_that_is_no_ray_head_is_said_at_once(monkeypatch) -> None:
+    """Ray itself would wait for it for ever; a real head is joined by the tests of joined clusters."""
+    disconnect()
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.server_port}")
+        with pytest.raises(ClusterError, match="is no Ray head: another server answers there"):
+            connect(ClusterConfig())
+        server.shutdown()
+
+
+def test_a_dashboards_address_is_not_a_clusters(monkeypatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(ClusterError, match=r"is a dashboard\n[\s\S]*jobs submit"):
+        connect(ClusterConfig())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "Version mismatch: The cluster was started with:\n    Ray: 2.9.0\n    Python: 3.8",
+            "has other versions",
+        ),
+        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "refuses us"),
+        ("Failed to connect to GCS", "cannot join the cluster"),
+    ],
+)
+def test_rays_refusal_becomes_what_why_and_what_to_type(text, reason) -> None:
+    lines = str(explain(RuntimeError(text), "h:6379")).splitlines()
+    assert reason in lines[0] and "h:6379" in lines[0] and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("echo failed no room in /dev/shm", "no room in /dev/shm"),
+        ("true", "its processes have ended"),
+    ],
+)
+def test_an_embedded_cluster_that_does_not_start_says_why_and_what_to_type(
+    answer, reason, monkeypatch, tmp_path
+) -> None:
+    disconnect()
+    # The guard's last word, or none; then it waits for the driver.
+    command = ["sh", "-c", f"{answer}; exec >/dev/null; cat"]
+    processes_started: list[subprocess.Popen[str]] = []
+
+    popen = subprocess.Popen
+
+    def start_guard(words: list[str], **options: Any) -> subprocess.Popen[str]:
+        process = popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes_started.append(process)
+        return process
+
+    monkeypatch.setattr(embedded.subprocess, "Popen", start_guard)
+    monkeypatch.setattr(embedded, "short_directory", lambda: tmp_path)
+    with pytest.raises(ClusterError, match=rf"^an embedded Ray cluster did not start: {reason}\nit needs .*\ntype "):
+        connect(ClusterConfig())
+    assert processes_started[0].returncode == 0 and not embedded.is_started()
