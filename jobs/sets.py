@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from data.checks import at_least
 from data.errors import DataError
 from data.index.document import load_index
-from data.index.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
+from data.index.names import Names, ids_of
 from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
 from data.sources.folders import (
@@ -27,12 +27,14 @@ from data.sources.folders import (
     table_classes,
     unlabelled_folder,
 )
-from data.sources.samples import DIGITS, Archive, Sample, digits, numbered, samples_of_archive
+from data.sources.numbering import Numbering, check_unmistakable, number, read_class_list
+from data.sources.samples import DIGITS, Archive, Sample, digits, numbered
 from data.sources.tars import tars, tars_classes
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all other sources are published data sets
+COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
 VTAB_TASKS = "data.extras.known_sets.vtab_prepared:VTAB"
 UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources of images of a user's own
@@ -305,7 +307,8 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
         # The word for a split says nothing where there is no choice of them.
         if cfg.source != "imagenet-validation":
             label = f"{cfg.task or cfg.source}, {cfg.split}"
-        samples = samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
+        counted_samples = load_optional(COUNTED_SAMPLES, f"source: {cfg.source}")
+        samples = counted_samples(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
     elif cfg.source == "folder":
         samples = class_folders(cfg.path)
     else:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from data.checks import at_least, check_name, more_than_0
 from data.images.augment import AugmentConfig
 from data.order import shares as check_shares  # raises ValueError if a set would get none
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.evaluation.protocols import ProbeConfig, check_ops

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.index.index import Index, exclude, join
 from data.order import Mixture, Order
-from data.remote.cache import remote_ahead
+from data.remote.config import remote_ahead
 from pipeline.training_config import DataConfig, TrainConfig
 
 if TYPE_CHECKING:

@@ -34,12 +34,13 @@ from data.draws import few_shot_rows, stratified
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
-from data.index.names import Names, kept_ids, parse_labels
+from data.index.names import Names, parse_labels
 from data.index.shard import Shard, label_digest, table_path, write_table
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.shards.listed import listed_rows
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
+from data.sources.numbering import kept_ids
 
 # N samples of the set
 

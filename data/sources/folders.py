@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from data.checks import printable
 from data.errors import DataError
 from data.index.names import NO_NAMES, Names, NoLabel, agreed, ids_of, parse_labels, some
-from data.index.tar import IMAGES, is_image
+from data.index.shard import IMAGES, is_image
 from data.sources.samples import Sample, kind_of
 
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")  # of image parquet, the first that there is

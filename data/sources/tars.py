@@ -19,14 +19,13 @@ from pathlib import Path
 from data.errors import DataError
 from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
+from data.index.index import Refusals
 from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
-from data.index.shard import COMPRESSED
+from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import (
     IGNORED,
-    IMAGES,
     LABELS,
     MAX_LABEL,
-    Refusals,
     check_nothing_excluded,
     compressed_in,
     first_part,

@@ -18,7 +18,8 @@ import safetensors
 import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
-from data.index.names import read_class_list, some
+from data.index.names import some
+from data.sources.numbering import read_class_list
 from jobs.named_stages import stage_at, stages_in
 from jobs.progress import activity
 from jobs.terminal import echo

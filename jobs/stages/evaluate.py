@@ -30,7 +30,7 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.shards.leaks import Leaks, in_pairs, read_leaks
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from data.checks import at_least, more_than_0
 from data.files import write_whole
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, SharedClasses, SourceModel, Stage, StageKind
 from jobs.stages import evaluate, training
 from models import ModelConfig

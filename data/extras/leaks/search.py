@@ -36,7 +36,7 @@ from data.files import naming, whole_file
 from data.images.decode import BadImage
 from data.index.index import Index
 from data.index.shard import Shard
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.seal import Journal, read_entry, write_entry
 from data.shards.leaks import Compared, Kind, Leaks, Pair, write_leaks
 from data.shards.parallel import Progress, in_parallel

@@ -32,8 +32,8 @@ from data.extras.known_sets.known import known_archive
 from data.images.decode import BadImage, read_header
 from data.index.document import SUFFIX, load_index
 from data.index.names import NoLabel, parse_labels, some
-from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, first_part, is_image, mapped, walk
+from data.index.shard import COMPRESSED, IMAGES, is_image
+from data.index.tar import first_part, mapped, walk
 from data.sources.folders import (
     HIDDEN,
     IMAGE_COLUMNS,

@@ -26,7 +26,7 @@ from data.errors import DataError, UsageError
 from data.files import write_whole
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from data.index.tar import IMAGES
+from data.index.shard import IMAGES
 from data.sources.tars import tars
 from jobs.commands.conversion import load, verify
 from jobs.progress import ProgressMeter, activity

@@ -3,7 +3,8 @@
 import pytest
 
 from data.errors import DataError
-from data.index.names import MOST_SHOWN, Numbering, kept_ids, read_class_list, some
+from data.index.names import MOST_SHOWN, some
+from data.sources.numbering import Numbering, kept_ids, read_class_list
 
 pytestmark = pytest.mark.quick
 

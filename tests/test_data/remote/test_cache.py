@@ -26,7 +26,8 @@ from data.loader import TrainLoader
 from data.order import Ledger, Order
 from data.remote import cache as cache_module
 from data.remote import urls
-from data.remote.cache import Ahead, Cache, CacheConfig
+from data.remote.cache import Ahead, Cache
+from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader
 from jobs.__main__ import main

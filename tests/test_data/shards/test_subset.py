@@ -21,7 +21,7 @@ from data.evaluation import EvaluationSet
 from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index
 from data.index.index import Index, exclude, join
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.seal import seal
 from data.shards import subset
 from data.shards.indexing import build_index

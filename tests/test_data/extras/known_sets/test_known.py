@@ -14,12 +14,13 @@ from pyarrow import parquet
 
 from data.errors import DataError
 from data.extras.known_sets import objectnet
+from data.extras.known_sets.archive import samples_of_archive
 from data.extras.known_sets.known import FLOWERS, known_archive, listed_samples
 from data.images.decode import decode
 from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.members import members
-from data.sources.samples import Published, samples_of_archive
+from data.sources.samples import Published
 from jobs.__main__ import main
 from tests.support import archives
 from tests.support.archives import contents, packed, picture, tar_bytes, write_folder

@@ -13,7 +13,7 @@ import pytest
 
 import models
 from data.errors import ExitCode
-from data.remote.reach import read_some
+from data.extras.reach import read_some
 from jobs.__main__ import main
 from jobs.extras.planning.preflight_checks import Requirements, StageRequirements, check_report
 from jobs.resolved_recipe import CheckResult
