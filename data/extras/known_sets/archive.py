@@ -21,8 +21,8 @@ from PIL import Image, UnidentifiedImageError
 
 from data.checks import printable
 from data.errors import DataError
+from data.extras.sources.members import members
 from data.index.index import Refusals
-from data.sources.members import members
 from data.sources.samples import Archive, Sample, kind_of
 
 MOST_OF_A_LIST = 1 << 30  # bytes of a file that is no image; CIFAR-100's train.bin has 154 MB

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from data.errors import DataError
 from data.extras.known_sets.archive import warn_of
+from data.extras.sources.members import Member, members, tar_members
 from data.index.index import Refusals
 from data.index.names import Names, some
-from data.sources.members import Member, members, tar_members
 from data.sources.samples import Published, Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")

@@ -25,9 +25,9 @@ from data.errors import DataError
 from data.extras.known_sets import imagenet, imagenet21k, objectnet
 from data.extras.known_sets.archive import as_image, encode, first_present, read_members, text_of, warn_of
 from data.extras.known_sets.vtab_prepared import VTAB
+from data.extras.sources.members import members
 from data.index.index import Refusals
 from data.index.names import Names, some
-from data.sources.members import members
 from data.sources.samples import Archive, Published, Sample
 
 # ------------------------------------------------------------------------------------------------ CIFAR

@@ -21,9 +21,9 @@ import numpy as np
 
 from data.errors import DataError
 from data.extras.known_sets.archive import encode, read_members, warn_of
+from data.extras.sources.members import members
 from data.index.index import Refusals
 from data.index.names import Names
-from data.sources.members import members
 from data.sources.samples import Published, Sample
 
 FOLDERS = "folder_to_objectnet_label.json"

@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
+from data.extras.sources.tars import tars
 from data.files import write_whole
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.shard import IMAGES
-from data.sources.tars import tars
 from jobs.commands.conversion import load, verify
 from jobs.progress import ProgressMeter, activity
 from jobs.terminal import echo

@@ -20,6 +20,8 @@ from data.errors import DataError
 from data.extras.doctor.doctor import check
 from data.extras.known_sets.imagenet import train as imagenet_train
 from data.extras.known_sets.imagenet import validation as imagenet_validation
+from data.extras.sources.tables import image_parquet, path_table
+from data.extras.sources.tars import tars
 from data.images.decode import decode, library
 from data.index.document import load_index
 from data.index.index import exclude
@@ -27,9 +29,8 @@ from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
-from data.sources.folders import class_folders, image_parquet, path_table
+from data.sources.folders import class_folders
 from data.sources.samples import Sample, digits
-from data.sources.tars import tars
 from jobs.__main__ import main
 from tests.support.tars import open_tar, picture, tar_of
 

@@ -7,15 +7,8 @@ import pytest
 from pyarrow import parquet
 
 from data.errors import DataError
-from data.sources.folders import (
-    class_folders,
-    folder_classes,
-    image_parquet,
-    parquet_classes,
-    path_table,
-    table_classes,
-    unlabelled_folder,
-)
+from data.extras.sources.tables import image_parquet, parquet_classes, path_table, table_classes
+from data.sources.folders import class_folders, folder_classes, unlabelled_folder
 
 pytestmark = pytest.mark.quick
 

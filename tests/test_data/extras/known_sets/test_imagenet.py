@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from data.extras.sources.members import members
 from data.index.document import load_index
-from data.sources.members import members
 from jobs.__main__ import main
 from tests.support import archives
 from tests.support.archives import packed, picture, tar_bytes, write_folder

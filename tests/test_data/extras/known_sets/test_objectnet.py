@@ -7,8 +7,8 @@ import pytest
 
 from data.errors import DataError
 from data.extras.known_sets import objectnet
+from data.extras.sources.members import members
 from data.images.decode import decode
-from data.sources.members import members
 from tests.support import archives
 from tests.support.archives import packed
 

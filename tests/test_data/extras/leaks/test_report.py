@@ -2,8 +2,8 @@
 
 import pytest
 
+from data.extras.leaks.document import Compared, Leaks, Pair
 from data.extras.leaks.report import caption, lines
-from data.shards.leaks import Compared, Leaks, Pair
 from data.shards.packing import pack
 from data.sources.samples import digits
 
