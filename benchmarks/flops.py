@@ -21,8 +21,8 @@ from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, Stage
 from jobs.run.session import run_campaign
-from pipeline.arithmetic import steps_of
 from pipeline.phases import flops_of
+from pipeline.training_data import steps_of
 
 TRAINED_IMAGES = 10_000
 SHOTS = (10, 25)

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 
 import models
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.config import build
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.extras.plan.memory import MemoryNeed, memory_need
 from pipeline.extras.plan.tracer import TracedData, TracedGroup, TracedWorker, take_step
 from pipeline.start import build_engine
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import batch_arithmetic
 
 PAIR = 2  # workers of a configuration that has more than one
 

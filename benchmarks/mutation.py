@@ -56,7 +56,8 @@ SHORT = ("tests/test_short_ways.py", "tests/test_pipeline/test_train.py")
 STOPS = (f"{RUNS}a_stop_", f"{RUNS}a_signal", f"{RUNS}an_evaluation_that_fails", f"{RUNS}a_stage_does_not_end")
 SAVES = (f"{RUNS}failed_saves", f"{RUNS}a_rank_killed", f"{RUNS}too_many_failed", f"{RUNS}a_commit_implies")
 OF_CHECKPOINTS = "tests/test_pipeline/checkpoints"
-CHECKPOINTS = (*SHORT, f"{OF_CHECKPOINTS}/test_stage_checkpoints.py", f"{OF_CHECKPOINTS}/test_crash.py", *SAVES)
+OF_FILES = tuple(f"{OF_CHECKPOINTS}/test_{name}.py" for name in ("stage_checkpoints", "manifest", "restore", "crash"))
+CHECKPOINTS = (*SHORT, *OF_FILES, *SAVES)
 GOES_BACK = (f"{RUNS}a_stretch", f"{RUNS}when_going_back", f"{RUNS}workers_killed")
 CAMPAIGN = ("tests/test_jobs/recipe/test_campaign.py::test_one_command_runs_all_stages",)
 GROUP = "tests/test_jobs/cluster/test_worker_group.py"
@@ -77,8 +78,8 @@ WORKER_TESTS: dict[str, tuple[str, ...]] = {
     "pipeline/checkpoints/reader.py": GOES_BACK,
     "pipeline/checkpoints/stage_checkpoints.py": CHECKPOINTS,
     "pipeline/checkpoints/saver.py": (*CHECKPOINTS, f"{OF_CHECKPOINTS}/test_disk_space.py"),
-    "pipeline/evaluate.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
-    "pipeline/evaluation/worker.py": (*STOPS, *SHORT, *CAMPAIGN),
+    "pipeline/evaluation/in_training.py": (*SHORT, f"{RUNS}an_evaluation_that_fails", *CAMPAIGN, TWIN),
+    "pipeline/evaluation/evaluator.py": (*STOPS, *SHORT, *CAMPAIGN),
     "pipeline/evaluation/probes.py": (*CAMPAIGN, "tests/test_layout.py::test_a_config_cannot_be_changed"),
     "pipeline/artifacts.py": ("tests/test_pipeline/test_artifacts.py",),
     "pipeline/monitoring/telemetry.py": (

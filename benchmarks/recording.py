@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.first_hour import write_folders
 from data.sources.samples import digits
-from pipeline.versions import git_commit
+from pipeline.identity import git_commit
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-hour.md"

@@ -48,10 +48,10 @@ from pipeline.engine.exact import ExactEngine
 from pipeline.extras.replays import search
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.health import RECENT
+from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig
-from pipeline.versions import code_version
 from pipeline.worker import Job
 
 MODEL = {"name": "mu/8", "image_size": 16, "classes": 10, "width": 32, "depth": 2, "mlp": 64, "heads": 2}

@@ -36,9 +36,7 @@ from typer.main import get_install_completion_arguments
 from data.checks import printable_lines
 from data.errors import ExitCode, UsageError, exit_code
 from jobs.commands.lazy_group import CommandTable, LazyGroup
-from jobs.core_kinds import CORE, with_extras
-from jobs.progress import activity
-from jobs.terminal import is_closed_pipe, program, write_last
+from jobs.terminal import activity, is_closed_pipe, program, write_last
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -85,9 +83,12 @@ TRAINING_EXTRAS = (
 )
 # The kinds of stages, by their names in a recipe. Kinds and extras may be missing from a checkout.
 KINDS = {
-    **CORE,
-    "pretrain": with_extras(CORE["pretrain"], TRAINING_EXTRAS),
-    "finetune": with_extras(CORE["finetune"], TRAINING_EXTRAS),
+    "pack": "jobs.stages.pack:Pack",
+    "pretrain": " ".join(["jobs.stages.training:Pretrain", *TRAINING_EXTRAS]),
+    "resize": "jobs.stages.resize:Resize",
+    "finetune": " ".join(["jobs.stages.training:Finetune", *TRAINING_EXTRAS]),
+    "fewshot": "jobs.stages.evaluate:FewShot",
+    "evaluate": "jobs.stages.evaluate:Evaluate",
     "sweep": "jobs.extras.studies.table:Table",
     "figure": "jobs.extras.studies.figure:Figure",
 }
@@ -103,12 +104,12 @@ COMMANDS = CommandTable(
     {
         "Runs": {
             "run": ("jobs.commands.campaigns:run", "Run a campaign, or resume it."),
-            "status": ("jobs.commands.campaigns:status", "Show stage, step, loss, speed, ETA and last checkpoint."),
+            "status": ("jobs.commands.status:status", "Show stage, step, loss, speed, ETA and last checkpoint."),
             "checkpoints list": ("jobs.commands.checkpoints:list_all", "List the checkpoints of every stage."),
-            "checkpoints verify": ("jobs.commands.checkpoints:verify_all", "Compare every byte with the manifest."),
-            "checkpoints inspect": ("jobs.commands.checkpoints:inspect", "Print the manifest and all parameters."),
-            "checkpoints diff": ("jobs.commands.checkpoints:compare", "Compare two checkpoints."),
-            "checkpoints export": ("jobs.commands.checkpoints:export_weights", "Write a checkpoint's weights."),
+            "checkpoints verify": ("jobs.extras.checkpoints:verify_all", "Compare every byte with the manifest."),
+            "checkpoints inspect": ("jobs.extras.checkpoints:inspect", "Print the manifest and all parameters."),
+            "checkpoints diff": ("jobs.extras.checkpoints:compare", "Compare two checkpoints."),
+            "checkpoints export": ("jobs.extras.checkpoints:export_weights", "Write a checkpoint's weights."),
             "checkpoints prune": ("jobs.commands.checkpoints:prune", "Delete all but the newest checkpoints."),
             "submit": ("jobs.commands.cluster:submit", "Run a campaign as a Ray job on a cluster."),
             "logs": ("jobs.commands.cluster:logs", "Follow the output of a submitted run."),
@@ -124,15 +125,15 @@ COMMANDS = CommandTable(
         "Data": {
             "pack": ("jobs.commands.sets:pack", "Pack images of many kinds into shards with an index."),
             "index": ("jobs.commands.sets:index", "Index existing WebDataset tars, unchanged."),
-            "subset": ("jobs.commands.sets:subset", "Choose samples of a set; nothing is packed again."),
+            "subset": ("jobs.extras.subset:subset", "Choose samples of a set; nothing is packed again."),
             "data check": ("jobs.extras.doctor.command:check", "Read and decode every sample."),
             "data stats": ("jobs.extras.doctor.command:stats", "Show how sizes and labels are distributed."),
             "data repair": ("jobs.extras.doctor.command:repair", "Pack every good sample into a new set."),
             "leaks": ("jobs.extras.leaks.command:leaks", "Find training images that are also in a test set."),
         },
         "Weights": {
-            "import": ("jobs.commands.weights:import_foreign", "Convert official, timm or transformers weights."),
-            "export": ("jobs.commands.weights:export", "Write weights for timm, transformers or big_vision."),
+            "import": ("jobs.commands.conversion:import_foreign", "Convert official, timm or transformers weights."),
+            "export": ("jobs.commands.conversion:export", "Write weights for timm, transformers or big_vision."),
             "evaluate": ("jobs.commands.evaluate:evaluate", "Evaluate weights on sets, without a recipe."),
             "analyze": ("jobs.extras.analyze.command:analyze", "Draw attention maps, distances and filters."),
         },
@@ -154,17 +155,11 @@ COMMANDS = CommandTable(
 )
 
 
-def make_parser() -> LazyGroup:
-    """Return the parser of all commands."""
-    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
-    parser.params += get_install_completion_arguments()
-    return parser
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code. Errors become a message on stderr."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser()
+    parser = LazyGroup(COMMANDS, "patchline", help="Large-scale pretraining of Vision Transformers.", epilog=EXIT_CODES)
+    parser.params += get_install_completion_arguments()
     if "_PATCHLINE_COMPLETE" in os.environ:
         # A shell asks how a word may go on; this answers and ends the process.
         parser.main(prog_name="patchline")

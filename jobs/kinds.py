@@ -8,7 +8,7 @@ stays in the table: a recipe that uses it is refused with a message.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from data.errors import ConfigError
@@ -56,14 +56,13 @@ def load_kinds(names: Mapping[str, str]) -> dict[str, StageKind]:
     kinds: dict[str, StageKind] = {}
     for name, text in names.items():
         place, *extras = text.split()
-        module, _, class_name = place.partition(":")
         try:
-            kind_class = getattr(import_module(module), class_name)
+            kind_class = resolve_name(place)
             kinds[name] = kind_class(load_extras(*extras)) if extras else kind_class()
         except ModuleNotFoundError as error:
             if not is_removed_extra(error):
                 raise
-            kinds[name] = MissingKind(name, module)
+            kinds[name] = MissingKind(name, place.partition(":")[0])
     return kinds
 
 
@@ -71,14 +70,11 @@ def load_extras(*names: str) -> list[Any]:
     """Return the extras of these names, "module:Class", without those whose module has been removed."""
     extras: list[Any] = []
     for name in names:
-        module, _, class_name = name.partition(":")
         try:
-            loaded = import_module(module)
+            extras.append(resolve_name(name)())
         except ModuleNotFoundError as error:
             if not is_removed_extra(error):
                 raise
-            continue
-        extras.append(getattr(loaded, class_name)())
     return extras
 
 

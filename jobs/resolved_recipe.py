@@ -276,15 +276,6 @@ class Campaign:
         names = [stage.name for stage in self.stages]
         raise ConfigError(f"the recipe has no stage {name!r}{did_you_mean(name, names)}")
 
-    def waiting_for(self, stage: Stage) -> list[Stage]:
-        """Return the stages that take a value from a stage."""
-        waiting = []
-        for other in self.stages:
-            links = [reference(value) for value in other.references.values()]
-            if any(link is not None and link[0] == stage.name for link in links):
-                waiting.append(other)
-        return waiting
-
     def directory(self, stage: Stage) -> Path:
         """Return the folder of a stage in the run directory."""
         return self.run / f"{stage.name}-{stage.key[:8]}"

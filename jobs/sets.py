@@ -210,19 +210,6 @@ def numberings_of(sets: Mapping[str, SetConfig], log: Callable[[str], None]) -> 
 # -------------------------------------------------------------------------------------------------- samples
 
 
-def paths_of(cfg: SetConfig) -> dict[str, str]:
-    """Return the fields that name a file or folder of a source, where they are set."""
-    # The path of a subset may be "@stage/set": a campaign checks it as any other input.
-    if cfg.source in ("digits", "subset"):
-        return {}
-    paths = {}
-    for field_name in ("path", "root", "wnids", "real", "names"):
-        path = getattr(cfg, field_name)
-        if path is not None:
-            paths[field_name] = path
-    return paths
-
-
 def source_names(cfg: SetConfig) -> Names:
     """Return the class names that a source itself knows, in the order of its ids; none where it knows none.
 
@@ -318,13 +305,29 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
 
 
 def check_paths(cfg: SetConfig) -> None:
-    """Raise DataError where there is nothing at one of a source's paths."""
+    """Raise DataError if there is nothing at one of a source's paths."""
     # The sources are generators, which open nothing before the first sample: a wrong path is better named here.
-    for path in paths_of(cfg).values():
-        if not is_there(path):
-            raise DataError(
+    for message in missing_paths(cfg).values():
+        raise DataError(message)
+
+
+def missing_paths(cfg: SetConfig) -> dict[str, str]:
+    """Return the fields that name a file or folder of a source at which there is nothing, each with a message."""
+    # The path of a subset may be "@stage/set": a campaign checks it as any other input.
+    if cfg.source in ("digits", "subset"):
+        return {}
+    messages = {}
+    for field_name in ("path", "root", "wnids", "real", "names"):
+        path = getattr(cfg, field_name)
+        if path is None or Path(path).exists():
+            continue
+        # The last part of a path may stand for several files: a/train-*.tar.
+        place = Path(path)
+        if "*" not in place.name or not any(place.parent.glob(place.name)):
+            messages[field_name] = (
                 f"source {cfg.source}: there is nothing at {path}\n  expected images: paths begin at {Path.cwd()}"
             )
+    return messages
 
 
 def check_apart(cfg: SetConfig, folder: Path) -> None:
@@ -342,12 +345,6 @@ def check_apart(cfg: SetConfig, folder: Path) -> None:
             "  expected a folder apart from it: the shards would be taken for images, or tars, of the source\n"
             f"  type another one, for example {quote(str(source.parent / f'{source.stem}-shards'))}"
         )
-
-
-def is_there(path: str) -> bool:
-    """Return whether something lies at a path, the last part of which may stand for several files: a/train-*.tar."""
-    place = Path(path)
-    return place.exists() or ("*" in place.name and any(place.parent.glob(place.name)))
 
 
 def expected_samples(cfg: SetConfig) -> int | None:

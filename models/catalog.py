@@ -1,4 +1,4 @@
-"""Configs to modules, and what a model costs (configs.py has the names, and the configs of all families).
+"""Configs to modules, what a model costs, and whether weights fit it (configs.py has names and configs).
 
 `empty` makes a module on the meta device, `from_config` gives it memory and first values.
 
@@ -11,33 +11,46 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import initial, masked, resnet, vit
+from models import initial, vit
 from models.configs import ImageSize, ModelConfig, config_of
+
+if TYPE_CHECKING:
+    from models.masked import MaskedViT
+    from models.resnet import BiT
 
 # Another architecture is a config in configs.py, a file with its module, and one entry in each of these two. A module
 # has `config`, `recomputed_blocks`, `features(images)` and `forward(images)`; its config is a frozen dataclass with
 # `family`, `image_size`, `classes`, `head_bias`, `head_fields`, `absent` and `with_new_head()`.
-Model = vit.ViT | masked.MaskedViT | resnet.BiT  # AxialViT is a ViT
-MODULES: dict[str, type[Model]] = {  # by the config's family
-    "vit": vit.ViT,
-    "bit": resnet.BiT,
-    "axial": vit.AxialViT,
-    "masked": masked.MaskedViT,
+Model: TypeAlias = "vit.ViT | MaskedViT | BiT"  # AxialViT is a ViT
+MODULES = {  # by the config's family; a file is imported when a model of its family is made
+    "vit": "models.vit:ViT",
+    "bit": "models.resnet:BiT",
+    "axial": "models.vit:AxialViT",
+    "masked": "models.masked:MaskedViT",
 }
+
+Shape = tuple[int, ...]
 
 FLOPS_PER_MAC_TRAINED = 6  # multiply and add, forward and twice backward: the rule of table 6
 
 
+def module_of(config: ModelConfig) -> Any:
+    """Return the class of a config's family, which takes the config."""
+    file, _, name = MODULES[config.family].partition(":")
+    return getattr(import_module(file), name)
+
+
 def empty(config: ModelConfig) -> Model:
     """Return the module on the meta device: names and shapes, no memory."""
-    module: Any  # mypy cannot know that the table pairs each config with a module that takes it
-    module = MODULES[config.family]
+    module = module_of(config)
     # torch's layers draw first values of their own when they are made. On meta that costs nothing.
     with torch.device("meta"):
         return module(config)
@@ -61,10 +74,14 @@ def build(name: str, image_size: ImageSize = 224, classes: int = 1000, **config:
     return from_config(config_of(name, image_size, classes, **config))
 
 
+def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bring uint8 pixels to the [−1, 1] that every model takes, on the device (SPEC 2.5: value_range(-1, 1))."""
+    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
+
+
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the modules that a model is made of many of: a ViT's blocks, a ResNet's units."""
-    repeated = (vit.Block, resnet.StemUnit, resnet.BiTUnit)
-    return {name: module for name, module in model.named_modules() if isinstance(module, repeated)}
+    """Return, by name, modules that a model is made of many of (`is_repeated`): a ViT's blocks, a ResNet's units."""
+    return {name: module for name, module in model.named_modules() if getattr(module, "is_repeated", False)}
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
@@ -120,3 +137,40 @@ def macs_of(config: ModelConfig, kept_patches: int | None = None) -> int:
 def training_flops(config: ModelConfig, images: int, kept_patches: int | None = None) -> int:
     """Return the floating-point operations to train on `images` images, by the accounting rule of SPEC 2.8."""
     return FLOPS_PER_MAC_TRAINED * macs_of(config, kept_patches) * images
+
+
+# ------------------------------------------------------------------------ do weights fit?
+
+
+def shape_text(shape: Shape | None) -> str:
+    """Write a shape as "1x197x768", and none as "-"."""
+    if shape is None:
+        return "-"
+    return "x".join(map(str, shape))
+
+
+def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
+    """Return the shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Raise ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
+    expected = tensor_shapes(empty(config).named_parameters())
+    check_shapes(tensor_shapes(weights.items()), expected, config.family)
+
+
+def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
+    """Raise ValueError naming every key of `shapes` that is missing, unknown or shaped otherwise than expected."""
+    # All of them at once: who mends a file by hand should not need a run for each key.
+    wrong = []
+    for name, shape in expected.items():
+        if name not in shapes:
+            wrong.append(f"missing {name} {shape_text(shape)}")
+    for name, shape in shapes.items():
+        if name not in expected:
+            wrong.append(f"unknown {name} {shape_text(shape)}")
+        elif shape != expected[name]:
+            wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
+    if wrong:
+        raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))

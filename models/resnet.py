@@ -65,6 +65,8 @@ class BiTConv(StdConv):
 class StemUnit(nn.Module):
     """Post-activation bottleneck; the stride is on the 3x3."""
 
+    is_repeated = True  # models.blocks finds it by that
+
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()
         outside = width * EXPANSION
@@ -93,6 +95,8 @@ class StemUnit(nn.Module):
 
 class BiTUnit(nn.Module):
     """Pre-activation bottleneck; the projection sees the activated input."""
+
+    is_repeated = True  # models.blocks finds it by that
 
     def __init__(self, inside: int, width: int, stride: int) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import positions, resnet
+from models import positions
 from models.configs import ACTIVATIONS, AxialConfig, ViTConfig
 
 # B batch, N patches, T tokens (prefix + N), D width, H heads, C channels, P patch
@@ -144,6 +144,8 @@ class DropPath(nn.Module):
 class Block(nn.Module):
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); with `queries`, only for that many first tokens."""
 
+    is_repeated = True  # models.blocks finds it by that
+
     def __init__(self, config: ViTConfig, drop_path: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
@@ -199,7 +201,9 @@ class ViT(nn.Module):
         self.stem = None
         channels = 3  # RGB
         if config.stem is not None:
-            self.stem = resnet.Stem(config.stem, config.stem_width)
+            from models.resnet import Stem  # few ViTs have one
+
+            self.stem = Stem(config.stem, config.stem_width)
             channels = self.stem.channels
         self.embedding = PatchEmbedding(channels, config.width, config.patch)
         # From patch embeddings to tokens. The rate of stochastic depth rises linearly with the layer.

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,10 +22,10 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from models import catalog, initial, positions
+from models.catalog import Shape, check_weights, shape_text, tensor_shapes
 from models.configs import BiTConfig, MaskedConfig, ModelConfig, ViTConfig, check_architecture, keeps_head
 from models.vit import position_table
 
-Shape = tuple[int, ...]
 Change = tuple[str, Shape | None, Shape | None]  # name, old shape, new shape
 
 HEAD = ("pre_logits.", "head.")
@@ -51,13 +50,6 @@ class TransferReport:
             before, after = self.drift
             lines.append(f"similarity of neighbouring positions {before:.4f} -> {after:.4f}")
         return "\n".join(lines)
-
-
-def shape_text(shape: Shape | None) -> str:
-    """Write a shape as "1x197x768", and none as "-"."""
-    if shape is None:
-        return "-"
-    return "x".join(map(str, shape))
 
 
 def transfer(
@@ -136,33 +128,6 @@ def transfer(
         drift=drift,
     )
     return state, report
-
-
-def tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Shape]:
-    """Return the shapes of tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors}
-
-
-def check_weights(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Raise ValueError naming every key of `weights` that is missing, unknown or mis-shaped for `config`."""
-    expected = tensor_shapes(catalog.empty(config).named_parameters())
-    check_shapes(tensor_shapes(weights.items()), expected, config.family)
-
-
-def check_shapes(shapes: dict[str, Shape], expected: dict[str, Shape], family: str) -> None:
-    """Raise ValueError naming every key of `shapes` that is missing, unknown or shaped otherwise than expected."""
-    # All of them at once: who mends a file by hand should not need a run for each key.
-    wrong = []
-    for name, shape in expected.items():
-        if name not in shapes:
-            wrong.append(f"missing {name} {shape_text(shape)}")
-    for name, shape in shapes.items():
-        if name not in expected:
-            wrong.append(f"unknown {name} {shape_text(shape)}")
-        elif shape != expected[name]:
-            wrong.append(f"{name} is {shape_text(shape)}, expected {shape_text(expected[name])}")
-    if wrong:
-        raise ValueError(f"weights do not fit this {family}, {len(wrong)} keys: " + "; ".join(wrong))
 
 
 def resize(name: str, old: Tensor, source: ModelConfig, target: ModelConfig) -> Tensor:

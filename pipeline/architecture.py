@@ -1,4 +1,4 @@
-"""The architecture that a `model:` section describes, and whether a trained stage can train it.
+"""The architecture that a `model:` section describes, whether a stage can train it, and the images that it takes.
 
 In:  {"name": "S/16", "image_size": 224, "classes": 10}, or what differs from the model of `init`
 Out: a ModelConfig of the models package; ConfigError or DataError with what to type
@@ -11,7 +11,8 @@ from typing import Any
 
 import models
 from data.errors import ConfigError, DataError
-from models import ModelConfig
+from data.images.preprocess import both_sides, parse_ops, shape_of
+from models import ModelConfig, Preprocessing
 from models.configs import MaskedConfig
 from pipeline.config import require
 from pipeline.training_config import TrainConfig
@@ -102,3 +103,49 @@ def check_model(cfg: TrainConfig, model: ModelConfig, classes: Mapping[str, int]
                 f"{path} has labels up to {number - 1}, the model has {model.classes} classes\n"
                 f"  set {key}.classes={number}"
             )
+
+
+# ------------------------------------------------------------------------ the images that a model takes
+
+
+def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
+    """Raise ConfigError where `ops` make images of another size than the model takes; `key` is what holds the ops."""
+    if not ops or model.family == "bit":  # a ResNet takes any size
+        return
+    height, width, _ = shape_of(ops)
+    expected_height, expected_width = model.image_size
+    require(
+        (height, width) == (expected_height, expected_width),
+        f"{key}: {ops!r} makes images of {height}×{width}, expected the model's {expected_height}×{expected_width}\n"
+        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which is the same",
+    )
+
+
+# The first op of those that exports can tell other libraries of, and what models/weights/preprocessing.py calls it.
+INTERPOLATIONS = {
+    "resize": "bilinear",
+    "resize_float": "bilinear",
+    "resize_tf1": "bilinear of TensorFlow 1",
+    "resize_small": "area",
+}
+
+
+def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
+    """Return what `ops`, or evaluation's own squash where there are none, do to an image; exports tell others of it."""
+    ops = ops or f"resize({model.image_size})"
+    height, width, _ = shape_of(ops)
+    steps: list[tuple[str, Any]] = []
+    for op, arguments in parse_ops(ops):
+        if op.__name__ != "unchanged":
+            steps.append((op.__name__, arguments))
+    names = [name for name, _ in steps]
+    # Others resize once, and then cut out the middle.
+    is_translatable = names[:1] != [] and names[0] in INTERPOLATIONS and names[1:] in ([], ["central_crop"])
+    if not is_translatable:
+        return Preprocessing(ops, (height, width))
+    name, (size, *options) = steps[0]
+    interpolation = INTERPOLATIONS[name]
+    if True in options:
+        interpolation += " antialiased"
+    resize = int(size) if name == "resize_small" else both_sides(size)
+    return Preprocessing(ops, (height, width), resize, interpolation)

@@ -41,8 +41,8 @@ import models
 from data.errors import Preempted
 from data.loader import Batch, TrainLoader, moved_ahead
 from data.order import Ids
+from models.catalog import normalise
 from pipeline import config
-from pipeline.evaluation.features import normalise
 from pipeline.hooks import masked_by
 from pipeline.losses import LOSSES, dense_targets, mixup
 from pipeline.phases import phase_at

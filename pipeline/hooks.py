@@ -23,7 +23,6 @@ from pipeline import config
 from pipeline.training_config import TrainConfig
 
 if TYPE_CHECKING:  # both import torch, without which a recipe is checked
-    from pipeline.evaluate import LoopEvaluator
     from pipeline.worker import Job, Progress, Setup
 
 HookOptions = Mapping[str, Mapping[str, Any]]  # "module:Class" → what its constructor is given
@@ -37,15 +36,49 @@ class ExportChoice(TypedDict):
     step: int
 
 
+class StageEvaluator:
+    """Evaluates a stage during training and at its end; this one, of a stage without sets, evaluates nothing.
+
+    pipeline/evaluation/in_training.py has the evaluator of the training workers, which a hook may replace.
+    """
+
+    def __init__(self, cfg: TrainConfig, job: "Job", last_step: int) -> None:
+        self.cfg = cfg
+        self.job = job
+        self.last_step = last_step
+
+    def begin(self, step: int) -> None:
+        """Start to measure the price of evaluations: the steps so far are complete, training begins now."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate between this step and the next; the last one is evaluated at the end."""
+        return False
+
+    def request(self, worker: "Setup", step: int) -> bool:
+        """Collective: have a step evaluated elsewhere, once its save is committed; return False if nobody can."""
+        return False
+
+    def resume(self, worker: "Setup", progress: "Progress") -> bool:
+        """Collective: at the start of an attempt, evaluate its step if that is due; return False if stopped in that."""
+        return True
+
+    def evaluate_between(self, worker: "Setup", progress: "Progress") -> bool:
+        """Collective: evaluate between two steps; return False if the run was asked to stop meanwhile."""
+        return True
+
+    def evaluate_at_the_end(self, worker: "Setup", progress: "Progress") -> None:
+        """Collective: evaluate the weights that the stage ends with, which are committed."""
+
+
 class Hook:
     """Takes part in the training of a stage. Each method does nothing by default.
 
     A subclass may bring `Config`, a frozen dataclass with more keys than TrainConfig has, and `evaluator`, which
-    evaluates in place of LoopEvaluator.
+    evaluates in place of the training workers.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
-    evaluator: "ClassVar[type[LoopEvaluator] | None]" = None
+    evaluator: ClassVar[type[StageEvaluator] | None] = None
 
     def __init__(self, cfg: Any, job: "Job", **options: Any) -> None:
         """Take the stage's config, which has the fields of `Config`, and the options that the task names."""

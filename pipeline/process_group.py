@@ -35,9 +35,13 @@ import torch.distributed as dist
 from data.checks import few
 from data.errors import ClusterError, UnlikeNodes
 from data.files import SAME_STORAGE, look_for
+from data.storage import Storage
+from pipeline import artifacts
 from pipeline.engine.deepspeed import import_deepspeed
 from pipeline.identity import (
     DEVICE,
+    MUST_BE_EQUAL,
+    SHOULD_BE_EQUAL,
     WORKERS_PER_GPU,
     Identity,
     differences,
@@ -46,7 +50,6 @@ from pipeline.identity import (
     other_code,
     workers_per_gpu,
 )
-from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONGEST_LIST = 8  # nodes that a line names
 LARGE_PIECE = 80 << 20  # bytes; larger than the heap that glibc gives a thread of its own, which holds 64 MB
@@ -185,6 +188,17 @@ class MallocInfo(ctypes.Structure):
     """Holds what mallinfo2(3) returns: ten numbers."""
 
     _fields_ = [("numbers", ctypes.c_size_t * 10)]
+
+
+def fetch_init(storage: Storage, init: str) -> None:
+    """Collective: one worker of each node makes sure that it has the weights that another stage of this run handed on.
+
+    Raises DataError where they are not what that stage wrote, StorageError.
+    """
+    # A path outside the run is on every node, or this node says that it is missing.
+    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
+        artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
+    dist.barrier()
 
 
 def log_network(log: Callable[[str], None]) -> None:

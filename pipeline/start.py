@@ -14,8 +14,6 @@ Everything here is collective: all workers of the group do it together, and in t
 
 import json
 import os
-import signal
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,11 +29,9 @@ import models
 from data.errors import CheckpointError, DataError
 from data.index.document import load_index
 from data.order import Ledger
-from data.storage import Storage
 from models import ModelConfig
 from pipeline import artifacts, config
 from pipeline.architecture import check_model
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.checkpoints import restore
 from pipeline.checkpoints.manifest import Manifest
 from pipeline.checkpoints.saver import Saver, checkpoint_bytes
@@ -43,17 +39,16 @@ from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.engine.determinism import Conditions, resume_line, use_deterministic_kernels
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import engine_settings
-from pipeline.evaluate import LoopEvaluator
 from pipeline.health import Health
-from pipeline.hooks import Hook, HookOptions, build_config, load_classes, masked_by
+from pipeline.hooks import Hook, HookOptions, StageEvaluator, build_config, load_classes, masked_by
+from pipeline.identity import package_versions
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.phases import Phase, has_one_shape, smaller_sizes
-from pipeline.process_group import check_start, device_name, join_group, log_network, processor
+from pipeline.process_group import check_start, device_name, fetch_init, join_group, log_network, processor
 from pipeline.training_config import TrainConfig
-from pipeline.training_data import cache_line, training_order
+from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import counted
-from pipeline.versions import package_versions
 from pipeline.worker import Group, Job, Progress, Setup, StageData, StopRequest, TrainingLog
 
 MOST_COMPILED = 64  # forms of a block: one for each number of tokens, in training and in evaluation
@@ -72,7 +67,7 @@ class Worker(Setup):
     """Holds what a worker trains with; nothing here is replaced while the stage trains."""
 
     health: Health
-    evaluator: LoopEvaluator
+    evaluator: StageEvaluator
     hooks: tuple[Hook, ...]
 
 
@@ -206,7 +201,11 @@ def build(task: WorkerTask, group: Group, init: str | None) -> Worker:
         expected_bytes=checkpoint_bytes(cfg, model_config),
     )
     hooks: list[Hook] = []
-    evaluator_class = LoopEvaluator
+    evaluator_class = StageEvaluator
+    if job.evaluate or job.probe_train:
+        from pipeline.evaluation.in_training import LoopEvaluator  # the workers of other stages do without
+
+        evaluator_class = LoopEvaluator
     for hook_class, options in zip(load_classes(task.hooks), task.hooks.values(), strict=True):
         hooks.append(hook_class(cfg, job, **options))
         evaluator_class = hook_class.evaluator or evaluator_class
@@ -245,17 +244,6 @@ def read_data(cfg: TrainConfig, job: Job, model_config: ModelConfig, world: int)
         last_step=steps if job.until is None else job.until,
         phases=cfg.phases(steps, model_config),
     )
-
-
-def fetch_init(storage: Storage, init: str) -> None:
-    """Collective: one worker of each node makes sure that it has the weights that another stage of this run handed on.
-
-    Raises DataError where they are not what that stage wrote, StorageError.
-    """
-    # A path outside the run is on every node, or this node says that it is missing.
-    if os.environ["LOCAL_RANK"] == "0" and Path(init).is_relative_to(storage.local):
-        artifacts.fetch_weights(storage, Path(init).relative_to(storage.local).as_posix())
-    dist.barrier()
 
 
 def build_model(
@@ -410,15 +398,3 @@ def check_masked(worker: Worker, progress: Progress) -> None:
             f"the checkpoint of step {progress.step} masks samples, and this task has no hook that does\n"
             "  expected the same code as that of the run: jobs/extras/async_evaluation, pipeline/extras/replays"
         )
-
-
-def notice_sigterm(asked: threading.Event) -> None:
-    """Have SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
-
-    def remember(number: int, frame: object) -> None:
-        asked.set()
-
-    # Only a main thread may catch signals. A worker trains in its main thread; in another one, as of a notebook, the
-    # stop file alone tells it to stop.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, remember)

@@ -31,16 +31,16 @@ from data.files import whole_file
 from data.loader import Batch
 from data.order import Ids
 from pipeline import artifacts, config
+from pipeline.architecture import preprocessing_of
 from pipeline.batches import OBJECTIVES, begin_forward, micro_batches, next_batch, planned_ids, samples_in_mean
 from pipeline.checkpoints.manifest import FileRecord, Manifest
 from pipeline.checkpoints.reader import export
 from pipeline.engine.engine import on_device
-from pipeline.evaluation.protocols import preprocessing_of
 from pipeline.monitoring.telemetry import Window, account, log_line, memory_gb, peak_flops, read_metrics
 from pipeline.optimization import learning_rate
 from pipeline.phases import flops_of
-from pipeline.start import Worker, notice_sigterm, read_task, set_up
-from pipeline.worker import Progress
+from pipeline.start import Worker, read_task, set_up
+from pipeline.worker import Progress, notice_sigterm
 
 BAD_GRACE = 10_000  # samples before max_bad_fraction is enforced
 

@@ -11,15 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from data.checks import at_least, check_name, more_than_0
+from data.errors import ConfigError
 from data.images.augment import AugmentConfig
+from data.images.preprocess import shape_of
 from data.order import shares as check_shares  # raises ValueError if a set would get none
 from data.remote.config import CacheConfig
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
-from pipeline.evaluation.protocols import ProbeConfig, check_ops
 from pipeline.optimization import Loss, OptimConfig
 from pipeline.phases import Phase
 
+L2 = 2.0**10  # of the ridge regression (big_vision configs/common_fewshot.py): fixed, never selected on validation data
 # Seeds are 64-bit numbers: the order of samples and torch's generators take no others.
 MIN_SEED = -(2**63)
 MAX_SEED = 2**63 - 1
@@ -90,6 +92,25 @@ class DataConfig:
     def weights(self) -> list[float]:
         """Return the weights of the sets, in their order."""
         return [part.weight for _name, part in sorted(self.mixture.items())] or [1.0]
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
+
+    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
+    test: str | None = None  # index of the set that the fitted map is evaluated on; or "@stage/name"
+    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
+    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
+
+    def __post_init__(self) -> None:
+        require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
+        fewest = min(self.shots, default=0)
+        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
+        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
+        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
+        at_least(self, 0, "l2", "probe.")
 
 
 @dataclass(frozen=True)
@@ -227,3 +248,13 @@ class TrainConfig(SavingConfig):
 
     def check_architecture(self, model: ModelConfig, prefix: str = "") -> None:
         """Raise ConfigError if the stage cannot train this model; `prefix` is the stage's, as "pretrain."."""
+
+
+def check_ops(ops: str | None) -> None:
+    """Raise ConfigError where evaluation could not preprocess with `ops` and their arguments."""
+    if not ops:  # then the image is resized to what the model takes
+        return
+    try:
+        shape_of(ops)
+    except ValueError as error:
+        raise ConfigError(f"preprocess: {error}") from None

@@ -1,19 +1,136 @@
-"""The data of a trained stage: which samples in which order, the loader of a worker's part, and its need of the cache.
+"""How long a stage is, which sample its steps take, how a batch falls on the workers, and the loader of one worker.
 
 In:  a TrainConfig and the indexes of its sets
-Out: one joined index with its order, a TrainLoader of some slots of every batch
+Out: a number of steps; one joined index with its order; an Arithmetic; a TrainLoader of some slots of every batch
+
+A batch falls on workers like this: batch_size 4096, micro_batch 64 and 16 workers make accumulation 4, and the worker
+of rank 3 owns the slots 768 … 1023 of every global batch.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from data.errors import ConfigError
 from data.index.index import Index, exclude, join
 from data.order import Mixture, Order
 from data.remote.config import remote_ahead
+from pipeline.config import require
 from pipeline.training_config import DataConfig, TrainConfig
 
 if TYPE_CHECKING:
     from data.loader import TrainLoader
+
+BYTES_FP32 = 4
+BYTES_BF16 = 2
+MOST_SAMPLES = 2**63 - 1  # that a stage can count
+
+
+# ------------------------------------------------------------------------ steps and batches
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Says how a global batch falls on the workers."""
+
+    batch_size: int
+    micro_batch: int
+    world: int
+    accumulation: int
+
+    def slots(self, rank: int) -> range:
+        """Return the contiguous slots of the global batch that a worker owns."""
+        # Rounded down at both ends: shares differ by one at most, and every slot has exactly one owner.
+        first = rank * self.batch_size // self.world
+        stop = (rank + 1) * self.batch_size // self.world
+        return range(first, stop)
+
+
+def batch_arithmetic(cfg: TrainConfig, world: int) -> Arithmetic:
+    """Derive the accumulation from batch_size, micro_batch and the world.
+
+    Raises ConfigError with the nearest sizes that fit where they do not divide, unless `uneven` allows it.
+    """
+    require(
+        cfg.batch_size >= world,
+        f"batch_size {cfg.batch_size} is less than {world} workers: some would have no sample\n"
+        f"  use cluster.workers={cfg.batch_size} or fewer",
+    )
+    unit = cfg.micro_batch * world
+    if cfg.batch_size % unit != 0 and not cfg.uneven:
+        # The message names sizes that work, so that a user need not find them by trial.
+        below = cfg.batch_size // unit * unit
+        above = below + unit
+        # The nearest batch may be thousands of times as large as the one that was asked for: then the mistake is in
+        # the micro-batch, and `uneven` would only hide it.
+        if below == 0:
+            share = cfg.batch_size // world
+            remedy = f"set micro_batch={share}"
+            if cfg.batch_size % world != 0:
+                remedy += f" and batch_size={share * world}"
+            raise ConfigError(
+                f"micro_batch {cfg.micro_batch} × {world} workers = {unit} is more than batch_size {cfg.batch_size}\n"
+                f"  expected a micro_batch of a worker's share of the batch, {share}, or less\n"
+                f"  {remedy}, or batch_size={above} if that is meant"
+            )
+        sizes = f"{below} or {above}"
+        raise ConfigError(
+            f"batch_size {cfg.batch_size} is not a multiple of micro_batch {cfg.micro_batch} × {world} workers = "
+            f"{unit}; nearest: {sizes}\n"
+            "  set batch_size or micro_batch to fit, or uneven=true to let workers differ by one sample"
+        )
+    require(
+        not cfg.exact_parts or cfg.exact_parts % world == 0,
+        f"exact_parts {cfg.exact_parts} cannot be shared by {world} workers; use 1, 2, 4, … up to {cfg.exact_parts}",
+    )
+    # All workers take equally many micro-batches, since their collectives must pair up: the largest share counts.
+    largest_share = math.ceil(cfg.batch_size / world)
+    accumulation = math.ceil(largest_share / cfg.micro_batch)
+    return Arithmetic(cfg.batch_size, cfg.micro_batch, world, accumulation)
+
+
+def steps_of(cfg: TrainConfig, samples: int) -> int:
+    """Return the optimizer steps of the stage: passes · samples / batch, rounded, as big_vision utils.steps does.
+
+    `samples` holds those of dropped shards too, so that a stage which drops a shard keeps its number of steps.
+    """
+    if cfg.steps is not None:
+        return cfg.steps
+    assert cfg.passes is not None
+    return max(1, round(cfg.passes * samples / cfg.batch_size))
+
+
+def check_schedule(cfg: TrainConfig, steps: int, key: str) -> None:
+    """Raise ConfigError where the learning rate rises and cools down for longer than the stage's steps.
+
+    It would never reach its peak, and what was trained would be worth little. So is a length that is beyond counting
+    refused. `key` is the stage's name.
+    """
+    most_steps = MOST_SAMPLES // cfg.batch_size
+    require(
+        steps <= most_steps,
+        f"{key}: {steps:,} steps of {cfg.batch_size:,} images are more than can be counted\n"
+        f"  expected {most_steps:,} steps at most\n  type {key}.steps=…, or {key}.passes=…",
+    )
+    schedule = cfg.optim.schedule
+    rising_and_cooling = schedule.warmup_steps + schedule.cooldown_steps
+    if rising_and_cooling <= steps:
+        return
+    message = f"{key}: {schedule.warmup_steps:,} warm-up steps"
+    if schedule.cooldown_steps:
+        message += f" and {schedule.cooldown_steps:,} of cool-down"
+    overrides = f"{key}.optim.schedule.warmup_steps={steps // 10}"
+    if schedule.cooldown_steps > steps // 2:
+        overrides += f" {key}.optim.schedule.cooldown_steps={steps // 10}"
+    raise ConfigError(
+        f"{message} are more than the stage has steps: {steps:,}\n"
+        f"  expected: at most {steps:,} together, so that the learning rate reaches optim.lr\n"
+        f"  type {overrides}, or let it train for longer"
+    )
+
+
+# ------------------------------------------------------------------------ samples
 
 
 def training_order(cfg: TrainConfig, sets: Sequence[Index]) -> tuple[Index, Order | Mixture]:

@@ -3,6 +3,7 @@
 `pipeline.start` builds all of it, in an order that is collective.
 """
 
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from data.index.index import Index
 from data.order import Ledger, Mixture, Order
 from data.storage import Storage, open_storage
 from models import ModelConfig
-from pipeline.arithmetic import Arithmetic
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
@@ -24,6 +24,7 @@ from pipeline.monitoring.telemetry import Telemetry, Window
 from pipeline.monitoring.watchdog import STOP_FILE, Phases, node_folder
 from pipeline.phases import Phase
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,18 @@ class StopRequest:
     def is_made_anywhere(self) -> bool:
         """Return the same, but read the file on every rank."""
         return self.signal.is_set() or self.file.exists()
+
+
+def notice_sigterm(asked: threading.Event) -> None:
+    """Have SIGTERM set the event; the loop checks it after every step, and an evaluation after every batch."""
+
+    def remember(number: int, frame: object) -> None:
+        asked.set()
+
+    # Only a main thread may catch signals. A worker trains in its main thread; in another one, as of a notebook, the
+    # stop file alone tells it to stop.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, remember)
 
 
 @dataclass(frozen=True)

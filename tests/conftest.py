@@ -1,9 +1,7 @@
 """Tiny shards and a tiny campaign that several test files share; at the end, how long each area took."""
 
 import os
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +60,6 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = Moment("backward", (2.0**30, *[0.0] * 4), (0.0, *[2.0**20] * 4))
     trace = MemoryTrace(2**30, (moment,), (moment,))
     monkeypatch.setattr("pipeline.extras.plan.memory.trace_of", lambda step: trace)
-
-
-@pytest.fixture(autouse=True)
-def real_process_group() -> Iterator[None]:
-    """Take back the stand-in for torch.distributed that tests/support/savers.py gives the saver: workers are forks."""
-    yield
-    saver = sys.modules.get("pipeline.checkpoints.saver")
-    if saver is not None:
-        saver.dist = sys.modules["torch.distributed"]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -340,7 +340,7 @@ def test_a_mistake_is_answered_with_the_way_out(desk, monkeypatch, capsys, typed
 def test_a_recipe_that_is_wrong_is_answered_with_the_way_out(desk, monkeypatch, capsys, name):
     text, code, words = RECIPES[name]
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("jobs.progress.WAIT_S", 60)
+    monkeypatch.setattr("jobs.terminal.WAIT_S", 60)
     (desk / "recipe.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert main(["plan", "recipe.yaml"]) == code
     check_answer(capsys, words)

@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 
 import models
+from benchmarks.gpu.kernels import price_of_determinism
 from benchmarks.gpu.parts import Context, Row, append_row
 from benchmarks.gpu.steps import share_of_peak
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from pipeline.checkpoints.saver import host_memory
 from pipeline.engine.deepspeed import import_deepspeed
-from pipeline.engine.determinism import CUBLAS_VALUES, CUBLAS_VARIABLE, price_of_determinism
+from pipeline.engine.determinism import CUBLAS_VALUES, CUBLAS_VARIABLE
 from pipeline.engine.engine import Engine
 from pipeline.engine.settings import deepspeed_config
 from pipeline.monitoring.telemetry import memory_gb

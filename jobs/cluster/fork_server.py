@@ -36,7 +36,7 @@ from jobs.cluster_config import MALLOC_VARIABLE
 # Imported once for all workers, and DeepSpeed with torch's compiler behind them.
 PRELOAD = (
     "pipeline.train",  # with the next: what the workers' functions import
-    "pipeline.evaluation_worker",
+    "pipeline.evaluation.worker",
     # It brings sympy, with which a worker works out shapes on the meta device, and counts the products of its model.
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.tensorboard",  # with which rank 0 writes event files

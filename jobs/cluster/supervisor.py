@@ -55,9 +55,8 @@ from jobs.cluster.worker_group import WorkerGroup
 from jobs.cluster_config import ClusterConfig
 from jobs.ownership import claim_attempt
 from jobs.resolved_recipe import Context
-from pipeline.identity import differences, other_code
+from pipeline.identity import MUST_BE_EQUAL, code_version, differences, other_code
 from pipeline.monitoring.watchdog import Place, Watch
-from pipeline.versions import MUST_BE_EQUAL, code_version
 
 GO_ON = "run the same command again to go on"
 

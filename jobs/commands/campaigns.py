@@ -1,4 +1,4 @@
-"""`patchline run|status`, and what a recipe's name means to every command that takes one."""
+"""`patchline run`, and what a recipe's name means to every command that takes one."""
 
 import difflib
 import shlex
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from data.errors import ConfigError
-from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe, Run
-from jobs.named_stages import RECORD, find_stage
+from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 
 if TYPE_CHECKING:
     from jobs.resolved_recipe import Campaign, Kinds
@@ -37,20 +36,7 @@ def run(
     run_campaign(campaign, watchers=context.obj.watchers, fresh=fresh, only=only)
 
 
-def status(run: Run, _debug: Debug = False) -> None:
-    """Show stage, step, loss, speed, ETA and last checkpoint."""
-    from jobs.commands import status
-
-    if "://" in run:
-        # What reads a store imports torch, for which a run in a folder does not have to wait.
-        from jobs.commands import stored_runs
-
-        stored_runs.status(run)
-    else:
-        status.status(run_or_stage(run))
-
-
-# ------------------------------------------------------------------------------------------------ which recipe, stage
+# ------------------------------------------------------------------------------------------------ which recipe
 
 
 def kinds_of(context: typer.Context) -> "Kinds":
@@ -68,11 +54,6 @@ def load_campaign(recipe: str, overrides: list[str] | None, kinds: "Kinds") -> "
     return load(path, overrides or [], kinds)
 
 
-def run_or_stage(path: str) -> Path:
-    """Return the folder of a run, or of the stage that RUN/STAGE means. Raises DataError."""
-    return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
-
-
 def recipe_path(recipe: str) -> Path:
     """The file that is named; or a recipe that ships, by its bare name, from any folder.
 
@@ -80,7 +61,7 @@ def recipe_path(recipe: str) -> Path:
     """
     # A file of the user's comes before a shipped recipe of the same name.
     path = Path(recipe)
-    # A submitted job has it in its environment (jobs/recipe/render.py).
+    # A submitted job has it in its environment (jobs/recipe/portable.py).
     if path.is_file() or recipe.startswith("env:"):
         return path
     recipes = shipped()

@@ -36,9 +36,9 @@ def submit(
     """Run a campaign as a Ray job on the cluster at RAY_ADDRESS."""
     from jobs.ownership import judge, owned_by
     from jobs.recipe.campaign import resolve
-    from jobs.recipe.render import VARIABLE, portable
-    from pipeline.config import read_recipe
-    from pipeline.versions import COMMIT_VARIABLE, git_commit
+    from jobs.recipe.portable import VARIABLE, portable
+    from pipeline.identity import COMMIT_VARIABLE, git_commit
+    from pipeline.recipe import read_recipe
 
     variables = {COMMIT_VARIABLE: git_commit()}  # a job's copy of the checkout has no git
     for item in env or []:

@@ -1,4 +1,4 @@
-"""The work of `patchline import|export`: weights in and out of a campaign, with a report of what became of them.
+"""`patchline import|export`: weights in and out of a campaign, with a report of what became of them.
 
 patchline import vit_b16.npz weights/b16                         then in a recipe: init: weights/b16
 patchline import sincos.npz weights/s16 'image_size=[224, 224]'  what the file cannot tell
@@ -11,23 +11,27 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import safetensors
+import typer
 
 import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
 from data.index.names import some
 from data.sources.numbering import read_class_list
+from jobs.commands.arguments import Debug
+from jobs.commands.weights import find_weights, refuse_missing
 from jobs.named_stages import stage_at, stages_in
-from jobs.progress import activity
-from jobs.terminal import echo
+from jobs.terminal import activity, echo
 from models.weights.folder import CONFIG
-from pipeline import any_weights, artifacts
+from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
 from pipeline.config import differences, require
-from pipeline.evaluation.protocols import preprocessing_of
-from pipeline.versions import code_version
+from pipeline.evaluation import any_weights
+from pipeline.identity import code_version
+from pipeline.training_config import check_ops
 
 if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not wait
     from torch import Tensor
@@ -36,16 +40,46 @@ if TYPE_CHECKING:  # it takes a second to import, for which a refusal does not w
 UNREADABLE = (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
-def import_weights(path: str, directory: str, *, overrides: Sequence[str] = (), class_list: str | None = None) -> None:
-    """Write foreign weights into a folder that a recipe's `init:` can name; print the report when it is written.
+ForeignPath = Annotated[
+    str, typer.Argument(help="An official .npz; a folder or .safetensors file of ours, timm or transformers.")
+]
+NewFolder = Annotated[
+    str, typer.Argument(help="Where weights.safetensors and model.json go: what a recipe's init: names.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What the file cannot tell, as heads=3.")
+]
+ClassList = Annotated[
+    str | None,
+    typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
+]
+OurFolder = Annotated[
+    str, typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")
+]
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
+Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPS",
+        help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
+    ),
+]
 
-    `class_list` is a file of the class names, in the order of the outputs; without it they are those of the weights'
-    own file.
-    """
+
+def import_foreign(
+    path: ForeignPath,
+    directory: NewFolder,
+    overrides: Overrides = None,
+    class_list: ClassList = None,
+    _debug: Debug = False,
+) -> None:
+    """Write official, timm or transformers weights as ours."""
+    refuse_missing(path)
     refuse_existing(directory)
     # "heads=3" is {"heads": 3}: a value is read as JSON, and is taken as a word where it is none.
     changes: dict[str, object] = {}
-    for item in overrides:
+    for item in overrides or []:
         field, equals, text = item.partition("=")
         require(bool(equals), f"{item!r} is not an override\n  expected key=value, for example heads=3")
         value: object = text
@@ -70,13 +104,13 @@ def import_weights(path: str, directory: str, *, overrides: Sequence[str] = (), 
     echo(f"written  {directory}")
 
 
-def export_weights(directory: str, path: str, format: str, ops: str | None = None) -> None:
-    """Write our weights into a file or folder of others, read it back and compare; print the report when it is there.
-
-    `ops` are evaluation ops that make the model's pixels, where they are not those beside the weights.
-
-    Raises UsageError and DataError for what cannot be exported, or not to there; nothing has been written then.
-    """
+def export(
+    directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
+) -> None:
+    """Write our weights as official, timm or transformers ones."""
+    directory = find_weights(directory)
+    if preprocess is not None:
+        check_ops(preprocess)
     # 1. What is refused: a name by which readers would not know the format.
     refuse_existing(path)
     if format == "npz" and Path(path).suffix != ".npz":
@@ -98,13 +132,13 @@ def export_weights(directory: str, path: str, format: str, ops: str | None = Non
     names = class_names(directory)
     config = model.config
     preprocessing = any_weights.recorded_preprocessing(directory)
-    if ops is not None:
-        preprocessing = preprocessing_of(ops, config)
+    if preprocess is not None:
+        preprocessing = preprocessing_of(preprocess, config)
         height, width = config.image_size
         if preprocessing.size != config.image_size:
             raise UsageError(
-                f"--preprocess {ops!r} makes images of {preprocessing.size[0]}×{preprocessing.size[1]}, nothing was "
-                f"written\n  expected the model's {height}×{width}, for example 'resize(({height}, {width}))'"
+                f"--preprocess {preprocess!r} makes images of {preprocessing.size[0]}×{preprocessing.size[1]}, nothing "
+                f"was written\n  expected the model's {height}×{width}, for example 'resize(({height}, {width}))'"
             )
     with warnings.catch_warnings(record=True) as inexact:
         warnings.simplefilter("always")

@@ -58,15 +58,15 @@ def evaluate(
     weights = find_weights(weights)
     from data.files import write_whole
     from jobs.cluster_config import ClusterConfig, cores
-    from jobs.core_kinds import CORE
     from jobs.kinds import load_kinds
     from jobs.recipe.campaign import resolve
     from jobs.recipe.validate import refuse
     from jobs.resolved_recipe import INPUTS, CheckResult
     from jobs.run.session import run_campaign
-    from pipeline import config
+    from pipeline.config import build
     from pipeline.evaluation.document import NAME
     from pipeline.evaluation.protocols import PROTOCOLS
+    from pipeline.recipe import Recipe, with_home, with_overrides
 
     # Each set is called as its folder or index, numbered where two are alike.
     sets: dict[str, dict[str, str]] = {}
@@ -99,9 +99,9 @@ def evaluate(
             full.append(override)
         else:
             full.append(f"{STAGE}.{override}")
-    values = config.with_home(config.with_overrides(values, full))
+    values = with_home(with_overrides(values, full))
     # What is missing or misspelt does not wait for torch, which alone can count GPUs.
-    campaign = resolve(config.Recipe(values, "the command", folder), load_kinds(CORE))
+    campaign = resolve(Recipe(values, "the command", folder), load_kinds({STAGE: context.obj.kinds[STAGE]}))
     stage = campaign.stage(STAGE)
     refuse(CheckResult.of(DataError(message), INPUTS) for message in stage.missing)
     import torch
@@ -114,7 +114,7 @@ def evaluate(
     if "RAY_ADDRESS" not in os.environ:
         cluster["backend"] = "processes"
     cluster |= values.get("cluster", {})
-    campaign = replace(campaign, cluster=config.build(ClusterConfig, cluster, "cluster"))
+    campaign = replace(campaign, cluster=build(ClusterConfig, cluster, "cluster"))
     run_campaign(campaign, watchers=context.obj.watchers)
     document = (campaign.directory(stage) / NAME).read_text()
     write_whole(campaign.run / NAME, document)

@@ -1,9 +1,8 @@
-"""`patchline pack|index|subset`: make sets of shards, index existing ones, and choose parts of them.
+"""`patchline pack|index`: make sets of shards, and index existing ones.
 
 patchline pack folder photos/train shards/photos/train --workers 4    resumes after a kill
 patchline index shards/theirs --workers 8
 patchline index s3://bucket/theirs --output indexes/theirs
-patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
 """
 
 from pathlib import Path
@@ -14,8 +13,7 @@ import typer
 from data.errors import ConfigError, DataError, ExitCode, UsageError
 from jobs.commands.arguments import Debug, stoppable
 from jobs.named_stages import find_set, near_path, stages_in
-from jobs.progress import ProgressMeter
-from jobs.terminal import echo
+from jobs.terminal import ProgressMeter, echo
 from pipeline.values import counted
 
 if TYPE_CHECKING:
@@ -68,26 +66,6 @@ Output = Annotated[str | None, typer.Option(help="Folder of the index; else besi
 Location = Annotated[
     str | None, typer.Option("--at", help="The URL that runs read the shards from, where it is another one.")
 ]
-
-IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
-
-SubsetFolder = Annotated[
-    list[str], typer.Option(help="Folder of the subset's index and tables: one of its own, for each part.")
-]
-Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="A class to keep, by id or name; repeatable.")]
-Only = Annotated[
-    str | None, typer.Option(metavar="FILE", help="The samples to keep: a key a line, or shard, tab, key; or .json.")
-]
-But = Annotated[str | None, typer.Option(metavar="FILE", help="Samples to leave out, listed likewise; or leaks.json.")]
-Part = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FIRST:STOP",
-        help="':98%', '98%:', ':50000' …; with --seed, of a permutation. Several, each with its --output, in one pass.",
-    ),
-]
-Shots = Annotated[int | None, typer.Option(min=1, help="Samples of each class, as the few-shot probe draws them.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Of --shots, or of --part.")]
 
 Name = Annotated[str | None, typer.Option(help="Of the set; else its folder's name.")]
 Classes = Annotated[int | None, typer.Option(min=1, help="Labels must be below; else as many as are found.")]
@@ -271,45 +249,6 @@ def index(
     if check_all:
         return check(context, index, workers=workers, cache=cache)
     return ExitCode.DONE
-
-
-def subset(
-    path: IndexPath,
-    output: SubsetFolder,
-    keep: Keep = None,
-    only: Only = None,
-    but: But = None,
-    part: Part = None,
-    shots: Shots = None,
-    seed: Seed = None,
-    name: Name = None,
-    cache: CacheFolder = None,
-    workers: Workers = 1,
-    _debug: Debug = False,
-) -> None:
-    """Choose samples of a set, as an index over the same tars: nothing is packed again."""
-    from data.index.document import load_index
-    from data.shards import subset
-
-    ranges: list[str | None] = [*part] if part else [None]
-    if len(ranges) != len(output) or (name and len(output) > 1):
-        raise UsageError(
-            f"{len(part or [])} --part, {len(output)} --output and {'a' if name else 'no'} --name\n"
-            "  expected an --output for each --part, and a --name of one subset alone"
-        )
-    classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
-    subsets = []
-    for bounds, folder in zip(ranges, map(Path, output), strict=True):
-        refuse_file(folder)
-        rule = subset.Rule(tuple(classes), only, but, bounds, shots, seed)
-        subsets.append(subset.Part(folder, rule, name or folder.name))
-    parent = load_index(find_set(path))
-    progress = ProgressMeter("shards", len(parent.shards))
-    with stoppable():
-        made = subset.make_subsets(parent, subsets, workers=workers, cache=cache_config(cache), report=progress.of)
-    for index in made:
-        for line in subset.summary(index, parent):
-            echo(line)
 
 
 # ------------------------------------------------------------------------------------------------ shared by commands

@@ -1,4 +1,4 @@
-"""The work of `patchline status RUN`: where a run stands, from its directory alone."""
+"""`patchline status RUN`: where a run stands, from its directory alone."""
 
 import sys
 import time
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.errors import CheckpointError, DataError
+from data.files import MANIFEST, write_whole
 from data.storage import Folder, Storage
-from jobs.named_stages import no_run
+from jobs.commands.arguments import Debug, Run
+from jobs.named_stages import RECORD, find_stage, no_run
 from jobs.ownership import RAY_JOB
 from jobs.run.reading import LastCommand, read_command, read_outcome, stage_folders
 from jobs.terminal import echo
@@ -22,7 +24,32 @@ if TYPE_CHECKING:  # with it come the stores' clients, which a run in a folder d
     from data.bucket import Bucket
 
 
-def status(run: Path, store: "Bucket | None" = None) -> None:
+def status(run: Run, _debug: Debug = False) -> None:
+    """Show stage, step, loss, speed, ETA and last checkpoint."""
+    if "://" not in run:
+        print_status(run_or_stage(run))
+        return
+    # What reads a store imports torch, for which a run in a folder does not have to wait.
+    from jobs.commands.stored_runs import local_copy
+    from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
+
+    with local_copy(run) as (store, stage):
+        for folder in store.local.iterdir():
+            # Only the newest manifest is needed: it has the step from which a resume would start.
+            checkpoints = StageCheckpoints(store, folder.name)
+            for name in checkpoints.committed()[:1]:
+                (checkpoints.local / name).mkdir(parents=True)
+                content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
+                write_whole(checkpoints.local / name / MANIFEST, content or b"")
+        print_status(store.local / stage, store)
+
+
+def run_or_stage(path: str) -> Path:
+    """Return the folder of a run, or of the stage that RUN/STAGE means. Raises DataError."""
+    return Path(path if Path(path).exists() else find_stage(path, RECORD)).resolve()
+
+
+def print_status(run: Path, store: "Bucket | None" = None) -> None:
     """Print one line for each stage of a run, in the order first started; for a stage's folder, only that stage.
 
     For a run in an object store, `run` is a local copy, or a stage's folder in it, and the printed lines name the URL.

@@ -14,7 +14,6 @@ from data.bucket import Bucket, check_store_url, local_name
 from data.errors import DataError, UsageError
 from data.files import MANIFEST, state_folder, write_whole
 from data.storage import Folder, Storage
-from jobs.commands import status as status_command
 from jobs.named_stages import CHECKPOINTS, RECORD, find_stage
 from jobs.run.sync import fetch_small_files
 from models.weights.folder import CONFIG
@@ -144,16 +143,3 @@ def fetch_weights(url: str) -> str:
         # Last: it promises that the others are there.
         write_whole(cache.local / folder.name / DONE, (folder / DONE).read_bytes())
         return str(cache.local / folder.name)
-
-
-def status(url: str) -> None:
-    """Print how a run stands, as `status.status` does. Raises UsageError if there is no run, StorageError."""
-    with local_copy(url) as (store, stage):
-        for folder in store.local.iterdir():
-            # Only the newest manifest is needed: it has the step from which a resume would start.
-            checkpoints = StageCheckpoints(store, folder.name)
-            for name in checkpoints.committed()[:1]:
-                (checkpoints.local / name).mkdir(parents=True)
-                content = store.read(f"{checkpoints.folder}/{name}/{MANIFEST}")
-                write_whole(checkpoints.local / name / MANIFEST, content or b"")
-        status_command.status(store.local / stage, store)

@@ -1,71 +1,17 @@
-"""`patchline import|export`, and which weights a path means to every command that takes some."""
+"""Which weights a path means to every command that takes some."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from data.errors import DataError
-from jobs.commands.arguments import Debug
 from jobs.named_stages import CHECKPOINTS, find_set, find_stage, near_path
 from models.weights.folder import CONFIG, THEIR_WEIGHTS
 
-ForeignPath = Annotated[
-    str, typer.Argument(help="An official .npz; a folder or .safetensors file of ours, timm or transformers.")
-]
-NewFolder = Annotated[
-    str, typer.Argument(help="Where weights.safetensors and model.json go: what a recipe's init: names.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="What the file cannot tell, as heads=3.")
-]
-ClassList = Annotated[
-    str | None,
-    typer.Option("--names", metavar="FILE", help="Class names, one a line; else those that the file has."),
-]
-OurFolder = Annotated[
-    str, typer.Argument(metavar="WEIGHTS", help="Our weights: RUN/STAGE, a stage's folder, or what `import` wrote.")
-]
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="The file (npz) or folder to write.")]
-Format = Annotated[Literal["safetensors", "npz", "timm", "hf"], typer.Option(help="Whose format.")]
-Preprocess = Annotated[
-    str | None,
-    typer.Option(
-        metavar="OPS",
-        help="Evaluation ops that timm and hf are told of, as 'resize(224)'; else those recorded with the weights.",
-    ),
-]
 AnyWeights = Annotated[
     str, typer.Argument(metavar="WEIGHTS", help="RUN/STAGE, a folder of weights, or a file that `import` takes.")
 ]
-
-
-def import_foreign(
-    path: ForeignPath,
-    directory: NewFolder,
-    overrides: Overrides = None,
-    names: ClassList = None,
-    _debug: Debug = False,
-) -> None:
-    """Write official, timm or transformers weights as ours."""
-    refuse_missing(path)
-    from jobs.commands.conversion import import_weights
-
-    import_weights(path, directory, overrides=overrides or [], class_list=names)
-
-
-def export(
-    directory: OurFolder, path: Target, format: Format, preprocess: Preprocess = None, _debug: Debug = False
-) -> None:
-    """Write our weights as official, timm or transformers ones."""
-    directory = find_weights(directory)
-    if preprocess is not None:
-        from pipeline.evaluation.protocols import check_ops
-
-        check_ops(preprocess)
-    from jobs.commands.conversion import export_weights
-
-    export_weights(directory, path, format, preprocess)
 
 
 def find_weights(path: str) -> str:

@@ -27,14 +27,14 @@ from jobs.cluster_config import ClusterConfig
 from jobs.named_stages import TABLE, find_set, find_stage
 from jobs.ownership import check_place
 from jobs.recipe import key
-from jobs.recipe.references import with_values
-from jobs.recipe.sections import filled, references_in, with_field
+from jobs.recipe.references import filled, references_in, with_field, with_values
 from jobs.recipe.validate import refuse, validate
 from jobs.resolved_recipe import Available, Campaign, Kinds, Reads, Sections, Stage, StageKind, StageSection, reference
 from jobs.trackers_config import TrackersConfig
 from models.checks import did_you_mean
 from pipeline import config
-from pipeline.config import ConfigDataclass, Recipe, read_recipe, require
+from pipeline.config import ConfigDataclass, require
+from pipeline.recipe import Recipe, read_recipe
 from pipeline.values import read_number
 
 NOT_STAGES = ("run", "cluster", "trackers", "budget")  # keys of a recipe that belong to the whole campaign

@@ -3,7 +3,6 @@
 1. `check` compares the sets that share their classes (`StageKind.shared_classes`), and the
    weights whose head the stage goes on with. Where an id has two names the stage is refused.
 2. `of_stage` returns the names of a stage's model's outputs, which are handed on with its weights (classes.json).
-3. `known_names` returns for `plan` which names there are, and the sets without names, whose labels are taken on trust.
 
     pretrain: data.train is called airplane, bird, cat; data.evaluate is called bird, cat      refused: class 0 has two
 """
@@ -16,7 +15,7 @@ from data.index.names import Names, agreed
 from jobs.recipe.key import model_at
 from jobs.resolved_recipe import Available, Stage, reference
 from models.weights.folder import CLASSES, CONFIG
-from pipeline import any_weights
+from pipeline.evaluation import any_weights
 
 
 def check(stage: Stage, there: Available) -> None:
@@ -74,18 +73,3 @@ def goes_on_with_head(stage: Stage, there: Available) -> bool:
     else:
         source = model_at(init)
     return stage.kind.keeps_head(stage.config, source, stage.model)
-
-
-def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
-    """Return the class names of the first set of a stage that has any, and the sets that have none: field and path."""
-    paths: dict[str, str] = {}
-    for shared in stage.kind.shared_classes(stage.config):
-        paths |= shared.sets
-    names: Names = ()
-    nameless: list[str] = []
-    for field, path in paths.items():
-        for index in there.made([path]):
-            if not index.names:
-                nameless.append(f"{field} ({path})")
-            names = names or index.names
-    return names, nameless

@@ -22,8 +22,9 @@ from jobs.resolved_recipe import Kinds, Reads, Stage, reference
 from models import ModelConfig
 from models.checks import did_you_mean
 from models.weights.folder import CONFIG
-from pipeline import any_weights, artifacts, config
+from pipeline import artifacts, config
 from pipeline.config import require
+from pipeline.evaluation import any_weights
 
 SCHEMA = 1  # of a stage's outputs; a bump runs every stage again
 MISSING = "missing"  # stands for the digest of an input that cannot be read

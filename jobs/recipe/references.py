@@ -7,16 +7,23 @@
 
     before  finetune.seed-0: optim.lr is the best of 0.003, 0.01, 0.03 by accuracy, known after finetune.grid
     after   finetune.seed-0: optim.lr is 0.01, the best of … by accuracy (finetune.grid)
+
+`references_in` finds the references of a section of a recipe, which is nested plain values: {"optim": {"lr": 0.1}}.
+`filled` puts values in their place. Fields are named by dotted names: "optim.lr".
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
 from data.errors import DataError
 from jobs.recipe.key import model_of
-from jobs.recipe.sections import value_at, with_field
 from jobs.resolved_recipe import Campaign, Stage, reference
 from pipeline import artifacts, config
+
+Config = TypeVar("Config")  # a dataclass, or a dict of some
 
 
 def with_values(campaign: Campaign) -> Campaign:
@@ -89,10 +96,53 @@ def check_same(campaign: Campaign, stage: Stage, known: Mapping[str, object]) ->
         )
 
 
-def in_words(campaign: Campaign, stage: Stage, field: str) -> str:
-    """Return a value that another stage determines in words: the value, or how it will be found."""
-    source, part = source_of(campaign, stage.references[field])
-    text = source.kind.value_in_words(source.config, part)
-    if field in stage.pending:
-        return f"{text}, known after {source.name}"
-    return f"{value_at(stage.config, field.split('.'))}, {text} ({source.name})"
+# ------------------------------------------------------------------------ fields by dotted name
+
+
+def with_field(section: Config, path: Sequence[str], value: object) -> Config:
+    """Return a config, or sections by name, with the field changed to which a path leads; checks are made again."""
+    first, *rest = path
+    if isinstance(section, dict):
+        # The name of a set may have dots.
+        while rest and first not in section:
+            first += f".{rest.pop(0)}"
+        if rest:
+            value = with_field(section[first], rest, value)
+        return {**section, first: value}  # type: ignore[return-value]
+    if rest:
+        value = with_field(getattr(section, first), rest, value)
+    return replace(section, **{first: value})  # type: ignore[type-var]
+
+
+def value_at(section: Any, path: Sequence[str]) -> Any:
+    """Return the value of the field of a config, or of sections by name, to which a path leads."""
+    first, *rest = path
+    if isinstance(section, dict):
+        # The name of a set may have dots.
+        while rest and first not in section:
+            first += f".{rest.pop(0)}"
+        value = section[first]
+    else:
+        value = getattr(section, first)
+    return value_at(value, rest) if rest else value
+
+
+def references_in(section: object, apart: Sequence[str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Iterate the fields whose value is a reference to a part of another stage, as ("optim.lr", "@grid/optim.lr").
+
+    Fields that match a pattern of `apart` are excluded.
+    """
+    if isinstance(section, Mapping):
+        for name, value in section.items():
+            yield from references_in(value, apart, f"{prefix}.{name}".lstrip("."))
+    elif isinstance(section, str) and not any(fnmatchcase(prefix, pattern) for pattern in apart):
+        link = reference(section)
+        if link is not None and link[1]:
+            yield prefix, section
+
+
+def filled(section: Any, values: Mapping[str, object], prefix: str = "") -> Any:
+    """Return a copy of a section with values, by dotted name, in place of the references of these fields."""
+    if isinstance(section, Mapping):
+        return {name: filled(value, values, f"{prefix}.{name}".lstrip(".")) for name, value in section.items()}
+    return copy.deepcopy(values.get(prefix, section))

@@ -21,11 +21,10 @@ from data.errors import ExitCode, exit_code
 from data.files import explain, write_with_reserve
 from jobs.named_stages import STAGE_FOLDER
 from jobs.ownership import Lease
-from jobs.progress import activity
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, outcome_of, size_of
 from jobs.run.watchers import Watcher
-from jobs.terminal import CLOSE_S, COMMAND, Terminal, write_last
+from jobs.terminal import CLOSE_S, COMMAND, Terminal, activity, write_last
 from pipeline.artifacts import DIVERGED, STOPPED
 from pipeline.checkpoints.manifest import attempt_folder
 from pipeline.monitoring.telemetry import append_whole

@@ -15,14 +15,10 @@
 """
 
 import os
-import shutil
 import signal
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,11 +31,11 @@ from jobs.recipe.records import changed_warnings
 from jobs.recipe.references import with_values
 from jobs.recipe.validate import refuse, validate_all
 from jobs.resolved_recipe import Campaign, Context, Stage
-from jobs.run.changed_evaluations import EVALUATION_FIELDS, evaluation_commands
 from jobs.run.log import RunLog, log_next, log_table, status_file
 from jobs.run.stage_run import run_stage
 from jobs.run.sync import synced
 from jobs.run.watchers import Watcher, Watchers
+from jobs.stages.evaluate import EVALUATION_FIELDS, evaluation_commands
 from jobs.terminal import typed_command
 from pipeline.artifacts import DIVERGED
 from pipeline.values import counted
@@ -59,7 +55,7 @@ def run_campaign(
     whose config has changed. `only` runs one stage or section, whose inputs must exist (`stages_of`). `quiet` prints
     nothing to the terminal; log.txt has the lines.
     """
-    stages_of(campaign, only)  # an unknown name is refused before anything is written
+    stages = stages_of(campaign, only)  # an unknown name is refused before anything is written
     log = RunLog(quiet, campaign.cluster.start_timeout_s, campaign.run / "log.txt")
     # Its lines are shown and not kept: the log.txt of a run that another command owns is not ours.
     lease = Lease(campaign.storage, log.show)
@@ -72,11 +68,14 @@ def run_campaign(
             status_file(campaign.run, typed_command(), log.keep, lease),
         ):
             stopper = Stopper(log, lease)  # 4
-            stages = checked_stages(campaign, only, log, fresh=fresh)  # 5
+            results = validate_all(campaign, stages, fresh=fresh)  # 5
+            refuse(results)
+            for result in results:
+                log(result.text)
             unfinished = [stage for stage in stages if campaign.done(stage) is None]
             if any(stage.kind.needs_workers for stage in unfinished):
                 start_workers(campaign.cluster, log)  # 6, once for all stages
-            session = Session(campaign, log, lease, watching, stopper, put_files, fresh=fresh)
+            session = Session(campaign, log, lease, watching, stopper, put_files, fresh)
             rows = []
             for stage in stages:
                 rows.append(session.run_or_skip(stage.name))  # 7
@@ -86,16 +85,6 @@ def run_campaign(
     finally:
         watching.close()  # 10
         disconnect()
-
-
-def checked_stages(campaign: Campaign, only: str | None, log: RunLog, *, fresh: bool) -> list[Stage]:
-    """Return the stages of a command after checking them. Raises the error of a check that fails."""
-    stages = stages_of(campaign, only)
-    results = validate_all(campaign, stages, fresh=fresh)
-    refuse(results)
-    for result in results:
-        log(result.text)
-    return stages
 
 
 def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
@@ -117,28 +106,17 @@ def start_workers(cluster: ClusterConfig, log: RunLog) -> None:
     warn_of_unused_gpus(cluster, log)
 
 
+@dataclass
 class Session:
     """The stages of one command, as they are run one after the other."""
 
-    def __init__(
-        self,
-        campaign: Campaign,
-        log: RunLog,
-        lease: Lease,
-        watching: Watchers,
-        stopper: "Stopper",
-        put_files: Callable[[], None],
-        *,
-        fresh: bool,
-    ) -> None:
-        """`put_files` stores what has changed in the run's store; raises RunOwned if the run is not ours any more."""
-        self.campaign = campaign
-        self.log = log
-        self.lease = lease
-        self.watching = watching
-        self.stopper = stopper
-        self.put_files = put_files
-        self.fresh = fresh
+    campaign: Campaign
+    log: RunLog
+    lease: Lease
+    watching: Watchers
+    stopper: "Stopper"
+    put_files: Callable[[], None]  # stores what has changed in the run's store; raises RunOwned if the run is lost
+    fresh: bool  # restart a half-done stage whose config has changed
 
     def run_or_skip(self, name: str) -> dict[str, Any]:
         """Run a stage unless it has finished; return its row of the closing table."""
@@ -274,34 +252,3 @@ def warn_of_unused_gpus(cluster: ClusterConfig, log: Callable[[str], None]) -> N
         if workers_that_fit == cluster.most:
             advice = f"too few for one more worker of {cluster.gpus_per_worker}"
         log(f"{unused}; {advice}")
-
-
-@contextmanager
-def temporary_run(run: Path) -> Iterator[Path]:
-    """Make a folder in the run directory for the length of the block; a directory that was not there goes again.
-
-    In the main thread a SIGTERM within the block raises KeyboardInterrupt, so that the folder goes then too.
-    """
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt("ended by SIGTERM")
-
-    # Only the main thread may say what a signal does.
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, interrupt) if is_main else None
-    try:
-        was_there = run.exists()
-        run.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".temporary-", dir=run))
-        try:
-            # Workers may be of another user than the driver: they write here where they may write into the run.
-            folder.chmod(run.stat().st_mode & 0o777)
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            if not was_there:
-                with suppress(OSError):
-                    run.rmdir()
-    finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, before)

@@ -28,8 +28,8 @@ from jobs.resolved_recipe import Available, Context, Reads, reference
 from jobs.terminal import typed_command
 from pipeline import artifacts
 from pipeline.artifacts import DIVERGED, STOPPED
+from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import account, read_metrics
-from pipeline.versions import code_version
 
 
 def run_stage(context: Context, *, fresh: bool) -> dict[str, Any]:

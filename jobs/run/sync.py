@@ -17,13 +17,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from data.bucket import Bucket, each
 from data.errors import PatchlineError, RunOwned
 from data.files import write_whole
 from data.storage import Storage
-from jobs.ownership import LEASES, Lease, newest_lease
+from jobs.ownership import LEASES, Lease
 from pipeline.artifacts import DONE
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder
 
@@ -68,28 +67,6 @@ def synced(storage: Storage, lease: Lease, log: Log) -> Iterator[Callable[[], No
             sync.put()
         except (PatchlineError, OSError) as error:
             log(f"the last lines of this command are in {sync.run} alone: {error}")
-
-
-@contextmanager
-def looked_at(storage: Storage) -> Iterator[Path]:
-    """Yield a folder with a run's small files, for a command that only reads them.
-
-    This is the run's local folder if the newest command works or worked here. Otherwise it is a temporary one, because
-    workers of a running command may write into the local folder of this node. Raises StorageError.
-    """
-    if storage.is_shared:
-        yield storage.local
-        return
-    # Does the newest command work here, or did it?
-    seen = newest_lease(storage)
-    has_all_here = seen is not None and seen.record is not None and seen.record["token"] == last_owner(storage.local)[0]
-    if has_all_here:
-        yield storage.local
-        return
-    with TemporaryDirectory(prefix="patchline-plan-") as temporary:
-        folder = Path(temporary).resolve()
-        fetch_small_files(Bucket(storage.url, folder), lambda name: is_synced(Path(name)))
-        yield folder
 
 
 class Sync:

@@ -18,7 +18,7 @@ A watcher that raises an exception misses that call. The exception is logged onc
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
+from pkgutil import resolve_name
 
 from data.checks import one_line
 from data.errors import Preempted, RunOwned
@@ -48,14 +48,6 @@ class Watcher:
         """Release what the watcher holds."""
 
 
-def load_watcher(name: str) -> Watcher:
-    """Create the watcher of a name such as "jobs.extras.report.kept:KeptPage". Raises ImportError."""
-    module, _, class_name = name.partition(":")
-    watcher = getattr(import_module(module), class_name)()
-    assert isinstance(watcher, Watcher), name
-    return watcher
-
-
 class Watchers:
     """The watchers of one command; forwards each call to all of them."""
 
@@ -66,7 +58,7 @@ class Watchers:
         self.watchers: list[Watcher] = []
         for watcher in watchers:
             with self.failures_logged(str(watcher)):
-                self.watchers.append(load_watcher(watcher) if isinstance(watcher, str) else watcher)
+                self.watchers.append(resolve_name(watcher)() if isinstance(watcher, str) else watcher)
 
     @contextmanager
     def of_command(self, campaign: Campaign, lease: Lease) -> Iterator[None]:

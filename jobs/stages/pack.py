@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypedDict
 
@@ -20,20 +21,19 @@ from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
 from data.sources.numbering import Numbering
-from jobs.progress import ProgressMeter
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,
     check_apart,
     expected_samples,
-    is_there,
     known_set,
+    missing_paths,
     numberings_of,
-    paths_of,
     samples_of,
     source_names,
     subset_rule,
 )
+from jobs.terminal import ProgressMeter
 from pipeline.artifacts import DONE, recorded_s
 from pipeline.config import Tags, require, tags
 from pipeline.values import counted
@@ -115,6 +115,7 @@ class Pack(StageKind):
             if set_config.source == "subset":
                 sets[name] = replace(set_config, path=context.campaign.path_of(set_config.path))
         numberings = numberings_of(sets, context.log)
+        meter = partial(ProgressMeter, log=context.log, show=context.show_progress, every_s=10.0)
         packed: dict[str, PackedSet] = {}
         samples_seen = 0
         subsets: dict[str, Index] = {}  # those that are made, by name
@@ -135,12 +136,7 @@ class Pack(StageKind):
                         if other_config.source == "subset" and other_config.path == set_config.path:
                             parts.append(Part(context.directory / other, subset_rule(other_config), other))
                     names = [part.name for part in parts]
-                    progress = ProgressMeter(
-                        f"shards looked at for {', '.join(names)}",
-                        log=context.log,
-                        show=context.show_progress,
-                        every_s=10.0,
-                    )
+                    progress = meter(f"shards looked at for {', '.join(names)}")
                     indexes = make_subsets(parent, parts, workers=cfg.workers, report=progress.of)
                     subsets |= dict(zip(names, indexes, strict=True))
                 index = subsets[name]
@@ -148,7 +144,6 @@ class Pack(StageKind):
                     context.log(f"{name}: {line}")
             elif set_config.source == "shards":
                 assert set_config.path is not None, "SetConfig refuses shards without a path"
-                progress = ProgressMeter(f"shards of {name}", log=context.log, show=context.show_progress, every_s=10.0)
                 tars: str | list[str] = set_config.path
                 if not Path(set_config.path).is_dir():
                     tars = list(map(str, files_of(set_config.path, "*.tar")))
@@ -160,19 +155,12 @@ class Pack(StageKind):
                     names=() if set_config.unlabelled else numbering.names or names_of_tars,
                     unlabelled=set_config.unlabelled,
                     workers=cfg.workers,
-                    report=progress.of,
+                    report=meter(f"shards of {name}").of,
                 )
                 names_of_tars = names_of_tars or index.names
                 report_set(name, index, context)
             else:
                 check_apart(set_config, folder)
-                progress = ProgressMeter(
-                    f"samples of {name}",
-                    expected_samples(set_config),
-                    log=context.log,
-                    show=context.show_progress,
-                    every_s=10.0,
-                )
                 # A set whose shards are there already, whole, is not written again: this is how the stage is resumed.
                 index = pack(
                     samples_of(set_config, numbering),
@@ -184,7 +172,7 @@ class Pack(StageKind):
                     classes=set_config.classes,
                     restarts=cfg.restarts,
                     workers=cfg.workers,
-                    report=progress.packed,
+                    report=meter(f"samples of {name}", expected_samples(set_config)).packed,
                 )
                 samples_seen += index.samples
                 report_set(name, index, context)
@@ -225,12 +213,8 @@ class Pack(StageKind):
     def missing(self, cfg: PackConfig) -> Iterator[str]:
         """Iterate a message for every path of the stage's sources at which there is nothing."""
         for name, set_config in cfg.sets.items():
-            for key, path in paths_of(set_config).items():
-                if not is_there(path):
-                    yield (
-                        f"sets.{name}.{key}: source {set_config.source}: there is nothing at {path}\n"
-                        f"  expected images: paths begin at {Path.cwd()}"
-                    )
+            for key, message in missing_paths(set_config).items():
+                yield f"sets.{name}.{key}: {message}"
             has_class_folders = set_config.source == "folder" and not set_config.unlabelled
             if has_class_folders and set_config.path is not None and Path(set_config.path).is_dir():
                 try:

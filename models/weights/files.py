@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from models import catalog
-from models.catalog import Model
+from models.catalog import Model, check_weights
 from models.configs import ModelConfig, from_dict, to_dict
-from models.weight_transfer import check_weights
 from models.weights.folder import (
     CLASSES,
     CONFIG,

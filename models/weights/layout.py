@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import catalog, checks
+from models.catalog import Shape, check_shapes
 from models.configs import SIZES, ConfigFields, ModelConfig, ViTConfig, checked, stem_stride
 from models.vit import position_table
-from models.weight_transfer import Shape, check_shapes
 
 ForeignConfig = dict[str, Any]  # a config.json of another project, as JSON gives it; its fields are theirs to choose
 CHANNELS_PER_HEAD = 64  # in every variant of the paper's table 1 but H

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.catalog import Shape
 from models.configs import BiTConfig, ConfigFields, ModelConfig, ViTConfig, checked
-from models.weight_transfer import Shape
 from models.weights.layout import Layout, read, units_of, vit_config, write
 
 # Weights hardly compress: float32 by 1.1, bfloat16 stored as float32 by 2.5; 6.3 MB of zeros become 6 GB.

@@ -43,13 +43,13 @@ from data.errors import CheckpointError, RunOwned, StorageError
 from data.files import DISK_BLOCK, free_bytes, make_folder, refusal, size_text
 from data.storage import Folder
 from models import ModelConfig
-from pipeline.arithmetic import BYTES_FP32
 from pipeline.checkpoints.manifest import Manifest, digest, newest_attempt, step_of
 from pipeline.checkpoints.stage_checkpoints import LEAST_KEPT, Chosen, Decision, StageCheckpoints, WrittenFile
 from pipeline.monitoring.telemetry import Telemetry
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import STATE
 from pipeline.training_config import SavingConfig, TrainConfig
+from pipeline.training_data import BYTES_FP32
 from pipeline.values import amount
 
 METRICS = "metrics.jsonl"

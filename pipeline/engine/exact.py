@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import config
-from pipeline.arithmetic import BYTES_BF16, BYTES_FP32
 from pipeline.engine.deepspeed import over_gloo
 from pipeline.engine.engine import Engine, Trace, clipping
 from pipeline.engine.settings import Settings
 from pipeline.monitoring.telemetry import Telemetry, read_metrics
 from pipeline.optimization import OptimConfig
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import BYTES_BF16, BYTES_FP32
 
 
 def swap(give: Tensor, take: Tensor, peer: int) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from data.evaluation import EvaluationBatch
 from data.index.index import Index
+from models.catalog import normalise
 
 # N samples of the set, b rows of a batch, D features, L labels of a sample at most, K best classes
 
@@ -156,11 +157,6 @@ def runs_of(rows: np.ndarray) -> list[np.ndarray]:
     if len(rows) == 0:
         return []
     return np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-
-
-def normalise(images: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bring uint8 pixels to [−1, 1] on the device (SPEC 2.5: value_range(-1, 1))."""
-    return images.to(device, non_blocking=True).float().mul_(1 / 127.5).sub_(1).to(dtype)
 
 
 def collect(

@@ -19,15 +19,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from data.checks import at_least, more_than_0
-from data.errors import ConfigError
-from data.images.preprocess import both_sides, parse_ops, shape_of
-from models import ModelConfig, Preprocessing
 from models.checks import did_you_mean
 from pipeline import config
 from pipeline.config import require
-
-L2 = 2.0**10  # of the ridge regression (big_vision configs/common_fewshot.py): fixed, never selected on validation data
-
+from pipeline.training_config import L2, ProbeConfig
 
 # ------------------------------------------------------------------------------------------------ settings
 
@@ -143,27 +138,10 @@ FEATURES = tuple(name for name, kind in PROTOCOLS.items() if not kind.best)  # t
 # ------------------------------------------------------------------------------------------------ a recipe's choice
 
 
-@dataclass(frozen=True)
-class ProbeConfig:
-    """The few-shot probe; with a train and a test set it also runs during training, as in the paper."""
-
-    train: str | None = None  # index of the set that the shots are picked from; or "@stage/name"
-    test: str | None = None  # index of the set that the fitted map is evaluated on; or "@stage/name"
-    shots: tuple[int, ...] = (1, 5, 10, 25)  # training images a class (big_vision configs/common_fewshot.py)
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the pick of the shots; the mean over them is reported too
-    l2: float = L2  # weight of the ridge regression's penalty (big_vision configs/common_fewshot.py)
-
-    def __post_init__(self) -> None:
-        require((self.train is None) == (self.test is None), "a probe needs both train and test, or neither")
-        fewest = min(self.shots, default=0)
-        require(fewest > 0, f"probe.shots are {self.shots}, expected 1 or more")
-        require(len(self.seeds) > 0, "probe.seeds are empty, expected at least one")
-        require(min(self.seeds) >= 0, f"probe.seeds are {self.seeds}, expected 0 or more")
-        at_least(self, 0, "l2", "probe.")
-
-    def protocol(self) -> Protocol:
-        """Return the protocol fewshot with these settings."""
-        return Protocol("fewshot", config.as_json({"options": asdict(FewShotConfig(self.shots, self.seeds, self.l2))}))
+def probe_protocol(probe: ProbeConfig) -> Protocol:
+    """Return the protocol fewshot with the settings of a probe."""
+    settings = FewShotConfig(probe.shots, probe.seeds, probe.l2)
+    return Protocol("fewshot", config.as_json({"options": asdict(settings)}))
 
 
 def protocols_of(names: tuple[str, ...], stage_config: object, common: dict[str, Any]) -> list[Protocol]:
@@ -189,56 +167,3 @@ def check_names(names: tuple[str, ...]) -> None:
         )
     require(len(names) > 0, f"protocols is empty\n  expected some of {', '.join(PROTOCOLS)}")
     require(len(set(names)) == len(names), f"protocols names one twice: {', '.join(names)}")
-
-
-def check_ops(ops: str | None) -> None:
-    """Raise ConfigError where evaluation could not preprocess with `ops` and their arguments."""
-    if not ops:  # then the image is resized to what the model takes
-        return
-    try:
-        shape_of(ops)
-    except ValueError as error:
-        raise ConfigError(f"preprocess: {error}") from None
-
-
-def check_shape(ops: str | None, model: ModelConfig, key: str) -> None:
-    """Raise ConfigError where `ops` make images of another size than the model takes; `key` is what holds the ops."""
-    if not ops or model.family == "bit":  # a ResNet takes any size
-        return
-    height, width, _ = shape_of(ops)
-    expected_height, expected_width = model.image_size
-    require(
-        (height, width) == (expected_height, expected_width),
-        f"{key}: {ops!r} makes images of {height}×{width}, expected the model's {expected_height}×{expected_width}\n"
-        f"  type '{key}=resize(({expected_height}, {expected_width}))', or {key}=null, which is the same",
-    )
-
-
-# The first op of those that exports can tell other libraries of, and what models/weights/preprocessing.py calls it.
-INTERPOLATIONS = {
-    "resize": "bilinear",
-    "resize_float": "bilinear",
-    "resize_tf1": "bilinear of TensorFlow 1",
-    "resize_small": "area",
-}
-
-
-def preprocessing_of(ops: str | None, model: ModelConfig) -> Preprocessing:
-    """Return what `ops`, or evaluation's own squash where there are none, do to an image; exports tell others of it."""
-    ops = ops or f"resize({model.image_size})"
-    height, width, _ = shape_of(ops)
-    steps: list[tuple[str, Any]] = []
-    for op, arguments in parse_ops(ops):
-        if op.__name__ != "unchanged":
-            steps.append((op.__name__, arguments))
-    names = [name for name, _ in steps]
-    # Others resize once, and then cut out the middle.
-    is_translatable = names[:1] != [] and names[0] in INTERPOLATIONS and names[1:] in ([], ["central_crop"])
-    if not is_translatable:
-        return Preprocessing(ops, (height, width))
-    name, (size, *options) = steps[0]
-    interpolation = INTERPOLATIONS[name]
-    if True in options:
-        interpolation += " antialiased"
-    resize = int(size) if name == "resize_small" else both_sides(size)
-    return Preprocessing(ops, (height, width), resize, interpolation)

@@ -22,8 +22,8 @@ import models
 from pipeline.checkpoints.manifest import committed, read_manifest, step_of
 from pipeline.checkpoints.needed import requested_steps
 from pipeline.checkpoints.reader import Reader
-from pipeline.evaluate import LoopEvaluator, evaluate_weights
-from pipeline.evaluation.worker import EvaluationGroup
+from pipeline.evaluation.evaluator import EvaluationGroup
+from pipeline.evaluation.in_training import LoopEvaluator, evaluate_weights
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluation import AsyncConfig
 from pipeline.hooks import Hook

@@ -23,7 +23,7 @@ from data.remote.config import CacheConfig
 from data.seal import Journal
 from data.shards.parallel import Progress
 from data.shards.reader import ShardReader
-from pipeline.evaluation.features import normalise
+from models.catalog import normalise
 
 # T test images, D features
 

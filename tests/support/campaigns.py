@@ -10,6 +10,8 @@ from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign, StageKind
 
 KINDS = load_kinds(jobs.__main__.KINDS)
+# The table of kinds without extras.
+CORE = {name: place.split()[0] for name, place in jobs.__main__.KINDS.items() if ".extras." not in place.split()[0]}
 
 
 def load(recipe: Path, overrides: list[str]) -> Campaign:

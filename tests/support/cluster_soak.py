@@ -33,8 +33,8 @@ from data.errors import ExitCode
 from data.index.document import load_index
 from data.order import Ledger, Order
 from pipeline.checkpoints.manifest import committed, read_manifest
-from pipeline.config import read_recipe
 from pipeline.monitoring.telemetry import Record, account, last_metrics, read_metrics
+from pipeline.recipe import read_recipe
 from tests.support import hosts, recipes
 from tests.support.demo import step_losses
 from tests.support.hosts import ROOT, login_environment

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from data import files
-from pipeline import identity, process_group, versions
+from pipeline import identity, process_group
 from pipeline.monitoring.watchdog import Phases
 from pipeline.process_group import join_group
 from tests.support.savers import with_a_disk_of_its_own
@@ -28,7 +28,7 @@ def start_task(folder: Path, act: str) -> dict[str, Any]:
     return {
         "run": str(run),
         "attempt_folder": str(attempt_folder),
-        "code": versions.code_version(),
+        "code": identity.code_version(),
         "claimed": time.time(),
         "act": act,
         "copy": str(folder / "copy"),
@@ -40,14 +40,13 @@ def be_otherwise(task: dict[str, Any]) -> None:
     act = task["act"]
     if act == "other code":
         # A checkout of its own, with one more line in one file.
-        for package in versions.PACKAGES:
-            shutil.copytree(versions.ROOT / package, Path(task["copy"]) / package)
+        for package in identity.PACKAGES:
+            shutil.copytree(identity.ROOT / package, Path(task["copy"]) / package)
         with open(Path(task["copy"]) / "data" / "order.py", "a") as file:
             file.write("\n")
-        versions.ROOT = Path(task["copy"])
-        identity.ROOT = versions.ROOT
+        identity.ROOT = Path(task["copy"])
     elif act == "other torch":
-        versions.version = lambda package: "1.0"
+        identity.version = lambda package: "1.0"
     elif act == "own disk":
         with_a_disk_of_its_own(task["attempt_folder"])
     elif act == "no claim":

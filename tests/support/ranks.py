@@ -22,7 +22,7 @@ from pipeline.checkpoints.stage_checkpoints import checkpoints_in
 from pipeline.engine.engine import Engine
 from pipeline.engine.exact import ExactEngine
 from pipeline.engine.settings import deepspeed_config
-from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped
+from pipeline.evaluation.evaluator import EvaluationFailed, EvaluationGroup, EvaluationStopped
 from pipeline.monitoring.telemetry import Telemetry, memory_gb
 from pipeline.monitoring.watchdog import Phases
 from pipeline.optimization import OptimConfig

@@ -25,10 +25,9 @@ from data.sources.samples import Sample
 from models import ModelConfig
 from pipeline import config, train
 from pipeline.architecture import model_config, trained_model
-from pipeline.evaluation.protocols import ProbeConfig
+from pipeline.identity import code_version
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import DataConfig, TrainConfig
-from pipeline.versions import code_version
+from pipeline.training_config import DataConfig, ProbeConfig, TrainConfig
 from pipeline.worker import Job
 from tests.support.reference_loop import Plan
 

@@ -40,11 +40,10 @@ from torch.utils._pytree import tree_leaves
 import models
 from data.loader import Batch, Wait, copied, moved_ahead
 from models import vit
-from models.catalog import MODULES
+from models.catalog import module_of, normalise
 from pipeline import config
 from pipeline.batches import OBJECTIVES
 from pipeline.checkpoints.saver import host_memory
-from pipeline.evaluation.features import normalise
 from pipeline.extras.plan.memory_traces import Kind
 from pipeline.extras.plan.tracer import LiveBytes, TracedData, TracedGroup, TracedWorker, fake_workers, fused_attention
 from pipeline.start import Worker, build_engine
@@ -242,7 +241,7 @@ def rehearse(step: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         FakeTensorMode(allow_non_fake_inputs=True),
         Looking(streams) as look,
     ):
-        module = MODULES[model_config.family]
+        module = module_of(model_config)
         with torch.device("cuda"):
             network = module(model_config)
         network.recomputed_blocks = step["recomputed"]

@@ -29,11 +29,11 @@ from data.loader import Batch
 from jobs import ownership, terminal
 from jobs.cluster import agent, worker_group
 from pipeline import batches as training_batches
-from pipeline import evaluate, start, train
+from pipeline import start, train
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
-from pipeline.evaluation import features, protocols
-from pipeline.evaluation import worker as evaluation
+from pipeline.evaluation import evaluator as evaluation
+from pipeline.evaluation import features, in_training, protocols
 from pipeline.health import Health
 from pipeline.monitoring.watchdog import STOP_FILE, node_folder
 
@@ -255,7 +255,7 @@ def driver_killed_before_the_evaluation_of(step: int) -> None:
             os.kill(driver, signal.SIGKILL)
         sleep()
 
-    before(evaluate.LoopEvaluator, "evaluate_between", lambda *args: args[-1].step == step, strike)
+    before(in_training.LoopEvaluator, "evaluate_between", lambda *args: args[-1].step == step, strike)
 
 
 def driver_killed_at_the_end() -> None:

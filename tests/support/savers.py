@@ -4,11 +4,15 @@ A module of its own, because workers import it by name.
 """
 
 import ctypes
+import json
 import os
+import random
 import shutil
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +25,7 @@ from data.errors import CheckpointError
 from data.storage import open_storage
 from pipeline.checkpoints import restore
 from pipeline.checkpoints import saver as saving
-from pipeline.checkpoints.manifest import Manifest, committed
+from pipeline.checkpoints.manifest import Manifest, committed, digest, sealed
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.stage_checkpoints import Chosen, StageCheckpoints, WrittenFile, checkpoints_in
 from pipeline.engine.engine import Engine, Fragment, ReadState
@@ -58,6 +62,7 @@ ALONE = SimpleNamespace(
     get_world_size=lambda: 1,
     broadcast_object_list=lambda values, src: None,
     all_gather_object=lambda values, mine: values.__setitem__(0, mine),
+    barrier=lambda: None,
 )
 
 
@@ -77,6 +82,53 @@ def start_from(folder: Path, attempt: int, say: Callable[[str], None]) -> Chosen
     finally:
         restore.dist = real
     return chosen
+
+
+def pick(folder: Path, attempt: int = 2) -> tuple[int, list[str]]:
+    """The step that a start would load, and what it says on the way."""
+    said: list[str] = []
+    found = start_from(folder, attempt, said.append)
+    assert found is not None
+    return found.manifest.step, said
+
+
+def reseal(step: Path, **changes: object) -> None:
+    """A manifest that fits what the folder holds now, as somebody with bad intentions would write it."""
+    files = {p.name: digest(memoryview(p.read_bytes())) for p in step.iterdir() if p.name != "MANIFEST.json"}
+    manifest = replace(json_manifest(step), files=files, **changes)  # type: ignore[arg-type]
+    (step / "MANIFEST.json").write_bytes(sealed(manifest))
+
+
+def json_manifest(step: Path) -> Manifest:
+    values = json.loads((step / "MANIFEST.json").read_text())
+    del values["sha256"]
+    return Manifest(**values)
+
+
+def back(folder: Path, good: Path) -> None:
+    """Put the folder back to what it was."""
+    shutil.rmtree(folder)
+    shutil.copytree(good, folder)
+
+
+def damage(how: str, file: Path, rng: random.Random) -> str:
+    """Damage a set of files; returns the name of the file that is bad now."""
+    content = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(content[: rng.randrange(1, len(content))])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "longer":
+        file.write_bytes(content + b"\0" * rng.randrange(1, 9))
+    elif how == "one too many":
+        file = Path(shutil.copy(file, file.with_name(f"rank-{rng.randrange(2, 100):05d}.safetensors")))
+    else:
+        file.unlink()
+        if how == "a folder":
+            file.mkdir()
+        elif how == "a pipe":
+            os.mkfifo(file)
+    return file.name
 
 
 class Quiet:
@@ -140,13 +192,23 @@ class WorkerGroup:
     def gather(self, results: list[WrittenFile], mine: WrittenFile) -> None:
         results[:] = [saver.result for saver in self.savers]
 
-    def begin(self, step: int) -> None:
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Within the block savers talk to the ranks of this group."""
+        before = saving.dist
         saving.dist = self.dist  # type: ignore[attr-defined]
-        for rank, saver in enumerate(self.savers):
-            self.rank, fake = rank, FakeEngine(rank, self.world, step)
-            saver.begin(fake.fragments(), manifest(step, self.attempt, self.world))
-            assert saver.thread is not None
-            saver.thread.join()
+        try:
+            yield
+        finally:
+            saving.dist = before  # type: ignore[attr-defined]
+
+    def begin(self, step: int) -> None:
+        with self.collectives():
+            for rank, saver in enumerate(self.savers):
+                self.rank, fake = rank, FakeEngine(rank, self.world, step)
+                saver.begin(fake.fragments(), manifest(step, self.attempt, self.world))
+                assert saver.thread is not None
+                saver.thread.join()
         self.rank = 0
 
     def finish(self) -> Manifest | None:
@@ -158,11 +220,20 @@ class WorkerGroup:
         """As the loop does, which goes on while old checkpoints are deleted."""
         for saver in self.savers[1:]:
             saver.thread = None
-        return self.savers[0].finish(self.savers[0].manifest.step)
+        with self.collectives():
+            return self.savers[0].finish(self.savers[0].manifest.step)
 
     def save(self, step: int) -> Manifest | None:
         self.begin(step)
         return self.finish()
+
+
+def with_steps(run: Path) -> "WorkerGroup":
+    """A run with committed steps 10 and 20."""
+    made = WorkerGroup(run)
+    assert made.save(10)
+    assert made.save(20)
+    return made
 
 
 def manifest(step: int, attempt: int, world: int, zero: int = 2) -> Manifest:

@@ -10,13 +10,12 @@ import jobs.__main__
 import models
 from data.errors import ConfigError
 from jobs.__main__ import main
-from jobs.core_kinds import CORE
 from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.recipe.validate import validate
 from jobs.resolved_recipe import Available
 from tests.support import campaigns
-from tests.support.campaigns import KINDS
+from tests.support.campaigns import CORE, KINDS
 
 # Weights whose numbers are rounded to so many binary digits: a stage that nobody has thought of here.
 ROUNDED = '''

@@ -8,7 +8,7 @@ import torch
 
 import models
 from models import positions
-from models.weight_transfer import check_weights
+from models.catalog import check_weights
 from tests.support.golden import GOLDEN, needs_golden
 
 pytestmark = pytest.mark.quick

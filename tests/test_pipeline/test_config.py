@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import ClassVar, get_args, get_type_hints
 
 import pytest
@@ -13,19 +12,24 @@ from data.remote.config import CacheConfig
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies import table
 from jobs.extras.studies.expand import SweepConfig
-from jobs.stages import fewshot, pack, resize
+from jobs.stages import evaluate, pack, resize
 from pipeline import config
-from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.optimization import OptimConfig, ScheduleConfig
-from pipeline.training_config import DataConfig, MixedConfig, TrainConfig
+from pipeline.training_config import DataConfig, MixedConfig, ProbeConfig, TrainConfig
 from tests.support.configs import FullConfig
 
 pytestmark = pytest.mark.quick
 
-MIXTURE = {"train": None, "mixture": {"a": {"train": "x", "weight": 9}, "b": {"train": "y", "weight": 1}}}
 TAGGED = [
     *(TrainConfig, FullConfig, DataConfig, MixedConfig, OptimConfig, ScheduleConfig, ClusterConfig),
-    *(resize.ResizeConfig, fewshot.FewShotStageConfig, pack.PackConfig, pack.SetConfig, SweepConfig, table.TableConfig),
+    *(
+        resize.ResizeConfig,
+        evaluate.FewShotStageConfig,
+        pack.PackConfig,
+        pack.SetConfig,
+        SweepConfig,
+        table.TableConfig,
+    ),
 ]
 
 
@@ -82,23 +86,6 @@ def test_a_part_and_a_part_of_a_permutation_by_seed_0_are_two_subsets():
             {"optim": 3},
             r"s\.optim is 3, expected a section with the keys name, lr, .*\n  type for example s\.optim\.lr=3",
         ),
-        ({"steps": 1, "data": {**MIXTURE, "train": "x"}}, "give train or mixture, one of them"),
-        ({"steps": 1, "data": MIXTURE | {"cache": {"directory": "shards"}}}, "expected an absolute path"),
-        ({"steps": 1, "data": MIXTURE, "batch_size": 3}, "leave a set without a sample in a batch of 3"),
-        ({"data": {"mixture": {"a": {"train": "y"}}}}, r"s\.data\.mixture\.a\.weight is missing"),
-        ({"data": {"mixture": {"a": {"weight": 1}}}}, r"s\.data\.mixture\.a\.train is missing"),
-        ({"data": {"mixture": {"a": {"train": "y", "wieght": 1}}}}, "did you mean 'weight'"),
-        ({"data": {"mixture": {"a": {"train": "y", "weight": 0}}}}, "weight is 0.0, expected more than 0"),
-        ({"zero": 4, "steps": 1}, "zero is 4, expected a ZeRO stage 0, 1, 2 or 3"),
-        ({"zero": 0, "steps": 1}, "use zero=1 or precision=fp32"),
-        ({"steps": 1, "passes": 1.0}, "give steps or passes, one of them"),
-        ({"steps": 0}, "steps is 0, expected more than 0"),
-        ({"steps": 1, "exact_parts": 6}, r"exact_parts is 6, expected 0 \(off\), 1, 2, 4, 8"),
-        ({"steps": 1, "exact_parts": 128}, r"4096 is not a multiple of 128 × micro_batch 64 = 8192"),
-        ({"steps": 1, "exact_parts": 2, "uneven": True}, "or uneven is on"),
-        ({"steps": 1, "exact_parts": 2, "deepspeed": "ds.json"}, "leave out one of them"),
-        ({"steps": 1, "keep": 1}, "keep is 1, expected 2 or more"),
-        ({"steps": 1, "data": {"train": "x", "augment": {"min_area": 2.0}}}, "min_area"),
     ],
 )
 def test_a_wrong_value_names_its_key_what_was_found_and_what_was_expected(changes, message):
@@ -111,7 +98,7 @@ NEEDED = {
     TrainConfig: {"steps": 1, "data": {"train": "x"}},
     FullConfig: {"steps": 1, "data": {"train": "x"}},
     MixedConfig: {"train": "x", "weight": 1.0},
-    fewshot.FewShotStageConfig: {"init": "x"},
+    evaluate.FewShotStageConfig: {"init": "x"},
     resize.ResizeConfig: {"init": "x"},
     pack.PackConfig: {"sets": {"train": {"source": "digits"}}},
     pack.SetConfig: {"source": "digits"},
@@ -174,37 +161,3 @@ def test_values_override_defaults_of_nested_configs():
     assert built.zero == 3 and isinstance(built.data.augment, AugmentConfig)
     with pytest.raises(dataclasses.FrozenInstanceError):
         built.zero = 1  # type: ignore[misc]
-
-
-def test_overrides_reach_into_the_recipe_and_stage_references_need_no_quotes(tmp_path: Path):
-    file = tmp_path / "r.yaml"
-    file.write_text("a: {b: 1}\n")
-    values = config.read_recipe(file, ["a.b=2", "a.c=@stage/part", "d=[1, 2]"]).values
-    assert values == {"a": {"b": 2, "c": "@stage/part"}, "d": [1, 2]}
-
-
-@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n"])
-def test_a_broken_recipe_is_refused(tmp_path: Path, text: str):
-    (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(ConfigError):
-        config.read_recipe(tmp_path / "r.yaml")
-
-
-def test_a_missing_recipe_and_a_word_that_is_no_override_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="no recipe at"):
-        config.read_recipe(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=r"is a folder\n  expected a recipe, a YAML file"):
-        config.read_recipe(tmp_path)
-    with pytest.raises(ConfigError, match="expected key=value"):
-        config.with_overrides({}, ["steps"])
-
-
-def test_environment_values_stay_unresolved_in_saved_yaml(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATCHLINE_SECRET", "hunter2")
-    assert "hunter2" not in config.to_yaml({"a": "${oc.env:PATCHLINE_SECRET}"})
-
-
-def test_a_value_may_refer_to_another_and_one_that_is_not_there_is_named():
-    assert config.with_overrides({"a": 1, "b": "${a}"}, []) == {"a": 1, "b": 1}
-    with pytest.raises(ConfigError, match=r"^Interpolation key 'missing' not found\n  in b$"):
-        config.with_overrides({"b": "${missing}"}, [])

@@ -1,14 +1,17 @@
 """Which of several workers and nodes is unlike the others: by the majority of the nodes, and a tie is said as one."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data.errors import ConfigError
 from pipeline import identity
-from pipeline.identity import DEVICE, NO_RANK, WORKERS_PER_GPU, differences, other_code, workers_per_gpu
-from pipeline.versions import MUST_BE_EQUAL
+from pipeline.identity import DEVICE, MUST_BE_EQUAL, NO_RANK, WORKERS_PER_GPU, differences, other_code, workers_per_gpu
 from tests.support.identities import worker
+
+ROOT = Path(__file__).parents[2]
 
 
 def torch(*versions: str) -> list[Any]:
@@ -70,3 +73,15 @@ def test_workers_share_a_gpu_if_the_environment_says_how_many(text, expected, mo
         return
     with pytest.raises(ConfigError, match=rf"^{WORKERS_PER_GPU} is '{text}', expected a whole number of at least 1\n"):
         workers_per_gpu()
+
+
+@pytest.mark.parametrize("source", ["data/images/jpeg.cpp", "data/order.py", "models/weights/npz.py"])
+def test_a_changed_source_is_another_version(source, tmp_path, monkeypatch) -> None:
+    for package in identity.PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(identity, "ROOT", tmp_path)
+    unchanged = identity.code_version.__wrapped__()
+    assert unchanged == identity.code_version()  # wherever the checkout lies
+    with open(tmp_path / source, "a") as file:
+        file.write("\n")
+    assert identity.code_version.__wrapped__() != unchanged

@@ -13,9 +13,8 @@ from data.errors import ClusterError, ExitCode
 from jobs.cluster.failure import WorkerGroupError
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
-from pipeline.identity import DEVICE, WORKERS_PER_GPU, differences, other_code
+from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, WORKERS_PER_GPU, differences, other_code
 from pipeline.process_group import Arrival, check_device_memory, gpu_of_worker, log_differences, log_network
-from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 from tests.support import hosts, preflights
 from tests.support.identities import worker
 

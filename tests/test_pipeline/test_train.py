@@ -15,11 +15,11 @@ from data.evaluation import EvaluationSet
 from data.index.document import load_index
 from data.order import Ids
 from jobs.run.session import run_campaign
+from models.catalog import normalise
 from pipeline import health
 from pipeline.checkpoints import manifest
 from pipeline.checkpoints import reader as checkpoint_reader
 from pipeline.checkpoints.stage_checkpoints import checkpoints_in
-from pipeline.evaluation.features import normalise
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.train import TakenStep, count_step
 from pipeline.worker import TrainingLog

@@ -24,10 +24,10 @@ from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
 from models.weights import npz
 from pipeline import config
+from pipeline.identity import code_version
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import OptimConfig, ScheduleConfig
 from pipeline.training_config import DataConfig, TrainConfig
-from pipeline.versions import code_version
 from pipeline.worker import Job
 from tests.support import twin
 

@@ -5,7 +5,6 @@ from typing import Any, Literal
 import pytest
 
 from data.errors import ConfigError
-from pipeline.config import with_overrides
 from pipeline.values import amount, counted, duration, milliseconds, read_value, shown, significant
 
 pytestmark = pytest.mark.quick
@@ -76,25 +75,6 @@ def test_what_cannot_be_read_is_named_with_what_was_expected(
 def test_a_value_is_shown_as_a_recipe_has_it() -> None:
     assert shown({"a": None, "b": [True, "", 1.5]}) == '{a: null, b: [true, "", 1.5]}'
     assert shown("x" * 200) == "x" * 80 + "…"
-
-
-def test_another_model_keeps_of_the_recipes_what_the_data_says() -> None:
-    """A width that the recipe gave its own model would make S/16 another model without a word."""
-    recipe = {"pretrain": {"model": {"name": "mu/8", "width": 192, "image_size": 64, "classes": 3}}}
-    written_as_text = {"pretrain": {"model": "mu/8"}}
-    another = with_overrides(recipe, ["pretrain.model=S/16", "pretrain.model.dropout=0.1"])
-    assert another == {"pretrain": {"model": {"name": "S/16", "image_size": 64, "classes": 3, "dropout": 0.1}}}
-    both = with_overrides(written_as_text, ["pretrain.model.classes=3"])
-    assert both == {"pretrain": {"model": {"name": "mu/8", "classes": 3}}}
-    replaced = with_overrides(recipe, ["pretrain.model={name: B/16}"])
-    assert replaced == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 3}}}
-    quoted = with_overrides(recipe, ['pretrain.model={"name": B/16, classes: 5}'])
-    assert quoted == {"pretrain": {"model": {"name": "B/16", "image_size": 64, "classes": 5}}}
-    # What only looks like a name: a text with one in it, and a section of its own.
-    for value in ('{stem: "{name"}', "{stem: [a, name]}", "{inner: {name: x}}"):
-        assert with_overrides(recipe, [f"pretrain.model={value}"])["pretrain"]["model"]["width"] == 192, value
-    merged = with_overrides(recipe, ["pretrain.model={dropout: 0.1}"])
-    assert merged["pretrain"]["model"]["width"] == 192  # without a name a section is merged, as any other
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5, "5s"), (65, "1m05s"), (7500, "2h05m"), (273_600, "3d04h")])

@@ -29,12 +29,11 @@ from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.shard import IMAGES
 from jobs.commands.conversion import load, verify
-from jobs.progress import ProgressMeter, activity
-from jobs.terminal import echo
+from jobs.terminal import ProgressMeter, activity, echo
+from models.catalog import normalise
 from models.configs import ViTConfig
 from models.extras import analysis
 from models.positions import ADDED
-from pipeline.evaluation.features import normalise
 
 SHOWN = 8  # images in attention.png
 COMPONENTS = 28  # filters in figure 7

@@ -4,8 +4,9 @@
 1. While an attempt runs, a thread asks once a second whether a place is free (spare_places.py) and
    leaves a file that says so. Rank 0 then requests the evaluation of a step instead of stopping the workers for it
    (pipeline/extras/async_evaluation.py).
-2. The oldest committed step that was requested is given to a worker of its own (pipeline/evaluate.py), under an agent
-   that stays warm. Another one may wait; where several do, all but the newest are skipped, and each is logged.
+2. The oldest committed step that was requested is given to a worker of its own (pipeline/extras/async_evaluator.py),
+   under an agent that stays warm. Another one may wait; where several do, all but the newest are skipped, and each is
+   logged.
 3. A worker that dies or hangs costs training nothing: that is logged, and the step is tried again. It is also tried
    again, as often as that happens, where somebody wants the place.
 4. Records lie in the stage's folder until rank 0 reports them.
@@ -40,8 +41,8 @@ from pipeline import artifacts
 from pipeline.artifacts import SEARCHES
 from pipeline.checkpoints.manifest import ATTEMPTS, attempt_folder, committed, step_of
 from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
-from pipeline.evaluate import TRIES
 from pipeline.evaluation.document import evaluation_record
+from pipeline.evaluation.in_training import TRIES
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import evaluate_commit
 from pipeline.extras.replays.batch import TrainedStage

@@ -24,13 +24,13 @@ from jobs.extras.history import flat, read_run
 from jobs.extras.studies import table as sweep
 from jobs.recipe.references import source_of
 from jobs.resolved_recipe import Available, Campaign, Kinds, Stage, StageKind, reference
-from jobs.stages import evaluate, fewshot
+from jobs.stages import evaluate
 from models.configs import ModelConfig, ViTConfig, from_dict
 from pipeline import config
-from pipeline.arithmetic import steps_of
 from pipeline.optimization import learning_rate
+from pipeline.training_data import steps_of
 
-JUDGING = (evaluate.Evaluate.name, fewshot.FewShot.name)
+JUDGING = (evaluate.Evaluate.name, evaluate.FewShot.name)
 NONE = "none"  # the value of what is not there, and known not to be
 # Protocols with settings of their own, which mean something where the protocol is used.
 WITH_SETTINGS = ("fewshot", "linear", "knn", "logistic")

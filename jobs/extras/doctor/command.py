@@ -8,14 +8,14 @@ import typer
 from data.checks import printable
 from data.errors import DataError, ExitCode
 from jobs.commands.arguments import Debug, stoppable
-from jobs.commands.sets import CacheFolder, IndexPath, Name, Workers, cache_config, refuse_file, summary
+from jobs.commands.sets import CacheFolder, Name, Workers, cache_config, refuse_file, summary
 from jobs.named_stages import find_set
-from jobs.progress import ProgressMeter
-from jobs.terminal import echo
+from jobs.terminal import ProgressMeter, echo
 
 if TYPE_CHECKING:
     from data.extras.doctor.doctor import Report
 
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
 Page = Annotated[str | None, typer.Option(metavar="FILE.html", help="Write a page that needs nothing else.")]
 World = Annotated[int, typer.Option(min=1, help="Workers to give advice for.")]
 RepairedFolder = Annotated[str, typer.Argument(help="Where the new set goes; not the old one's folder.")]

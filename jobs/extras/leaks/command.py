@@ -14,8 +14,7 @@ from jobs.commands.arguments import Debug, stoppable
 from jobs.commands.sets import cache_config, refuse_file
 from jobs.commands.weights import find_weights
 from jobs.named_stages import find_set
-from jobs.progress import ProgressMeter
-from jobs.terminal import echo
+from jobs.terminal import ProgressMeter, echo
 
 Train = Annotated[list[str], typer.Argument(help="Indexes, or their folders: what was or will be trained on.")]
 Test = Annotated[list[str], typer.Option(help="An index, or its folder, that is judged on; repeatable.")]

@@ -21,16 +21,15 @@ from typing import Any
 import models
 from data.files import write_whole
 from jobs.extras.monitor.threaded import ThreadedWatcher
+from jobs.extras.recipe_text import config_as_known, flat
 from jobs.recipe.records import environment
-from jobs.recipe.render import config_as_known
-from jobs.recipe.sections import flat
 from jobs.resolved_recipe import Campaign, Context, Stage
 from jobs.run.reading import StatusMessage, records_since
 from jobs.run.watchers import Watcher
 from jobs.trackers_config import MlflowConfig, TrackersConfig, WandbConfig
 from pipeline import config
+from pipeline.identity import code_version, git_commit
 from pipeline.monitoring.telemetry import Record
-from pipeline.versions import code_version, git_commit
 
 CLOSE_S = 15.0  # for what is still to be sent when a command ends
 OPEN_S = 10.0  # for W&B's server to answer; its client's own limit of 90 s would hold up the end of the command

@@ -27,11 +27,10 @@ from data.files import write_whole
 from data.index.names import some
 from data.index.shard import IMAGES
 from jobs.named_stages import find_stage, near_path
-from jobs.progress import ProgressMeter, activity
 from jobs.recipe.key import model_at
-from jobs.terminal import as_typed, echo
-from pipeline.any_weights import is_foreign
+from jobs.terminal import ProgressMeter, activity, as_typed, echo
 from pipeline.architecture import model_config
+from pipeline.evaluation.any_weights import is_foreign
 from pipeline.values import amount, duration, flow_yaml
 
 if TYPE_CHECKING:  # it imports torch, for which a path without images does not wait

@@ -7,8 +7,7 @@ import typer
 
 from jobs.commands.arguments import Debug, Fresh, Overrides, Recipe
 from jobs.commands.campaigns import kinds_of, load_campaign
-from jobs.progress import activity
-from jobs.terminal import echo
+from jobs.terminal import activity, echo
 
 
 def plan(
@@ -31,17 +30,17 @@ def plan(
 ) -> None:
     """Print whether it fits, how long it takes, what it costs, and all stages; exit as `run` would before its first."""
     campaign = load_campaign(recipe, overrides, kinds_of(context))
-    from jobs.recipe import render
-
     if resolved:
+        from jobs.extras import recipe_text
+
         activity.end()
         # YAML ends its last line itself.
-        print(render.resolved(campaign), end="")
+        print(recipe_text.resolved(campaign), end="")
         return
+    from jobs.extras.planning.run_folders import looked_at
     from jobs.recipe.references import with_values
     from jobs.recipe.validate import refuse, validate_all
     from jobs.resolved_recipe import INPUTS, MEMORY
-    from jobs.run.sync import looked_at
     from pipeline.extras.plan.cost import Assumptions
 
     assumed = Assumptions(gpu, price, mtbf)

@@ -9,8 +9,7 @@ from typing import Any
 
 from data.errors import ConfigError
 from jobs.resolved_recipe import MEMORY, Available, CheckResult, Context, Stage
-from jobs.stages.training import TrainingExtra
-from jobs.worlds import allowed_worlds
+from jobs.stages.training import TrainingExtra, allowed_worlds
 from models import ModelConfig
 from pipeline.phases import has_whole_images
 from pipeline.training_config import TrainConfig

@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 import models
 from data.checks import few
 from data.files import memory_text
-from data.index.names import some
+from data.index.names import Names, some
 from jobs.extras.planning.plan_training import PlannedTraining, bill, span
+from jobs.extras.recipe_text import in_words
 from jobs.extras.studies import table
 from jobs.extras.studies.law import compute_of
-from jobs.recipe import class_names
 from jobs.recipe.records import half_done_folder
-from jobs.recipe.references import in_words
 from jobs.resolved_recipe import Available, Campaign, Stage, reference
 from jobs.terminal import echo
 from pipeline.extras.plan.cost import HOUR_S, Assumptions
@@ -139,7 +138,7 @@ class Plan:
             self.add("table", text)
 
         # 4. Which names its classes have, and whose labels are taken on trust.
-        names, nameless = class_names.known_names(stage, Available(campaign))
+        names, nameless = known_names(stage, Available(campaign))
         if names:
             self.add("names", some(names))
         if nameless:
@@ -206,3 +205,18 @@ class Plan:
         if untimed:
             time += f"; NOT known of {few(untimed)}"
         return fits, time, bill(least_hours, most_hours, self.assumed.price)
+
+
+def known_names(stage: Stage, there: Available) -> tuple[Names, list[str]]:
+    """Return the class names of the first set of a stage that has any, and the sets that have none: field and path."""
+    paths: dict[str, str] = {}
+    for shared in stage.kind.shared_classes(stage.config):
+        paths |= shared.sets
+    names: Names = ()
+    nameless: list[str] = []
+    for field_name, path in paths.items():
+        for index in there.made([path]):
+            if not index.names:
+                nameless.append(f"{field_name} ({path})")
+            names = names or index.names
+    return names, nameless

@@ -20,8 +20,7 @@ from data.order import shares as shares_of
 from jobs.cluster_config import cores
 from jobs.extras.planning.trial import trial_key
 from jobs.resolved_recipe import Campaign, Stage, index_if_made
-from jobs.worlds import allowed_worlds
-from pipeline.arithmetic import batch_arithmetic, steps_of
+from jobs.stages.training import allowed_worlds
 from pipeline.engine.settings import engine_settings, reduction_line
 from pipeline.extras.plan import memory
 from pipeline.extras.plan.cost import (
@@ -42,7 +41,7 @@ from pipeline.extras.plan.trial import read_trials
 from pipeline.phases import flops_of, has_one_shape, has_whole_images
 from pipeline.process_group import memory_free
 from pipeline.training_config import TrainConfig
-from pipeline.training_data import cache_line, training_order
+from pipeline.training_data import batch_arithmetic, cache_line, steps_of, training_order
 from pipeline.values import amount, counted, duration, milliseconds
 
 GPU_FLOPS = MOST_SHARE * GPUS["h100"].peak  # the most that is to be expected of one

@@ -31,21 +31,22 @@ from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing, run_worker_group
 from jobs.extras.planning.plan_training import GPU_FLOPS
 from jobs.extras.planning.preflight_checks import Requirements, StageRequirements, check_identities, check_report
+from jobs.extras.planning.run_folders import temporary_run
 from jobs.recipe.validate import validate_all
 from jobs.resolved_recipe import Campaign, CheckResult, Reads, Stage, index_if_made
-from jobs.run.session import temporary_run, warn_of_unused_gpus
+from jobs.run.session import warn_of_unused_gpus
+from jobs.stages.training import allowed_worlds
 from jobs.terminal import echo
-from jobs.worlds import allowed_worlds
-from pipeline.arithmetic import BYTES_FP32, batch_arithmetic
 from pipeline.checkpoints.saver import bytes_to_come, checkpoint_bytes
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints
 from pipeline.extras.plan.memory import memory_need, snapshot_bytes
 from pipeline.extras.plan.memory_traces import TraceFailed
 from pipeline.extras.preflight.folder import answering
 from pipeline.extras.preflight.worker import PreflightReport, examine, examine_node
+from pipeline.identity import code_version
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import BYTES_FP32, batch_arithmetic
 from pipeline.values import counted
-from pipeline.versions import code_version
 
 LARGEST_ALL_REDUCE = 2**28  # bytes
 SMALLEST_ALL_REDUCE = 2**20

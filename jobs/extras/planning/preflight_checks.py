@@ -20,10 +20,9 @@ from jobs.resolved_recipe import CheckResult
 from pipeline.extras.preflight.folder import FolderReport
 from pipeline.extras.preflight.network import PairTime
 from pipeline.extras.preflight.worker import PreflightReport
-from pipeline.identity import DEVICE, Identity, differences, named, other_code
+from pipeline.identity import DEVICE, MUST_BE_EQUAL, SHOULD_BE_EQUAL, Identity, differences, named, other_code
 from pipeline.process_group import SKEW_S
 from pipeline.values import counted, milliseconds
-from pipeline.versions import MUST_BE_EQUAL, SHOULD_BE_EQUAL
 
 LONG_SAVE_S = 60.0
 SHM_WITH_GPUS = 2**30  # bytes; NCCL's manual asks for --shm-size=1g

@@ -19,20 +19,19 @@ from pathlib import Path
 import models
 from data.errors import ConfigError, DataError
 from jobs.cluster.ray import connect, disconnect
+from jobs.extras.planning.run_folders import temporary_run
 from jobs.recipe import class_names
-from jobs.recipe.sections import with_field
+from jobs.recipe.references import with_field
 from jobs.resolved_recipe import Available, Campaign, Context, Stage, index_if_made
-from jobs.run.session import temporary_run
 from jobs.terminal import echo
 from pipeline import artifacts
 from pipeline.config import digest, plain, with_defaults
-from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.plan.trial import LOG_EVERY, SAVE_AT, STEPS, WARM_UP, Trial, measured, write_trial
+from pipeline.identity import git_commit
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.optimization import ScheduleConfig
-from pipeline.training_config import TrainConfig
+from pipeline.training_config import ProbeConfig, TrainConfig
 from pipeline.values import amount, counted, milliseconds
-from pipeline.versions import git_commit
 
 
 def trial(campaign: Campaign, only: str | None) -> None:

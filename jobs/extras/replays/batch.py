@@ -10,7 +10,7 @@ import numpy as np
 
 from data.errors import UsageError
 from data.files import whole_file
-from jobs.named_stages import find_trained
+from jobs.extras.replays.trained import find_trained
 from jobs.terminal import echo
 from pipeline.monitoring.telemetry import steps_in
 

@@ -20,8 +20,8 @@ from jobs.cluster.supervisor import supervise
 from jobs.extras.replays.stretch import Replays
 from jobs.resolved_recipe import Context
 from jobs.stages import training
+from jobs.stages.training import allowed_worlds
 from jobs.terminal import echo
-from jobs.worlds import allowed_worlds
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.health import RECENT
 from pipeline.monitoring.telemetry import without_nan

@@ -6,7 +6,7 @@ import typer
 
 from data.errors import UsageError
 from jobs.commands.arguments import Debug
-from jobs.named_stages import find_trained
+from jobs.extras.replays.trained import find_trained
 
 TrainedStage = Annotated[str, typer.Argument(help="RUN/STAGE, a stage's folder, or a run with one trained stage.")]
 Stage = Annotated[str, typer.Argument(metavar="RUN", help="RUN/STAGE, a stage's folder, or a run with one such stage.")]

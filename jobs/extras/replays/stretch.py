@@ -22,18 +22,18 @@ from typing import Any
 import models
 from data.errors import UsageError
 from jobs.cluster_config import ClusterConfig
+from jobs.extras.replays.trained import find_trained
 from jobs.kinds import load_extras
-from jobs.named_stages import find_trained
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, SharedClasses, Stage
 from jobs.run.session import run_campaign
 from jobs.stages import training
 from jobs.terminal import echo
 from pipeline import artifacts, config
-from pipeline.evaluation.protocols import ProbeConfig
 from pipeline.extras.replays.batch import TrainedStage
 from pipeline.hooks import HookOptions
-from pipeline.training_config import TrainConfig
-from pipeline.versions import code_version, git_commit
+from pipeline.identity import code_version, git_commit
+from pipeline.recipe import with_overrides
+from pipeline.training_config import ProbeConfig, TrainConfig
 
 NEVER = 1 << 62  # steps between saves of a replay that keeps its last one alone
 WATCHERS = ("jobs.extras.report.kept:KeptPage", "jobs.extras.monitor.gauges:Gauges")  # of a run that is kept
@@ -129,7 +129,7 @@ class Replays:
             if not override.startswith("cluster."):
                 raise UsageError(f"{override} is no key of the cluster\n  expected for example cluster.workers={world}")
         defaults = {"backend": "processes", "workers": world, "cpus_per_worker": start.get("threads", 1)}
-        values = config.with_overrides({"cluster": defaults}, self.overrides)["cluster"]
+        values = with_overrides({"cluster": defaults}, self.overrides)["cluster"]
         cluster = config.build(ClusterConfig, values, "cluster")
         if not self.stage.cfg.exact_parts and (cluster.least, cluster.most) != (world, world):
             raise UsageError(

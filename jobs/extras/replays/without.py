@@ -21,8 +21,7 @@ from data.errors import DataError, UsageError
 from data.extras.listed import listed_rows
 from data.index.index import Index, called
 from jobs.extras.replays.stretch import Replays
-from jobs.progress import activity
-from jobs.terminal import echo
+from jobs.terminal import activity, echo
 from pipeline import artifacts
 from pipeline.checkpoints.manifest import read_manifest
 from pipeline.checkpoints.needed import evaluations_of

@@ -9,7 +9,7 @@ import typer
 
 from data.errors import UsageError
 from jobs.commands.arguments import Debug
-from jobs.commands.campaigns import run_or_stage
+from jobs.commands.status import run_or_stage
 from jobs.named_stages import RECORD, no_run
 from jobs.terminal import echo
 

@@ -37,7 +37,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 from data.errors import ConfigError
-from jobs.recipe.sections import Section, flat, with_fields
+from jobs.extras.recipe_text import Section, flat, with_fields
 from jobs.resolved_recipe import Kinds, MakeAbsolute, Sections, StageSection, reference
 from models.checks import did_you_mean
 from pipeline import config

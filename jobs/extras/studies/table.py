@@ -52,6 +52,7 @@ from jobs.resolved_recipe import (
     Sections,
     Stage,
     StageKind,
+    reference,
 )
 from models.checks import did_you_mean
 from pipeline import artifacts
@@ -278,7 +279,7 @@ class Table(StageKind):
         if cfg.evaluation == "best":
             summary += ", best evaluations"
         outcome: dict[str, object] = {"summary": summary, "files": artifacts.digests(context.directory, [DOCUMENT])}
-        if best is None and context.campaign.waiting_for(context.stage):
+        if best is None and waiting_for(context.campaign, context.stage):
             outcome[STOPPED] = "nothing to choose: each row has a run that was stopped"
         return outcome
 
@@ -292,7 +293,7 @@ class Table(StageKind):
             metrics_of[run_name] = list(run_stage.kind.metrics(run_stage.config))
             some_train = some_train or run_stage.kind.trains
         # A fan-out: nothing is measured, and nobody waits for a choice.
-        is_waited_for = bool(there.campaign.waiting_for(stage))
+        is_waited_for = bool(waiting_for(there.campaign, stage))
         if not any(metrics_of.values()) and not is_waited_for:
             if some_train:
                 text = f"{stage.name}: its runs are not evaluated: the table has what they are and cost"
@@ -534,7 +535,7 @@ def check_held_out(table: Stage, run: Stage, there: Available) -> None:
     campaign = there.campaign
     if not table.config.chooses:
         return
-    final_runs = campaign.waiting_for(table)
+    final_runs = waiting_for(campaign, table)
     if not final_runs or campaign.stage(run.source).config.chosen_on_test:
         return
     # The set that the metric is of: accuracy is of data.evaluate, few-shot accuracy of the probe's.
@@ -567,3 +568,13 @@ def check_held_out(table: Stage, run: Stage, there: Available) -> None:
                     f"  type {run.source}.sweep.held_out.data.evaluate=…, or "
                     f"{run.source}.sweep.chosen_on_test=true, which the table then says"
                 )
+
+
+def waiting_for(campaign: Campaign, stage: Stage) -> list[Stage]:
+    """Return the stages that take a value from a stage."""
+    waiting = []
+    for other in campaign.stages:
+        links = [reference(value) for value in other.references.values()]
+        if any(link is not None and link[0] == stage.name for link in links):
+            waiting.append(other)
+    return waiting

@@ -19,10 +19,10 @@ import models
 from data.errors import ConfigError
 from data.files import DISK_BLOCK, memory_text
 from models import ModelConfig
-from pipeline.arithmetic import batch_arithmetic
 from pipeline.checkpoints.saver import checkpoint_bytes
 from pipeline.extras.plan.memory_traces import Kind, kept, step_to_trace, trace_of
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import batch_arithmetic
 
 GIB = 2**30
 LAST_STAGE = 3  # of ZeRO

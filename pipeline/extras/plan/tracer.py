@@ -42,14 +42,13 @@ from torch.utils._pytree import tree_leaves
 import models
 from data.loader import Batch, Wait
 from models import ModelConfig, vit
-from models.catalog import MODULES
+from models.catalog import module_of, normalise
 from models.resnet import BiTUnit, StemUnit
 from models.vit import Block
 from pipeline.batches import OBJECTIVES
 from pipeline.config import build as build_config
 from pipeline.engine.deepspeed import import_deepspeed, one_order_of_layers
 from pipeline.engine.engine import Engine
-from pipeline.evaluation.features import normalise
 from pipeline.extras.plan.memory_traces import Kind, Moment
 from pipeline.phases import Phase
 from pipeline.start import Worker, build_engine
@@ -122,8 +121,8 @@ def trace(
         live = around.enter_context(LiveBytes(over_gloo=not is_gpu))
 
         # Model and engine as a worker builds them. First weights are not drawn: that takes no memory which stays.
-        module = MODULES[model_config.family]
-        network: Any = cast(Any, module)(model_config)
+        module = module_of(model_config)
+        network = module(model_config)
         network.recomputed_blocks = recomputed
         engine = build_engine(cfg, network, accumulation)
         data = TracedData(cfg.phases(1, model_config))

@@ -30,8 +30,9 @@ from pipeline.extras.replays.masking import Mask, ranges_of
 from pipeline.extras.replays.spikes import Masking
 from pipeline.health import SPIKE
 from pipeline.monitoring.telemetry import without_nan
-from pipeline.start import notice_sigterm, read_task, set_up
+from pipeline.start import read_task, set_up
 from pipeline.train import take_step
+from pipeline.worker import notice_sigterm
 
 LEAST_SPIKE = 2.0  # times the usual value: what is less is no spike to look for
 

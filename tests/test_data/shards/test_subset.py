@@ -570,18 +570,7 @@ def test_a_torn_subset_is_made_again_by_the_command_that_its_error_names(tmp_pat
     assert sorted(file.name for file in path.parent.iterdir()) == ["s.index.json", "train-000000.npy"]
 
 
-# -------------------------------------------------------------------------------------- command and recipe
-
-
-def test_the_command_says_what_it_chose(tmp_path, parent, capsys):
-    output = tmp_path / "few"
-    words = ["subset", str(parent.tables), "--shots", "6", "--seed", "0", "--keep", "3", "--keep", "cat", "--output"]
-    assert main([*words, str(output)]) == 0
-    printed = capsys.readouterr().out
-    assert "9 of 25 samples (36.000%) in 4 of 4 shards" in printed
-    assert "by keep [3, 'cat'], shots 6, seed 0" in printed
-    assert "1 classes have fewer than 6 samples, the first cat" in printed
-    assert main(["subset", str(parent.tables), "--output", str(output)]) == 78
+# -------------------------------------------------------------------------------------- recipe
 
 
 def test_a_pack_stage_takes_some_of_the_samples_of_another_s_set(tmp_path, capsys):

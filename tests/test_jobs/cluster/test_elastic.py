@@ -12,7 +12,7 @@ from jobs.cluster.elastic import Growth, Proven, Sizes
 from jobs.cluster.placement import nodes_of
 from jobs.cluster.worker_group import do_nothing
 from jobs.cluster_config import ClusterConfig, WorkerRange
-from jobs.worlds import allowed_worlds
+from jobs.stages.training import allowed_worlds
 from pipeline.training_config import TrainConfig
 from tests.support import campaigns
 

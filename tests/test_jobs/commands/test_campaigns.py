@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import ConfigError
-from jobs.commands.campaigns import recipe_path, run_or_stage, shipped
+from jobs.commands.campaigns import recipe_path, shipped
 
 pytestmark = pytest.mark.quick
 
@@ -46,12 +46,3 @@ def test_what_is_no_recipe_is_told_what_to_type(name, message, tmp_path, monkeyp
     (tmp_path / "old" / "status.json").touch()
     with pytest.raises(ConfigError, match=message):
         recipe_path(name)
-
-
-def test_a_run_is_its_folder_and_a_stage_is_the_newest_of_its_name(tmp_path):
-    for key in ("1" * 8, "2" * 8):
-        folder = tmp_path / "run" / f"pretrain-{key}"
-        folder.mkdir(parents=True)
-        (folder / "stage.json").write_text('{"resumed": ' + key[0] + "}")
-    assert run_or_stage(str(tmp_path / "run")) == tmp_path / "run"
-    assert run_or_stage(str(tmp_path / "run" / "pretrain")).parent == tmp_path / "run"

@@ -72,7 +72,7 @@ def test_a_deleted_extra_is_named_and_the_other_commands_work(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = {
-        "status": ("jobs.commands.campaigns:status", "Show it."),
+        "status": ("jobs.commands.status:status", "Show it."),
         "mend": ("jobs.extras.gone.command:mend", "Mend."),
     }
     monkeypatch.setattr(jobs.__main__, "COMMANDS", CommandTable({"Runs": runs}, {}))
@@ -98,7 +98,7 @@ def test_an_extra_that_another_extra_needs_is_named_and_a_wrong_name_is_a_bug(
     def fail(run: Path) -> None:
         exec(line)
 
-    monkeypatch.setattr("jobs.commands.status.status", fail)
+    monkeypatch.setattr("jobs.commands.status.print_status", fail)
     assert main(["status", "."]) == code
     assert message in capsys.readouterr().err
 

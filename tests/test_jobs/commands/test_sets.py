@@ -20,7 +20,7 @@ from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
-from jobs.progress import ProgressMeter
+from jobs.terminal import ProgressMeter
 from tests.support.families import wait_until
 
 pytestmark = pytest.mark.quick

@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import UsageError
 from data.storage import Folder
-from jobs.commands.status import status
+from jobs.commands.status import print_status, run_or_stage
 from jobs.ownership import Lease
 from jobs.run.log import write_status
 from pipeline.monitoring.telemetry import Telemetry
@@ -21,7 +21,7 @@ def test_status_of_a_stages_folder_is_that_stages(tmp_path: Path, capsys):
     for name in ("pretrain-1", "finetune-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "stage.json").write_text("{}")
-    status(tmp_path / "finetune-2")
+    print_status(tmp_path / "finetune-2")
     assert capsys.readouterr().out.splitlines() == [
         f"run  {tmp_path}",
         "end  unknown: no command has ended yet",
@@ -33,12 +33,12 @@ def test_status_of_no_run_names_those_that_exist(tmp_path: Path):
     (tmp_path / "digits" / "pretrain-1").mkdir(parents=True)
     (tmp_path / "digits" / "pretrain-1" / "stage.json").write_text("{}")
     with pytest.raises(UsageError, match=r"runs here: .*digits"):
-        status(tmp_path / "digit")
+        print_status(tmp_path / "digit")
 
 
 def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     def shown() -> tuple[str, str]:
-        status(tmp_path)
+        print_status(tmp_path)
         _run, end, stage = capsys.readouterr().out.splitlines()
         return end, stage
 
@@ -61,3 +61,12 @@ def test_status_tells_a_killed_run_from_a_running_one(tmp_path: Path, capsys):
     assert "not running, " in stage and "eta" not in stage
     write_status(tmp_path, 65, "too many bad samples", "python -m jobs run x.yaml")
     assert "not running, " in shown()[1]
+
+
+def test_a_run_is_its_folder_and_a_stage_is_the_newest_of_its_name(tmp_path):
+    for key in ("1" * 8, "2" * 8):
+        folder = tmp_path / "run" / f"pretrain-{key}"
+        folder.mkdir(parents=True)
+        (folder / "stage.json").write_text('{"resumed": ' + key[0] + "}")
+    assert run_or_stage(str(tmp_path / "run")) == tmp_path / "run"
+    assert run_or_stage(str(tmp_path / "run" / "pretrain")).parent == tmp_path / "run"

@@ -23,8 +23,8 @@ from data.shards import packing
 from data.sources.samples import DIGITS, Sample, digits
 from jobs.__main__ import main
 from jobs.commands import campaigns
+from jobs.extras import recipe_text
 from jobs.extras.planning.plan_training import GPU_FLOPS
-from jobs.recipe import render
 from pipeline.checkpoints import manifest
 from pipeline.monitoring.telemetry import read_metrics
 from tests.support.campaigns import load
@@ -580,7 +580,7 @@ def test_a_flipped_bit_is_found_named_and_the_checkpoint_before_it_used(recipe, 
 @pytest.mark.parametrize("name", campaigns.shipped())
 def test_a_recipes_every_default_is_on_record(name):
     """Each text is there whole, and of the studies, which repeat the same defaults for up to 60 runs, the sha256."""
-    text = render.resolved(load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
+    text = recipe_text.resolved(load(ROOT / "jobs" / "recipes" / f"{name}.yaml", []))
     if name.startswith("studies/"):
         recorded = dict(line.split() for line in (ROOT / "tests" / "recipes" / "studies.txt").read_text().splitlines())
         assert recorded[name] == sha256(text.encode()).hexdigest(), f"python -m jobs plan {name} --resolved | sha256sum"

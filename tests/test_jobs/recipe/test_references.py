@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import pytest
 
 from data.errors import ConfigError, DataError
+from jobs.extras.recipe_text import in_words
+from jobs.extras.studies.table import waiting_for
 from jobs.recipe import campaign
 from jobs.recipe.records import stage_record
-from jobs.recipe.references import in_words, with_values
+from jobs.recipe.references import filled, references_in, value_at, with_field, with_values
 from jobs.resolved_recipe import Campaign, StageKind
 from pipeline import artifacts
 from pipeline.config import Tags, tags
@@ -91,7 +93,7 @@ def test_a_placeholder_stands_in_the_config_until_the_value_is_known(loaded):
 
 def test_a_stage_comes_after_the_stage_that_determines_its_value(loaded):
     assert [stage.name for stage in loaded.stages] == ["chooser", "user"]
-    assert loaded.waiting_for(loaded.stage("chooser")) == [loaded.stage("user")]
+    assert waiting_for(loaded, loaded.stage("chooser")) == [loaded.stage("user")]
 
 
 def test_the_value_replaces_the_placeholder_and_the_key_stays(loaded):
@@ -141,3 +143,47 @@ def test_other_texts_with_an_at_sign_stay_what_they_are(loaded, tmp_path):
     assert loaded.stage("user").config.title == "@home"
     user = load(tmp_path, "user.more.handle='@nobody/here'").stage("user")
     assert user.config.more == {"handle": "@nobody/here"}
+
+
+# ------------------------------------------------------------------------ fields by dotted name
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError("lr is not positive")
+
+
+@dataclass(frozen=True)
+class Config:
+    optim: Optim = field(default_factory=Optim)
+    sets: dict[str, Optim] = field(default_factory=dict)
+
+
+def test_a_field_of_a_config_is_read_and_changed_by_its_path():
+    config = Config(sets={"a.b": Optim(2.0)})
+    assert value_at(config, ["optim", "lr"]) == 0.1
+    assert value_at(config, ["sets", "a", "b", "lr"]) == 2.0, "the name of a set may have dots"
+    changed = with_field(config, ["sets", "a", "b", "lr"], 3.0)
+    assert changed == Config(sets={"a.b": Optim(3.0)})
+    assert config.sets["a.b"].lr == 2.0
+
+
+def test_a_changed_config_is_checked_again():
+    with pytest.raises(ConfigError, match="not positive"):
+        with_field(Config(), ["optim", "lr"], -1.0)
+
+
+def test_references_are_texts_that_name_a_part_of_a_stage_outside_of_inputs():
+    section = {"optim": {"lr": "@grid/optim.lr"}, "init": "@resize", "data": {"train": "@shards/train"}, "steps": 3}
+    inputs = ("data.train", "data.mixture.*.train")
+    assert list(references_in(section, inputs)) == [("optim.lr", "@grid/optim.lr")]
+
+
+def test_values_take_the_place_of_references_in_a_copy():
+    section = {"optim": {"lr": "@grid/optim.lr", "name": "sgd"}, "steps": 3}
+    assert filled(section, {"optim.lr": 0.01}) == {"optim": {"lr": 0.01, "name": "sgd"}, "steps": 3}
+    assert section["optim"] == {"lr": "@grid/optim.lr", "name": "sgd"}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from data.errors import ConfigError, DataError, Preempted, RunOwned
+from data.errors import DataError, Preempted, RunOwned
 from data.sources.samples import digits
 from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign
 from jobs.run.reading import StatusMessage
-from jobs.run.session import Stopper, run_campaign, stages_of, temporary_run
+from jobs.run.session import Stopper, run_campaign, stages_of
 from jobs.run.watchers import Watcher
 from tests.support import campaigns
 
@@ -134,28 +134,3 @@ def test_a_stop_before_a_stage_leaves_it_unstarted(packing, monkeypatch) -> None
         run_campaign(packing, quiet=True)
     assert json.loads((packing.run / "status.json").read_text())["exit_code"] == 75
     assert not list(packing.run.glob("shards-*"))
-
-
-# ------------------------------------------------------------------------ a temporary folder
-
-
-def test_a_temporary_folder_goes_with_a_run_directory_that_was_not_there(tmp_path) -> None:
-    run = tmp_path / "new" / "run"
-    with temporary_run(run) as folder:
-        assert folder.parent == run
-    assert not run.exists()
-
-
-def test_a_run_directory_that_was_there_stays(tmp_path) -> None:
-    with pytest.raises(ConfigError), temporary_run(tmp_path):
-        raise ConfigError("an error in the block")
-    assert tmp_path.exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sigterm_within_the_block_removes_the_folder(tmp_path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), temporary_run(tmp_path / "run"):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert not (tmp_path / "run").exists()
-    assert signal.getsignal(signal.SIGTERM) is before

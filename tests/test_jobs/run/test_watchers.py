@@ -11,7 +11,7 @@ from jobs.cluster_config import ClusterConfig
 from jobs.ownership import Lease
 from jobs.resolved_recipe import Campaign, Context
 from jobs.run.reading import StatusMessage
-from jobs.run.watchers import Watcher, Watchers, load_watcher
+from jobs.run.watchers import Watcher, Watchers
 from tests.support.contexts import pretrain_context
 
 pytestmark = pytest.mark.quick
@@ -101,7 +101,8 @@ def test_a_watcher_that_cannot_be_loaded_costs_a_line(context) -> None:
 
 
 def test_watchers_are_loaded_by_name() -> None:
-    assert type(load_watcher("tests.support.watching:Silent")).__name__ == "Silent"
+    (watcher,) = Watchers(["tests.support.watching:Silent"], print).watchers
+    assert type(watcher).__name__ == "Silent"
 
 
 def test_a_request_to_stop_that_arrives_during_a_call_is_not_lost(context) -> None:

@@ -21,7 +21,7 @@ from data.seal import seal
 from data.shards.packing import pack
 from data.shards.subset import Rule
 from data.sources.samples import DIGITS, digits
-from jobs.__main__ import main
+from jobs.__main__ import COMMANDS, main
 from jobs.cluster.worker import Task
 from jobs.cluster.worker_group import run_worker_group
 from jobs.cluster_config import ClusterConfig
@@ -29,10 +29,12 @@ from jobs.commands.evaluate import evaluate
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Campaign
 from jobs.stages import evaluate as stage
-from pipeline import any_weights, artifacts
-from pipeline.config import Recipe
-from pipeline.evaluation.features import normalise
-from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol, preprocessing_of
+from models.catalog import normalise
+from pipeline import artifacts
+from pipeline.architecture import preprocessing_of
+from pipeline.evaluation import any_weights
+from pipeline.evaluation.protocols import FEATURES, PROTOCOLS, Protocol
+from pipeline.recipe import Recipe
 from tests.support import campaigns, ranks
 from tests.support.archives import make_subset
 from tests.support.golden import GOLDEN
@@ -474,7 +476,7 @@ def test_the_command_reads_the_weights_once_for_their_key(world: Path, tmp_path:
     monkeypatch.setattr("jobs.cluster_config.cores", lambda: 2)
     started: list[Campaign] = []
     monkeypatch.setattr("jobs.run.session.run_campaign", lambda campaign, watchers: started.append(campaign))
-    context: Any = SimpleNamespace(obj=SimpleNamespace(watchers=()))
+    context: Any = SimpleNamespace(obj=COMMANDS)
     words = [str(world / "test"), "cluster.max_restarts=7"]
     with pytest.raises(FileNotFoundError):  # nothing has run
         evaluate(context, str(world / "weights"), words, output=str(tmp_path))

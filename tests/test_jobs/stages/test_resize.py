@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 import models
-from jobs.core_kinds import CORE
 from jobs.kinds import load_kinds
 from jobs.recipe import campaign
 from jobs.resolved_recipe import Context
+from tests.support.campaigns import CORE
 
 
 def test_only_position_embeddings_change_with_the_image_size(tmp_path: Path) -> None:

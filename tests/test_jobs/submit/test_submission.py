@@ -30,10 +30,11 @@ from jobs.cluster.ray import EXCLUDES, ROOT, connect, disconnect, explain
 from jobs.cluster_config import ClusterConfig
 from jobs.commands.campaigns import load_campaign
 from jobs.ownership import Lease
-from jobs.recipe.render import VARIABLE, portable
+from jobs.recipe.portable import VARIABLE, portable
 from jobs.submit import submission
-from pipeline.config import read_recipe, section_kind
-from pipeline.versions import COMMIT_VARIABLE
+from pipeline.config import section_kind
+from pipeline.identity import COMMIT_VARIABLE
+from pipeline.recipe import read_recipe
 from tests.support.campaigns import KINDS
 
 TRAIN = """

@@ -16,7 +16,7 @@ from data.images.decode import decode
 from data.images.preprocess import preprocess
 from jobs.__main__ import main
 from models.weights.preprocessing import REMAINING
-from pipeline.evaluation.protocols import preprocessing_of
+from pipeline.architecture import preprocessing_of
 from tests.support.weights import random_model
 
 PHOTOS = Path(sklearn.datasets.__file__).parent / "images"  # of scikit-learn, 640×427

@@ -1,7 +1,7 @@
 """When a save is due, and how a step is made safe; how a checkpoint is written is in test_stage_checkpoints.py."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,12 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> WorkerGroup:
+def group(tmp_path: Path) -> Iterator[WorkerGroup]:
     """A group of one worker, whose save of step 10 is committed."""
     made = WorkerGroup(tmp_path / "run", world=1)
     made.save(10)
-    return made
+    with made.collectives():
+        yield made
 
 
 def beginning(group: WorkerGroup, step: int, begun: list[int]) -> Callable[[], None]:

@@ -1,24 +1,14 @@
 """What an attempt says of the bits of a resume, and which kernels exact mode has torch use on a GPU."""
 
 import os
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu import kernels
+from benchmarks.gpu.kernels import deterministic_kernels, price_of_determinism
 from data.errors import ConfigError
-from pipeline import start
-from pipeline.engine import determinism
-from pipeline.engine.determinism import (
-    CUBLAS_VARIABLE,
-    Conditions,
-    deterministic_kernels,
-    price_of_determinism,
-    resume_line,
-    use_deterministic_kernels,
-)
-from pipeline.training_config import TrainConfig
+from pipeline.engine.determinism import CUBLAS_VARIABLE, Conditions, resume_line, use_deterministic_kernels
 
 pytestmark = pytest.mark.quick
 
@@ -120,29 +110,7 @@ def test_the_price_is_the_median_of_steps_measured_in_turn(restored, monkeypatch
     modes = []
     # The first two steps warm up. With deterministic kernels a step takes twice as long here.
     clock = iter([0, 9, 10, 28, 30, 31, 32, 34, 40, 43, 44, 50])
-    monkeypatch.setattr(determinism.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(clock))
     price = price_of_determinism(lambda: modes.append(torch.are_deterministic_algorithms_enabled()), rounds=2)
     assert modes == [False, True] * 3
     assert price == (2, 4)
-
-
-@pytest.mark.parametrize(("exact_parts", "is_gpu"), [(2, True), (2, False), (0, True)])
-def test_exact_mode_on_a_gpu_alone_switches_them_on_before_the_worker_joins(
-    exact_parts, is_gpu, restored, monkeypatch, tmp_path
-) -> None:
-    """Joining starts CUDA, and cuBLAS reads its variable when it starts."""
-    seen = []
-
-    def join_group(timeout_s: float) -> None:
-        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(CUBLAS_VARIABLE)))
-        raise InterruptedError
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_gpu)
-    monkeypatch.setattr(start, "join_group", join_group)
-    monkeypatch.setenv("RANK", "0")
-    cfg = TrainConfig(steps=1, precision="fp32", exact_parts=exact_parts)
-    job: Any = SimpleNamespace(attempt_folder=tmp_path)
-    with pytest.raises(InterruptedError):
-        start.join(cfg, job)
-    is_on = exact_parts > 0 and is_gpu
-    assert seen == [(is_on, ":4096:8" if is_on else None)]

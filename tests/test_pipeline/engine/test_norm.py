@@ -1,4 +1,4 @@
-"""The gradient's norm over flat pieces, against numpy in float64; and what `plan` says of the sums over workers."""
+"""The gradient's norm over flat pieces, against numpy in float64."""
 
 import math
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from pipeline.engine.engine import ROW, clipping, sum_of_squares
-from pipeline.engine.settings import deepspeed_config, reduction_line
 
 pytestmark = pytest.mark.quick
 
@@ -41,26 +40,3 @@ def test_one_element_that_is_not_finite_makes_the_sum_not_finite(value: float, p
 def test_a_gradient_is_clipped_to_the_limit_and_never_enlarged():
     assert 5.0 * clipping(5.0, 1.0) == pytest.approx(1.0, rel=1e-6)
     assert (clipping(0.5, 1.0), clipping(1e9, 0.0)) == (1.0, 1.0), "clip: 0 is off"
-
-
-@pytest.mark.parametrize(
-    ("zero", "tuning", "world", "parts", "line"),
-    [
-        (2, {}, 8, 0, "13 buckets of 50 million gradients, 190.7 MiB each; the backward pass waits for each"),
-        (3, {}, 8, 0, "13 buckets of 50 million gradients, 190.7 MiB each; while the backward pass goes on"),
-        (1, {"overlap_comm": True, "reduce_bucket_size": 5e8}, 8, 0, "2 buckets of 500 million gradients, 1.9 GiB"),
-        (1, {"overlap_comm": True}, 8, 0, "while the backward pass goes on (overlap_comm on)"),
-        (3, {"overlap_comm": False}, 8, 0, "the backward pass waits for each (overlap_comm off)"),
-        (0, {}, 8, 0, "all gradients at once behind the backward pass (ZeRO 0)"),
-        (2, {}, 8, 16, "all gradients at once behind the backward pass, in a fixed order (exact_parts)"),
-    ],
-)
-def test_plan_says_in_what_pieces_and_when_gradients_are_summed(zero, tuning, world, parts, line):
-    settings = deepspeed_config(zero=zero, precision="fp32", micro_batch=1, accumulation=1, clip=1.0, user_file=None)
-    section = {**settings["zero_optimization"], **tuning}
-    assert line in reduction_line(section, 632_045_800, world, parts)
-
-
-def test_a_small_model_is_one_bucket_and_one_worker_has_nothing_to_sum():
-    assert "one bucket of 22 million gradients" in reduction_line({"stage": 2}, 22_000_000, 4)
-    assert reduction_line({"stage": 2}, 22_000_000, 1) == ""

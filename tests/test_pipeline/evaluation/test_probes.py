@@ -14,13 +14,11 @@ from threadpoolctl import threadpool_limits
 
 from data.draws import few_shot_rows
 from data.errors import ConfigError
-from data.index.index import Index
-from data.index.shard import Shard
 from pipeline.evaluation import document, probes
+from pipeline.evaluation.evaluator import Request, result_of
 from pipeline.evaluation.features import FeatureStore
 from pipeline.evaluation.probes import (
     FewShotConfig,
-    Inputs,
     LinearConfig,
     LogisticConfig,
     NeighboursConfig,
@@ -29,14 +27,12 @@ from pipeline.evaluation.probes import (
     fit_all,
     fit_logistic,
 )
-from pipeline.evaluation.protocols import ProbeConfig
-from pipeline.evaluation.worker import Request, result_of
+from pipeline.evaluation.protocols import probe_protocol
+from pipeline.training_config import ProbeConfig
+from tests.support.evaluated_sets import CPU, inputs_of, no_beat, store_of
 from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
-
-CPU = torch.device("cpu")
-NAMES = ("zero", "one", "two")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,33 +43,6 @@ def one_thread() -> Iterator[None]:
     with threadpool_limits(1):
         yield
     torch.set_num_threads(threads)
-
-
-def no_beat() -> None:
-    pass
-
-
-def inputs_of(train: FeatureStore | None, test: FeatureStore, name: str = "") -> Inputs:
-    return Inputs(name, train, test, test.labels, CPU, no_beat)
-
-
-def store_of(
-    features: np.ndarray | None, labels: np.ndarray, folder: Path, predictions: np.ndarray | None = None
-) -> FeatureStore:
-    """A store of rank 0 that holds these rows, written in pieces of 100."""
-    count = len(labels)
-    lists = labels.reshape(count, -1)
-    index = Index((Shard("a.tar", count, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
-    store = FeatureStore(index, folder)
-    for first in range(0, count, 100):
-        place = slice(first, first + 100)
-        store.keep(
-            torch.arange(count)[place],
-            torch.from_numpy(lists[place]),
-            None if features is None else torch.from_numpy(features[place]),
-            None if predictions is None else torch.from_numpy(predictions[place]),
-        )
-    return store
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +139,9 @@ def test_few_shot_in_training_is_of_first_labels_and_that_of_an_evaluation_of_an
     labels[::2] = np.stack([(true + 1) % 10, true], axis=1)[::2]
     test = store_of(arrays["test"], labels, tmp_path)
     of_any = few_shot(inputs_of(train, test), FewShotConfig((10,), (0,))).right["10shot"][0]
-    request = Request("test", "train", ProbeConfig(None, None, shots=(10,), seeds=(0,)).protocol(), first_label=True)
+    request = Request(
+        "test", "train", probe_protocol(ProbeConfig(None, None, shots=(10,), seeds=(0,))), first_label=True
+    )
     metrics = document.metrics_with_seeds(result_of(request, {"train": train, "test": test}, CPU, no_beat))
     shares = []
     for place in (0, 1):

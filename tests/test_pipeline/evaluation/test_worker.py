@@ -1,92 +1,79 @@
-"""Accuracy over label lists: the ReaL protocol, from the distributed files to the number."""
+"""The worker of a stage that evaluates: its results are those of the whole model on the whole set."""
 
-import io
-import json
-import tarfile
-from collections.abc import Iterator
+import time
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import cv2
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-from data.errors import DataError
-from data.extras.known_sets.imagenet import labelled_images, real
+import models
+from data.errors import ExitCode
+from data.evaluation import EvaluationSet
+from data.index.document import load_index
+from data.remote.config import CacheConfig
 from data.shards.packing import pack
-from data.sources.samples import Sample
+from data.sources.samples import digits
+from jobs.cluster.failure import WorkerGroupError
+from jobs.cluster.worker_group import run_worker_group
+from jobs.cluster_config import ClusterConfig
+from models.catalog import normalise
+from pipeline import config
+from pipeline.evaluation.evaluator import Request
 from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import EvaluationGroup, Evaluator, Request
-from pipeline.monitoring.watchdog import Phases
-from tests.support.golden import read_golden
-
-pytestmark = pytest.mark.quick
-
-CLASSES = 1000
+from pipeline.evaluation.worker import WorkerConfig, worker
+from pipeline.identity import code_version
 
 
-class Written(nn.Module):
-    """Predicts the class that is written in the first pixel: red · 256 + green."""
-
-    def features(self, images: Tensor) -> Tensor:
-        return images[:, :, 0, 0]
-
-    def head(self, pixels: Tensor) -> Tensor:
-        red, green, _ = ((pixels + 1) * 127.5).round().long().unbind(1)
-        return nn.functional.one_hot(red * 256 + green, CLASSES).float()
-
-
-@pytest.fixture(scope="module")
-def golden() -> dict:
-    return read_golden("real_eval.json")
-
-
-@pytest.fixture(scope="module")
-def files(golden, tmp_path_factory) -> Path:
-    """ILSVRC2012_img_val.tar with the predictions written into its images, out of order, and real.json."""
-    folder = tmp_path_factory.mktemp("real")
-    with tarfile.open(folder / "val.tar", "w") as tar:
-        for number, predicted in reversed(list(enumerate(golden["predictions"], start=1))):
-            pixels = np.full((4, 4, 3), (0, predicted % 256, predicted // 256), np.uint8)  # blue, green, red
-            encoded = cv2.imencode(".png", pixels)[1].tobytes()
-            member = tarfile.TarInfo(f"ILSVRC2012_val_{number:08d}.JPEG")
-            member.size = len(encoded)
-            tar.addfile(member, io.BytesIO(encoded))
-    (folder / "real.json").write_text(json.dumps(golden["real_labels"]))
-    return folder
-
-
-def judge(samples: Iterator[Sample], folder: Path, max_labels: int) -> tuple[float, int]:
-    pack(samples, folder, name="val", classes=CLASSES, shard_samples=128)
-    phases = Phases(folder / "attempt", 0, 60.0)
-    evaluator = Evaluator(
-        group=EvaluationGroup(phases, torch.device("cpu"), wants_stop=lambda: False),
-        model=Written(),
-        dtype=torch.float32,
-        folder=folder,
-        preprocess="central_crop(4)",
-        micro_batch=32,
-        max_labels=max_labels,
+def evaluate(run: Path, test: Path) -> Any:
+    """Have two workers evaluate the weights of the run on a set; return the value of rank 0."""
+    (run / "attempts").mkdir(parents=True)
+    (run / "attempts" / "000001.json").write_text("{}")  # the driver's claim
+    cfg = WorkerConfig(
+        preprocess="resize(16)", max_labels=1, micro_batch=16, precision="fp32", stall_s=60.0, cache=CacheConfig()
     )
-    (result,) = evaluator.evaluate([Request(str(folder), None, Protocol("real", {}))])
-    phases.close()
-    return result["values"]["real"]["value"], result["set"]["judged"]
+    task = {
+        "run": str(run),
+        "remote": None,
+        "attempt": 1,
+        "claimed": time.time(),
+        "code": code_version(),
+        "folder": str(run / "evaluate" / "attempts" / "attempt-000001"),
+        "config": config.plain(cfg),
+        "init": str(run / "weights"),
+        "requests": [asdict(Request(str(test), None, Protocol("top-1", {})))],
+    }
+    cluster = ClusterConfig(workers=2, backend="processes")
+    return run_worker_group(worker, task, cluster=cluster, name="group", directory=run)
 
 
-def test_real_accuracy_from_the_distributed_files_is_the_originals(golden, files, tmp_path):
-    share_right, judged = judge(real(files / "real.json", files / "val.tar"), tmp_path, max_labels=9)
-    assert judged == golden["n_evaluated"] < golden["n_total"]  # images with an empty list are skipped
-    assert share_right == pytest.approx(golden["n_correct"] / judged) == pytest.approx(golden["real_accuracy"])
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder of a run with weights of a small model."""
+    model = models.from_config(models.config_of("mu/8", 16, 10), torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))  # a new head is all zeros
+    models.save_weights(model, tmp_path / "run" / "weights")
+    return tmp_path / "run"
 
 
-def test_top_1_accuracy_on_the_original_labels_is_the_originals(golden, files, tmp_path):
-    labels = [(label,) for label in golden["original_labels"]]
-    share_right, judged = judge(labelled_images(files / "val.tar", labels, "labels"), tmp_path, max_labels=1)
-    assert judged == golden["n_total"] and share_right == pytest.approx(golden["top1_original"])
+def test_two_workers_count_as_many_right_ones_as_the_model_has(run: Path, tmp_path: Path) -> None:
+    pack(islice(digits(train=False, image_size=16), 50), tmp_path / "set", shard_samples=20)
+    value = evaluate(run, tmp_path / "set")
+    model = models.load(run / "weights")
+    right = 0
+    for batch in EvaluationSet(load_index(tmp_path / "set"), "resize(16)", batch_size=50):
+        with torch.no_grad():
+            predicted = model(normalise(batch.images, torch.float32, torch.device("cpu"))).argmax(1)
+        right += int(((predicted == batch.labels[:, 0]) & batch.mask).sum())
+    (result,) = value["results"]
+    assert result["set"]["judged"] == 50
+    assert result["values"]["top-1"]["value"] == right / 50
 
 
-def test_as_many_label_lists_as_images_are_asked_for(files, tmp_path):
-    (tmp_path / "short.json").write_text("[[1], [2]]")
-    with pytest.raises(DataError, match=r"300 images, .*short\.json: 2 labels"):
-        next(real(tmp_path / "short.json", files / "val.tar"))
+def test_a_set_that_is_not_there_ends_all_workers_with_its_name_and_what_to_do(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkerGroupError, match="repair the set, then run the same command again") as failure:
+        evaluate(run, tmp_path / "nothing")
+    assert str(tmp_path / "nothing") in str(failure.value)
+    assert failure.value.exit_code == ExitCode.DATA

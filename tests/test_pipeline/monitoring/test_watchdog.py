@@ -5,7 +5,7 @@ import torch
 
 from data.index.document import load_index
 from data.shards.reader import ShardReader
-from pipeline.evaluation.worker import EvaluationGroup, Evaluator
+from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator
 from pipeline.monitoring.watchdog import SLOW_LOOKS, Phases, Place, Verdict, Watch, read_place
 
 pytestmark = pytest.mark.quick

@@ -29,7 +29,7 @@ from jobs.extras.async_evaluation.spare_worker import SEARCH, NoPlace, SpareWork
 from pipeline.checkpoints.manifest import committed, step_of
 from pipeline.checkpoints.needed import EVALUATIONS, requested_steps
 from pipeline.checkpoints.stage_checkpoints import StageCheckpoints, checkpoints_in
-from pipeline.evaluation.worker import EvaluationStopped
+from pipeline.evaluation.evaluator import EvaluationStopped
 from pipeline.extras import async_evaluation
 from pipeline.extras.async_evaluator import AsyncEvaluator
 from pipeline.extras.replays.spikes import HealthConfig, SpikeSearch

@@ -13,7 +13,7 @@ from jobs.__main__ import main
 from jobs.commands import campaigns
 from jobs.commands.campaigns import RECIPES
 from jobs.resolved_recipe import Kinds
-from pipeline.config import read_recipe
+from pipeline.recipe import read_recipe
 from tests.support.campaigns import KINDS
 from tests.support.recipes import TINY
 

@@ -7,9 +7,9 @@ import pytest
 
 from data.errors import ConfigError
 from jobs.extras.studies.expand import expand
-from jobs.recipe.render import portable
+from jobs.recipe.portable import portable
 from jobs.resolved_recipe import Sections, StageSection
-from pipeline.config import read_recipe
+from pipeline.recipe import read_recipe
 from tests.support.campaigns import KINDS
 
 pytestmark = pytest.mark.quick

@@ -21,9 +21,10 @@ from data.errors import ConfigError, DataError, Diverged
 from jobs.__main__ import main
 from jobs.cluster.failure import StageFailed
 from jobs.commands import status
+from jobs.extras import recipe_text
 from jobs.extras.monitor.trackers import facts_of
 from jobs.extras.planning.plan import plan
-from jobs.recipe import records, render
+from jobs.recipe import records
 from jobs.recipe.references import with_values
 from jobs.resolved_recipe import Available, Campaign, CheckResult, Context, Stage
 from jobs.run.log import log_table
@@ -182,7 +183,7 @@ def test_the_last_runs_get_the_value_that_did_best_and_keep_their_keys(protocol,
     planned = capsys.readouterr().out
     assert planned.count("optim.lr: the best of 0.01, 0.1 by accuracy, known after finetune.grid") == 2
     assert "2 runs in 2 rows by accuracy: chooses the highest mean; of equal ones the first in the recipe" in planned
-    assert "lr: the best of 0.01, 0.1 by accuracy, known after" in render.resolved(before)
+    assert "lr: the best of 0.01, 0.1 by accuracy, known after" in recipe_text.resolved(before)
     facts = facts_of(before, before.stage("finetune.seed-0"))
     assert facts["config"]["optim"]["lr"].startswith("the best of"), "no tracker is told a value that was not chosen"
 

@@ -1,6 +1,5 @@
-"""A recipe as text: resolved, for golden texts, records and people; and portable, for a job that takes it along.
+"""A recipe as it travels with a submitted job, from the submitter's folder to the cluster's head.
 
-A submitted job's recipe comes from the submitter's folder, wherever that is, to the cluster's head (`portable`):
 1. The recipe goes as it was read where `submit` was typed, with its overrides on top: environment variables and `~`
    are the submitter's, as they were when the recipe was checked.
 2. Relative paths are taken from the submitter's folder, as `run` would take them. Left as they are they would point
@@ -19,51 +18,10 @@ from pathlib import Path
 from data.errors import ConfigError
 from jobs.cluster_config import SECRET_VALUE
 from jobs.recipe.campaign import NOT_STAGES
-from jobs.recipe.references import in_words
-from jobs.recipe.sections import flat, with_fields
-from jobs.resolved_recipe import Campaign, Kinds, MakeAbsolute, Stage
-from pipeline import config
-from pipeline.config import Recipe
+from jobs.resolved_recipe import Kinds, MakeAbsolute
+from pipeline.recipe import Recipe, to_yaml
 
 VARIABLE = "PATCHLINE_RECIPE"  # of the environment in which a recipe travels
-
-
-def resolved(campaign: Campaign) -> str:
-    """Return the campaign as YAML with every default written out.
-
-    If a section has become several stages, the first is written out; the others show what is different.
-    """
-    sections: dict[str, object] = {
-        "cluster": config.plain(campaign.cluster),
-        "trackers": config.plain(campaign.trackers),
-    }
-    first_runs: dict[tuple[str, str], Stage] = {}  # by the section and the kind
-    for stage in campaign.stages:
-        first = first_runs.setdefault((stage.source, stage.kind.name), stage)
-        values = config_as_known(campaign, stage)
-        if first is stage or not stage.is_run or stage.kind.reads_outcomes:
-            sections[stage.name] = {"kind": stage.kind.name, **values}
-            continue
-        before = flat(config_as_known(campaign, first), stage.name)
-        after = flat(values, stage.name)
-        changed = {}
-        for field in {**before, **after}:
-            value = after.get(field, "absent")
-            if before.get(field, "absent") != value:
-                changed[field] = value
-        sections[stage.name] = {"as": first.name, "but": changed}
-    return config.to_yaml(sections)
-
-
-def config_as_known(campaign: Campaign, stage: Stage) -> dict[str, object]:
-    """Return a stage's config as nested plain values, with a text in place of values that are not known yet."""
-    values = config.plain(stage.config)
-    for field in stage.pending:
-        values = with_fields(values, {field: in_words(campaign, stage, field)}, stage.name)
-    return values
-
-
-# ------------------------------------------------------------------------ for a submitted job
 
 
 def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str, list[str]]:
@@ -89,7 +47,7 @@ def portable(recipe: Recipe, run: str, folder: Path, kinds: Kinds) -> tuple[str,
             make_absolute(section, pattern.split("."), name, absolute)
         for other in kinds.values():
             other.make_absolute(name, section, patterns, absolute)
-    text = config.to_yaml(values)
+    text = to_yaml(values)
     # An environment variable of the recipe stands there in clear now.
     if SECRET_VALUE.search(text):
         raise ConfigError(

@@ -9,7 +9,8 @@ import torch
 
 import models
 from data.errors import DataError
-from pipeline import any_weights, artifacts
+from pipeline import artifacts
+from pipeline.evaluation import any_weights
 
 pytestmark = pytest.mark.quick
 

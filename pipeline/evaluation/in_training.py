@@ -5,7 +5,8 @@ All evaluate the weights at a step in the same way (`evaluate_weights`):
 2. `LoopEvaluator.evaluate_between`: between two steps; training continues even if the evaluation fails;
 3. `LoopEvaluator.evaluate_at_the_end`: of the weights that the stage ends with; a failure ends the stage.
 
-A hook may bring an evaluator that has checkpoints evaluated elsewhere (`LoopEvaluator.request`).
+A stage without sets to evaluate on has a StageEvaluator (pipeline/hooks.py) in its place, and loads nothing of this. A
+hook may bring an evaluator that has checkpoints evaluated elsewhere (`request`).
 """
 
 import time
@@ -21,8 +22,9 @@ from data.index.index import Index
 from models import ModelConfig
 from pipeline import artifacts
 from pipeline.evaluation import document
-from pipeline.evaluation.protocols import Protocol
-from pipeline.evaluation.worker import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
+from pipeline.evaluation.evaluator import EvaluationFailed, EvaluationGroup, EvaluationStopped, Evaluator, Request
+from pipeline.evaluation.protocols import Protocol, probe_protocol
+from pipeline.hooks import StageEvaluator
 from pipeline.monitoring.telemetry import read_metrics
 from pipeline.training_config import TrainConfig
 from pipeline.worker import Job, Progress, Setup
@@ -55,7 +57,7 @@ def evaluate_weights(
     if job.evaluate:
         requests.append(Request(job.evaluate, None, Protocol("top-1", {}), examples=EXAMPLES))
     if job.probe_train and job.probe_test:
-        requests.append(Request(job.probe_test, job.probe_train, cfg.probe.protocol(), first_label=True))
+        requests.append(Request(job.probe_test, job.probe_train, probe_protocol(cfg.probe), first_label=True))
     evaluator = Evaluator(
         group=group,
         model=model,
@@ -98,13 +100,11 @@ def evaluate_weights(
 # ------------------------------------------------------------------------------------------------ in the loop
 
 
-class LoopEvaluator:
+class LoopEvaluator(StageEvaluator):
     """Evaluates a stage with the workers that train it, who stop training for it."""
 
     def __init__(self, cfg: TrainConfig, job: Job, last_step: int) -> None:
-        self.cfg = cfg
-        self.job = job
-        self.last_step = last_step
+        super().__init__(cfg, job, last_step)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -118,10 +118,6 @@ class LoopEvaluator:
         """Return whether to evaluate between this step and the next; the last one is evaluated at the end."""
         every = self.cfg.evaluate_every
         return every > 0 and step % every == 0 and step != self.last_step
-
-    def request(self, worker: Setup, step: int) -> bool:
-        """Collective: have a step evaluated elsewhere, once its save is committed; return False if nobody can."""
-        return False
 
     def resume(self, worker: Setup, progress: Progress) -> bool:
         """Collective: at the start of an attempt, evaluate its step if that is due; return False if stopped in that.

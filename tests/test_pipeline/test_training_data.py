@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from data.errors import ConfigError
-from pipeline.arithmetic import batch_arithmetic, steps_of
 from pipeline.training_config import TrainConfig
+from pipeline.training_data import batch_arithmetic, steps_of
 
 pytestmark = pytest.mark.quick
 

@@ -4,24 +4,24 @@ import threading
 
 import pytest
 
-from jobs import progress
+from jobs import terminal
 from jobs.__main__ import main
 
 pytestmark = pytest.mark.quick
 
 
 def test_a_command_that_takes_longer_says_what_it_does_once(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "WAIT_S", 0.05)
-    monkeypatch.setattr("jobs.commands.status.status", lambda run: threading.Event().wait(0.5))
+    monkeypatch.setattr(terminal, "WAIT_S", 0.05)
+    monkeypatch.setattr("jobs.commands.status.print_status", lambda run: threading.Event().wait(0.5))
     assert main(["status", "runs/x"]) == 0
     assert capsys.readouterr().err == "status: starting …\n"
 
 
 def test_what_is_shown_is_what_is_done_now_and_a_quick_command_shows_nothing(monkeypatch, capsys):
-    activity = progress.Activity()
+    activity = terminal.Activity()
     activity.now("reading …")
     activity.end()
-    monkeypatch.setattr(progress, "WAIT_S", 0.05)
+    monkeypatch.setattr(terminal, "WAIT_S", 0.05)
     activity.now("reading …")
     activity.now("writing\x1b[2J …")
     activity.timer.join(10)

@@ -1,0 +1,73 @@
+"""`patchline subset`: choose samples of a set, as an index over the same tars.
+
+patchline subset shards/photos/train --shots 10 --seed 0 --output shards/photos/train-10shot
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from data.errors import UsageError
+from jobs.commands.arguments import Debug, stoppable
+from jobs.commands.sets import CacheFolder, Name, Workers, cache_config, refuse_file
+from jobs.named_stages import find_set
+from jobs.terminal import ProgressMeter, echo
+
+IndexPath = Annotated[str, typer.Argument(metavar="set", help="An index, or its folder.")]
+SubsetFolder = Annotated[
+    list[str], typer.Option(help="Folder of the subset's index and tables: one of its own, for each part.")
+]
+Keep = Annotated[list[str] | None, typer.Option(metavar="CLASS", help="A class to keep, by id or name; repeatable.")]
+Only = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The samples to keep: a key a line, or shard, tab, key; or .json.")
+]
+But = Annotated[str | None, typer.Option(metavar="FILE", help="Samples to leave out, listed likewise; or leaks.json.")]
+Part = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FIRST:STOP",
+        help="':98%', '98%:', ':50000' …; with --seed, of a permutation. Several, each with its --output, in one pass.",
+    ),
+]
+Shots = Annotated[int | None, typer.Option(min=1, help="Samples of each class, as the few-shot probe draws them.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Of --shots, or of --part.")]
+
+
+def subset(
+    path: IndexPath,
+    output: SubsetFolder,
+    keep: Keep = None,
+    only: Only = None,
+    but: But = None,
+    part: Part = None,
+    shots: Shots = None,
+    seed: Seed = None,
+    name: Name = None,
+    cache: CacheFolder = None,
+    workers: Workers = 1,
+    _debug: Debug = False,
+) -> None:
+    """Choose samples of a set, as an index over the same tars: nothing is packed again."""
+    from data.index.document import load_index
+    from data.shards import subset
+
+    ranges: list[str | None] = [*part] if part else [None]
+    if len(ranges) != len(output) or (name and len(output) > 1):
+        raise UsageError(
+            f"{len(part or [])} --part, {len(output)} --output and {'a' if name else 'no'} --name\n"
+            "  expected an --output for each --part, and a --name of one subset alone"
+        )
+    classes = [int(entry) if entry.isascii() and entry.isdigit() else entry for entry in keep or []]
+    subsets = []
+    for bounds, folder in zip(ranges, map(Path, output), strict=True):
+        refuse_file(folder)
+        rule = subset.Rule(tuple(classes), only, but, bounds, shots, seed)
+        subsets.append(subset.Part(folder, rule, name or folder.name))
+    parent = load_index(find_set(path))
+    progress = ProgressMeter("shards", len(parent.shards))
+    with stoppable():
+        made = subset.make_subsets(parent, subsets, workers=workers, cache=cache_config(cache), report=progress.of)
+    for index in made:
+        for line in subset.summary(index, parent):
+            echo(line)

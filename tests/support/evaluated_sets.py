@@ -1,0 +1,71 @@
+"""Sets, stores of their features, and a model, for tests of evaluation."""
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from data.index.index import Index
+from data.index.shard import Shard
+from data.shards.packing import pack
+from data.sources.samples import Sample, digits
+from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.probes import Inputs
+
+CPU = torch.device("cpu")
+NAMES = ("zero", "one", "two")
+
+
+def no_beat() -> None:
+    pass
+
+
+def inputs_of(train: FeatureStore | None, test: FeatureStore, name: str = "") -> Inputs:
+    return Inputs(name, train, test, test.labels, CPU, no_beat)
+
+
+def store_of(
+    features: np.ndarray | None, labels: np.ndarray, folder: Path, predictions: np.ndarray | None = None
+) -> FeatureStore:
+    """A store of rank 0 that holds these rows, written in pieces of 100."""
+    count = len(labels)
+    lists = labels.reshape(count, -1)
+    index = Index((Shard("a.tar", count, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
+    store = FeatureStore(index, folder)
+    for first in range(0, count, 100):
+        place = slice(first, first + 100)
+        store.keep(
+            torch.arange(count)[place],
+            torch.from_numpy(lists[place]),
+            None if features is None else torch.from_numpy(features[place]),
+            None if predictions is None else torch.from_numpy(predictions[place]),
+        )
+    return store
+
+
+def unreadable(features: np.ndarray | None, labels: np.ndarray, folder: Path, missing: list[int]) -> FeatureStore:
+    """A store in which some samples of the set could not be read."""
+    store = store_of(features, labels, folder)
+    store.is_there[missing] = False
+    return store
+
+
+class Sums(nn.Module):
+    """Features are sums of pixels over rows and columns, whose bits depend on how a batch is made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+        self.mix = nn.Linear(3 * 16 * 16, 64)
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        return self.mix(images.flatten(1)) + images.mean()  # the mean over the batch: it shows who was in it
+
+
+def with_a_bad_one(folder: Path) -> Index:
+    """150 digits in shards of 40, of which the 78th cannot be read."""
+    good = list(islice(digits(True, image_size=16), 150))
+    samples = [Sample(s.key, s.image if n != 77 else b"junk", s.labels) for n, s in enumerate(good)]
+    return pack(samples, folder, shard_samples=40)

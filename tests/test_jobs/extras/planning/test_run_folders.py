@@ -1,0 +1,33 @@
+"""A temporary folder in a run directory, which leaves nothing behind."""
+
+import os
+import signal
+
+import pytest
+
+from data.errors import ConfigError
+from jobs.extras.planning.run_folders import temporary_run
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_temporary_folder_goes_with_a_run_directory_that_was_not_there(tmp_path) -> None:
+    run = tmp_path / "new" / "run"
+    with temporary_run(run) as folder:
+        assert folder.parent == run
+    assert not run.exists()
+
+
+def test_a_run_directory_that_was_there_stays(tmp_path) -> None:
+    with pytest.raises(ConfigError), temporary_run(tmp_path):
+        raise ConfigError("an error in the block")
+    assert tmp_path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_within_the_block_removes_the_folder(tmp_path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), temporary_run(tmp_path / "run"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,53 @@
+"""A recipe as text with every default, and fields of nested sections by dotted name."""
+
+import pytest
+import yaml
+
+from data.errors import ConfigError
+from jobs.extras.recipe_text import flat, resolved, with_fields
+from tests.support import campaigns
+
+
+def test_a_resolved_recipe_has_every_default_and_gives_the_same_keys(recipe, tmp_path):
+    loaded = campaigns.load(recipe, [])
+    sections = yaml.safe_load(resolved(loaded))
+    assert sections["pretrain"]["optim"]["lr"] == 2e-3
+    assert sections["pretrain"]["optim"]["beta1"] == 0.9
+    again = tmp_path / "again.yaml"
+    again.write_text(resolved(loaded))
+    keys = {stage.name: stage.key for stage in campaigns.load(again, [f"run={tmp_path}/run"]).stages}
+    assert keys == {stage.name: stage.key for stage in loaded.stages}
+
+
+def test_of_several_runs_of_a_section_the_first_is_whole_and_the_others_show_what_differs(recipe):
+    loaded = campaigns.load(recipe, ["finetune.sweep={seeds: [0, 1]}"])
+    sections = yaml.safe_load(resolved(loaded))
+    assert sections["finetune.seed-0"]["seed"] == 0
+    assert sections["finetune.seed-1"] == {"as": "finetune.seed-0", "but": {"seed": 1}}
+    assert sections["finetune"]["kind"] == "sweep"
+
+
+@pytest.mark.quick
+def test_flat_names_every_value_by_its_path():
+    fields = {"optim": {"lr": 1, "schedule": {"warmup_steps": 2}}, "data.train": "x", "model": {}}
+    assert flat(fields, "p") == {"optim.lr": 1, "optim.schedule.warmup_steps": 2, "data.train": "x", "model": {}}
+
+
+@pytest.mark.quick
+def test_flat_refuses_a_field_that_is_given_both_ways():
+    with pytest.raises(ConfigError, match=r"p has optim\.lr twice"):
+        flat({"optim": {"lr": 1}, "optim.lr": 2}, "p")
+
+
+@pytest.mark.quick
+def test_with_fields_changes_a_copy_and_makes_missing_sections():
+    section = {"optim": {"lr": 1}, "probe": None}
+    changed = with_fields(section, {"optim.lr": 2, "data.train": "x", "probe.shots": [1]}, "p")
+    assert changed == {"optim": {"lr": 2}, "data": {"train": "x"}, "probe": {"shots": [1]}}
+    assert section == {"optim": {"lr": 1}, "probe": None}
+
+
+@pytest.mark.quick
+def test_with_fields_refuses_a_path_through_a_value():
+    with pytest.raises(ConfigError, match=r"p sets optim\.lr, and optim is 3, no section"):
+        with_fields({"optim": 3}, {"optim.lr": 2}, "p")

@@ -1,0 +1,38 @@
+"""`python -m jobs subset`: what it says of its choice, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from data.index.index import Index
+from data.shards.packing import pack
+from data.sources.samples import Sample
+from jobs.__main__ import main
+from tests.support.tars import picture
+
+pytestmark = pytest.mark.quick
+
+LABELS = [3, 0, 1, 1, 2, 0, 3, 3, 1, 0, 2, 1, 0, 0, 3, 1, 2, 3, 1, 0, 1, 3, 0, 1, 3]  # class 2, cat, has three samples
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Index:
+    samples = [Sample(f"s{number:02d}", picture(10 * number, 16), (label,)) for number, label in enumerate(LABELS)]
+    return pack(samples, tmp_path / "train", shard_samples=7, names=("ant", "bee", "cat", "dog"))
+
+
+def test_the_command_says_what_it_chose(tmp_path, parent, capsys):
+    output = tmp_path / "few"
+    words = ["subset", str(parent.tables), "--shots", "6", "--seed", "0", "--keep", "3", "--keep", "cat", "--output"]
+    assert main([*words, str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "9 of 25 samples (36.000%) in 4 of 4 shards" in printed
+    assert "by keep [3, 'cat'], shots 6, seed 0" in printed
+    assert "1 classes have fewer than 6 samples, the first cat" in printed
+    assert main(["subset", str(parent.tables), "--output", str(output)]) == 78
+
+
+def test_a_file_is_no_folder_for_a_subset(tmp_path, parent, capsys):
+    (tmp_path / "file").touch()
+    assert main(["subset", str(parent.tables), "--part", ":3", "--output", str(tmp_path / "file")]) == 64
+    assert f"{tmp_path}/file is a file\n  expected a folder for the set" in capsys.readouterr().err

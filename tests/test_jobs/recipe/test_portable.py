@@ -1,0 +1,39 @@
+"""A recipe as it travels with a submitted job: without relative paths and secrets."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data.errors import ConfigError
+from jobs.recipe.portable import portable
+from pipeline.recipe import Recipe
+from tests.support.campaigns import KINDS
+
+pytestmark = pytest.mark.quick
+
+
+def test_relative_paths_are_made_absolute_and_named():
+    section = {
+        "data": {"train": "sets/train", "evaluate": "s3://bucket/test"},
+        "init": "@other",
+        "deepspeed": "ds.json",
+    }
+    recipe = Recipe({"pretrain": section, "cluster": {"workers": 2}}, "mine.yaml", "runs/mine")
+    text, changed = portable(recipe, "/runs/x", Path("/home/me"), KINDS)
+    assert yaml.safe_load(text) == {
+        "pretrain": {
+            "data": {"train": "/home/me/sets/train", "evaluate": "s3://bucket/test"},
+            "init": "@other",
+            "deepspeed": "/home/me/ds.json",
+        },
+        "cluster": {"workers": 2},
+        "run": "/runs/x",
+    }
+    assert changed == ["pretrain.data.train", "pretrain.deepspeed"]
+
+
+def test_a_recipe_with_a_password_does_not_travel():
+    section = {"data": {"train": "https://me:hunter2@host/train"}}
+    with pytest.raises(ConfigError, match=r"mine\.yaml holds what looks like a secret"):
+        portable(Recipe({"pretrain": section}, "mine.yaml", "runs/mine"), "/runs/x", Path("/home/me"), KINDS)

@@ -1,0 +1,89 @@
+"""What the command line says of words that it does not know, and of what ends a command."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.errors import Preempted
+from jobs.__main__ import main
+from jobs.terminal import typed_command
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runn", "x"], "Did you mean 'run'?"),
+        (["run", "x", "--frsh"], "--fresh"),
+        (["checkpoints", "verfy", "x"], "Did you mean 'verify'?"),
+        (["run"], "expected a YAML file, or a recipe that ships: cifar10, digits"),
+        (["checkpoints", "verify", "x", "--step", "ten"], "'--step'"),
+        ([], "Missing command"),
+        (["status", "/nowhere"], "no run at"),
+    ],
+)
+def test_usage_errors_exit_64_and_say_what_was_meant(capsys, words, message):
+    assert main(words) == 64
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "-h"], ["checkpoints", "--help"], ["data", "check", "--help"]])
+def test_help_ends_with_0_and_names_debug_wherever_it_works(capsys, words):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Usage: python -m jobs" in out
+    assert ("--debug" in out) == (words[-2:-1] in (["run"], ["check"]))
+
+
+@pytest.mark.parametrize(("program", "other"), [("python -m jobs", "patchline"), ("patchline", "python -m jobs")])
+def test_usage_hints_and_records_follow_what_was_typed(capsys, monkeypatch, tmp_path, program, other):
+    first = program.replace("python -m jobs", "jobs/__main__.py")
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{first}", "train", "x"])
+    assert main(["train", "x"]) == 64 and main(["evaluate", str(tmp_path), "a=1"]) == 64
+    (tmp_path / "status.json").touch()
+    assert main(["run", str(tmp_path)]) == 78
+    said = capsys.readouterr().err
+    for line in (
+        f"Usage: {program} [OPTIONS]",
+        f"train is called run here: {program} run --help",
+        f"give indexes, or their folders, for example: {program} evaluate {tmp_path} runs/photos/parts/held-out",
+        f"that is a run: type its recipe; {program} status {tmp_path}",
+    ):
+        assert line in said
+    assert other not in said and "trial" not in said
+    assert typed_command().startswith("patchline train x" if program == "patchline" else "python ")
+
+
+def test_an_error_that_nobody_expected_is_called_a_bug_and_debug_shows_where(monkeypatch, capsys):
+    def fail(run: Path) -> list[str]:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("jobs.commands.status.print_status", fail)
+    assert main(["status", "x"]) == 70
+    err = capsys.readouterr().err
+    assert "error: ZeroDivisionError: by zero" in err and "a bug" in err and "Traceback" not in err
+    assert main(["status", "--debug", "x"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "code", "message"),
+    [
+        (["status", "x"], KeyboardInterrupt(), 130, "interrupted\n"),
+        (["run", "digits"], KeyboardInterrupt(), 130, "interrupted\n"),  # a first Ctrl-C, before the run has begun
+        (["run", "digits"], KeyboardInterrupt("interrupted twice: the last"), 130, "interrupted twice: the last\n"),
+        (["status", "x"], BrokenPipeError(), 74, ""),
+        (["status", "x"], Preempted("stopped; run me again"), 75, "stopped; run me again\n"),
+        (["status", "x"], Preempted("a\x1b[2Jb\nc\x9b"), 75, "a\\x1b[2Jb\nc\\x9b\n"),
+    ],
+)
+def test_what_ends_a_command_from_outside_has_its_exit_code(monkeypatch, capsys, words, error, code, message):
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("jobs.commands.status.print_status", fail)
+    monkeypatch.setattr("jobs.recipe.campaign.read_recipe", fail)
+    assert main(words) == code
+    assert capsys.readouterr().err.startswith(message)

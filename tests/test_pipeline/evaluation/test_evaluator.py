@@ -1,0 +1,114 @@
+"""Requests on sets: each set passes through the model once, and what its protocols need is kept."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from data.errors import DataError
+from data.index.index import Index
+from data.index.shard import Shard
+from data.sources.samples import digits
+from pipeline.evaluation import document
+from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request, result_of
+from pipeline.evaluation.features import FeatureStore
+from pipeline.evaluation.probes import COMPUTE, Inputs, LinearConfig, NeighboursConfig, Outcome
+from pipeline.evaluation.protocols import PROTOCOLS, ProtocolKind, check_names, protocols_of
+from pipeline.monitoring.watchdog import Phases
+from tests.support import evaluated_sets
+from tests.support.evaluated_sets import CPU, NAMES, Sums, no_beat
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def with_a_bad_one(tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return evaluated_sets.with_a_bad_one(tmp_path_factory.mktemp("set"))
+
+
+@contextmanager
+def evaluator_of(model: nn.Module, index: Index, folder: Path) -> Iterator[Evaluator]:
+    """One process, for the set "set"."""
+    phases = Phases(folder, 0, 60.0)
+    yield Evaluator(
+        group=EvaluationGroup(phases, CPU, wants_stop=lambda: False),
+        model=model,
+        dtype=torch.float32,
+        folder=folder,
+        preprocess="resize(16)",
+        micro_batch=16,
+        indexes={"set": index},
+    )
+    phases.close()
+
+
+def evaluate(model: nn.Module, index: Index, folder: Path, *requests: Request) -> list[document.Entry]:
+    """The results of one process for the set "set"."""
+    with evaluator_of(model, index, folder) as evaluator:
+        return evaluator.evaluate(requests)
+
+
+@pytest.mark.parametrize(
+    ("asked", "width", "best"),
+    [
+        ([("set", None, "top-1")], 0, 1),
+        ([("set", None, "top-1"), ("set", None, "top-5"), ("set", None, "real")], 0, 5),
+        ([("set", "set", "knn")], 64, 0),
+        ([("other", "set", "linear"), ("other", None, "top-5"), ("set", None, "top-1")], 64, 1),
+        ([("set", "other", "knn")], 64, 0),
+        ([("other", "other", "knn"), ("other", None, "top-1"), ("set", None, "top-5")], 0, 5),
+    ],
+)
+def test_of_a_set_what_its_protocols_need_is_kept(asked, width, best, with_a_bad_one: Index, tmp_path: Path) -> None:
+    """Of the set "set": a protocol of features wants them of both its sets, one of the head its best classes."""
+    settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
+    requests = [Request(test, train, protocols_of((name,), settings, {})[0]) for test, train, name in asked]
+    with evaluator_of(Sums(), with_a_bad_one, tmp_path) as evaluator:
+        store = evaluator.collect("set", requests)
+    assert (store.width, store.file is not None) == (width, width > 0)
+    assert (0 if store.all_predictions is None else store.all_predictions.shape[1]) == best
+    store.close()
+
+
+def test_a_set_passes_through_the_model_once_for_all_its_requests(with_a_bad_one: Index, tmp_path: Path) -> None:
+    model = Sums()
+    passed = []
+    model.mix.register_forward_hook(lambda *args: passed.append(1))
+    settings = SimpleNamespace(knn=NeighboursConfig((3,)), linear=LinearConfig())
+    top_1, knn, linear = protocols_of(("top-1", "knn", "linear"), settings, {})
+    requests = [Request("set", None, top_1), Request("set", "set", knn), Request("set", "set", linear)]
+    results = evaluate(model, with_a_bad_one, tmp_path, *requests)
+    assert [list(result["values"]) for result in results] == [["top-1"], ["knn-3"], ["linear"]]
+    assert len(passed) == 10, "150 samples in batches of 16"
+
+
+def test_a_set_of_which_nothing_can_be_read_has_no_value(tmp_path: Path) -> None:
+    index = Index((Shard("a.tar", 5, 0, ""),), 10, (), "d" * 64, "", Path(), names=NAMES)
+    (protocol,) = protocols_of(("top-1",), None, {})
+    with pytest.raises(DataError, match="set: none of 5 samples could be read"):
+        result_of(Request("set", None, protocol), {"set": FeatureStore(index, tmp_path)}, CPU, no_beat)
+
+
+def test_a_new_protocol_is_a_function_and_a_row(
+    with_a_bad_one: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most_common(inputs: Inputs, settings: None) -> Outcome:
+        common = np.bincount(inputs.training_set().labels[:, 0]).argmax()
+        return Outcome({"most-common": [inputs.is_right(np.full(len(inputs.labels), common))]})
+
+    monkeypatch.setitem(PROTOCOLS, "most-common", ProtocolKind())
+    monkeypatch.setitem(COMPUTE, "most-common", most_common)
+    check_names(("most-common",))
+    (protocol,) = protocols_of(("most-common",), None, {})
+    (result,) = evaluate(Sums(), with_a_bad_one, tmp_path, Request("set", "set", protocol))
+    labels = [s.labels[0] for n, s in enumerate(islice(digits(True, image_size=16), 150)) if n != 77]
+    (entry,) = result["values"].values()
+    assert entry["value"] == max(labels.count(label) for label in range(10)) / 149
+    assert document.share_entry(round(entry["value"] * 149), 149).items() <= entry.items()
+    assert (result["train"]["used"], result["set"]["samples"], result["set"]["judged"]) == (149, 150, 149)

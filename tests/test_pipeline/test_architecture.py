@@ -1,0 +1,89 @@
+"""The model of a `model:` section, whether a stage can train it, and the images that it takes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import models
+from data.errors import ConfigError, DataError
+from models import Preprocessing
+from pipeline.architecture import check_model, check_shape, model_config, preprocessing_of, trained_model
+from pipeline.training_config import TrainConfig
+
+pytestmark = pytest.mark.quick
+
+
+WIDE: Any = SimpleNamespace(image_size=(32, 48), family="vit")
+
+
+RESNET: Any = SimpleNamespace(image_size=(32, 48), family="bit")
+
+
+@pytest.mark.parametrize(
+    ("ops", "model", "size"),
+    [
+        (None, WIDE, None),
+        ("", WIDE, None),
+        ("resize((32, 48))", WIDE, None),
+        ("resize(64)|central_crop((32, 48))", WIDE, None),
+        ("resize(48)", WIDE, "48×48"),
+        ("resize((48, 32))", WIDE, "48×32"),
+        (None, RESNET, None),
+        ("resize(48)", RESNET, None),
+    ],
+)
+def test_ops_make_images_of_the_models_size(ops, model, size) -> None:
+    if size is None:
+        check_shape(ops, model, "data.preprocess")
+        return
+    with pytest.raises(ConfigError, match=f"^data.preprocess: .* makes images of {size}, expected the model's 32×48\n"):
+        check_shape(ops, model, "data.preprocess")
+
+
+@pytest.mark.parametrize(
+    ("ops", "size", "resize", "interpolation"),
+    [
+        (None, (32, 48), (32, 48), "bilinear"),
+        ("resize(48)", (48, 48), (48, 48), "bilinear"),
+        ("resize(48, antialias=True)", (48, 48), (48, 48), "bilinear antialiased"),
+        ("resize(48, antialias=False)", (48, 48), (48, 48), "bilinear"),
+        ("decode|resize_tf1(48)", (48, 48), (48, 48), "bilinear of TensorFlow 1"),
+        ("resize_small(64)|central_crop((32, 48))", (32, 48), 64, "area"),
+        # What other libraries cannot be told is kept as ops alone.
+        ("central_crop(48)", (48, 48), None, "bilinear"),
+        ("resize(64)|central_crop(48)|resize(32)", (32, 32), None, "bilinear"),
+    ],
+)
+def test_the_preprocessing_that_exports_tell_of(ops, size, resize, interpolation) -> None:
+    expected = Preprocessing(ops or "resize((32, 48))", size, resize, interpolation)
+    assert preprocessing_of(ops, WIDE) == expected
+
+
+# ------------------------------------------------------------------------ models of stages
+
+
+def test_a_section_with_a_name_is_a_model_and_one_without_changes_that_of_init() -> None:
+    described = model_config({"name": "mu/8", "image_size": 32, "classes": 10})
+    assert described == models.config_of("mu/8", 32, 10)
+    assert model_config({"image_size": 64}, described) == models.config_of("mu/8", 64, 10)
+    with pytest.raises(ConfigError, match=r"model\.classes is missing: a model without init needs"):
+        model_config({"name": "mu/8", "image_size": 32})
+
+
+def test_classification_starts_from_the_vit_inside_a_masked_model() -> None:
+    source = models.config_of("Masked-mu/8", 32, 0)
+    trained = trained_model(TrainConfig(steps=1, model={"classes": 10}), source)
+    assert trained.family == "vit"
+    with pytest.raises(ConfigError, match="objective masked cannot train a model of family vit"):
+        trained_model(TrainConfig(steps=1, objective="masked", model={"name": "mu/8", "image_size": 32, "classes": 1}))
+
+
+def test_a_set_with_more_classes_than_the_head_is_refused_with_the_number_to_type() -> None:
+    cfg = TrainConfig(steps=1)
+    model = models.config_of("mu/8", 32, 10)
+    check_model(cfg, model, {"/shards/train": 10})
+    with pytest.raises(DataError, match=r"/shards/train has labels up to 10, the model has 10 classes\n.*classes=11"):
+        check_model(cfg, model, {"/shards/train": 11})
+    with pytest.raises(ConfigError, match=r"model\.image_size is 32×48, expected a square"):
+        check_model(cfg, models.config_of("mu/8", (32, 48), 10), {})

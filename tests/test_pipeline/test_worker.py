@@ -1,0 +1,57 @@
+"""Where a worker is told to write, and how it is asked to stop."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.monitoring.watchdog import NODE_FOLDER
+from pipeline.worker import Job, StopRequest, notice_sigterm
+
+pytestmark = pytest.mark.quick
+
+
+def job(run: Path) -> Job:
+    return Job(
+        run=str(run), directory=str(run / "stage"), attempt=7, key="k", code="c", model={}, train=["/shards/train"]
+    )
+
+
+def test_an_attempt_has_a_folder_and_its_node_a_stop_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NODE_FOLDER, raising=False)
+    assert job(tmp_path).attempt_folder == tmp_path / "stage" / "attempts" / "attempt-000007"
+    assert job(tmp_path).stop_file == tmp_path / "stage" / "attempts" / "attempt-000007" / "stop"
+    monkeypatch.setenv(NODE_FOLDER, "/node")
+    assert job(tmp_path).stop_file == Path("/node/stop")
+
+
+@pytest.mark.parametrize("reads_file", [True, False])
+def test_a_worker_is_asked_to_stop_by_a_signal_or_by_the_file_that_rank_0_reads(
+    reads_file: bool, tmp_path: Path
+) -> None:
+    request = StopRequest(tmp_path / "stop", reads_file=reads_file)
+    assert not request.is_made()
+    request.file.touch()
+    assert request.is_made() == reads_file
+    assert request.is_made_anywhere()
+    request.file.unlink()
+    assert not request.is_made_anywhere()
+    request.signal.set()
+    assert request.is_made()
+    assert request.is_made_anywhere()
+
+
+def test_a_sigterm_is_remembered_by_a_main_thread_and_ignored_by_another() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        asked = threading.Event()
+        other = threading.Thread(target=notice_sigterm, args=(asked,))
+        other.start()
+        other.join()
+        assert signal.getsignal(signal.SIGTERM) == before
+        notice_sigterm(asked)
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)
