@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.draws import Draws
+from data.extras.sources.tars import tars
 from data.images.augment import AugmentConfig, Box, inception_box
-from data.sources.tars import tars
 
 if TYPE_CHECKING:  # other interpreters need not have these
     from multiprocessing.connection import Connection

@@ -29,8 +29,8 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.extras.sources.tars import tars
 from data.sources.samples import Sample, digits
-from data.sources.tars import tars
 
 ROOT = Path(__file__).parents[1]
 ANIMALS = 398  # of ImageNet-1k's 1,000 classes, in the order of their ids

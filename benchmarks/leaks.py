@@ -25,10 +25,10 @@ import numpy as np
 from scipy.special import betaincinv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from data.extras.leaks.document import Leaks
 from data.extras.leaks.search import find_leaks
 from data.index.index import Index
 from data.shards.indexing import build_index
-from data.shards.leaks import Leaks
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.sources.samples import Sample

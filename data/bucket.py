@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from data.checks import redacted
 from data.errors import CheckpointError, ConfigError, StorageError
 from data.files import MANIFEST, SET_NAME, locked, naming, temporary_name, whole_file
-from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_range, redacted
+from data.remote.urls import CLIENTS, Retry, client, forget_credentials, read_range
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")

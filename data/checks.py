@@ -9,6 +9,7 @@ pass.
 import math
 import re
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from data.errors import ConfigError
 
@@ -39,6 +40,15 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return a text of several lines with each of them `printable`."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def redacted(url: str) -> str:
+    """Return the URL without user, password, query and fragment, any of which may be a secret."""
+    parts = urlsplit(url)
+    if not parts.scheme:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"
 
 
 def one_line(text: str) -> str:

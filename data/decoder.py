@@ -294,7 +294,8 @@ def main(connection: Connection, memory: mmap) -> None:
         connection.send(error)
         return
     # A fetch may take longer than `timeout_s`: without these signs the loader would take it for a hang.
-    decoder.reader.cache.progress = partial(send_sign_of_life, connection)
+    if decoder.index.remote:
+        decoder.reader.cache.progress = partial(send_sign_of_life, connection)
     try:
         while True:
             task, offset = connection.recv()

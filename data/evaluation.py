@@ -25,7 +25,7 @@ from data.decoder import BadSample
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader, read_labels
 
 # b samples of a batch, L labels of a sample at most, h w sides of a preprocessed image

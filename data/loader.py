@@ -30,21 +30,23 @@ from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data.checks import redacted
 from data.decoder import Arrays, BadSample, BatchLayout, Decoder, DecoderProcess, DecodeTask, Done
 from data.errors import DataError
 from data.images.augment import AugmentConfig
 from data.index.index import Index
-from data.optional import load_optional
 from data.order import Mixture, Order
-from data.remote.cache import Ahead, Cache, CacheConfig, shards_of
-from data.remote.urls import redacted
+from data.remote.config import CacheConfig, shards_of
 from data.shards.reader import ShardReader
+
+if TYPE_CHECKING:
+    from data.remote.cache import Ahead
 
 # b samples of a micro-batch, L labels of a sample at most, S image side
 
@@ -124,6 +126,8 @@ class TrainLoader:
 
         if decode == "gpu":
             # Imported here, because TorchCodec is optional, and no other run needs this module.
+            from data.optional import load_optional
+
             device_decoder = load_optional(DEVICE_DECODER, "data.decode=gpu")
             self.device_decoder = device_decoder(self.decoder.cfg.reduced)
             # Decodes here what the GPU refused. A shallow copy, so that it shares the reader and its open shards.
@@ -138,6 +142,8 @@ class TrainLoader:
 
     def fetching_ahead(self, batches: Generator[Batch]) -> Generator[Batch]:
         """Give the same batches, while a thread fetches the shards of coming steps."""
+        from data.remote.cache import Ahead  # not above: local shards need no client of a store
+
         ahead = Ahead(self.decoder.index, self.decoder.order, self.slots, self.start_step, self.cache)
         self.ahead = ahead
         try:
@@ -176,11 +182,10 @@ class TrainLoader:
     def log_wait(self, log: Callable[[str], None]) -> None:
         """Log what the first batch needs, and how much of it is here: of remote shards, those that the cache has."""
         index = self.decoder.index
-        cache = Cache(self.cache)
         shards = shards_of(self.decoder.order, self.slots, self.start_step)
         missing = []
         for shard in shards:
-            if "://" in index.location(shard) and not cache.has(index.shards[shard]):
+            if "://" in index.location(shard) and not self.decoder.reader.cache.has(index.shards[shard]):
                 missing.append(shard)
         line = f"waiting for the first batch: {len(self.slots)} samples of {len(shards)} shards"
         if missing:

@@ -10,30 +10,24 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from data.checks import at_least
 from data.errors import DataError
 from data.index.document import load_index
-from data.index.names import Names, Numbering, check_unmistakable, ids_of, number, read_class_list
+from data.index.names import Names, ids_of
 from data.optional import load_optional
 from data.shards.subset import Rule, check_seed
-from data.sources.folders import (
-    class_folders,
-    folder_classes,
-    image_parquet,
-    parquet_classes,
-    path_table,
-    table_classes,
-    unlabelled_folder,
-)
-from data.sources.samples import DIGITS, Archive, Sample, digits, numbered, samples_of_archive
-from data.sources.tars import tars, tars_classes
+from data.sources.folders import class_folders, folder_classes, unlabelled_folder
+from data.sources.numbering import Numbering, check_unmistakable, number, read_class_list
+from data.sources.samples import DIGITS, Archive, Sample, digits, numbered
 from pipeline.config import Tags, require, tags
 
 SUBSET_FIELDS = ("only", "but", "part", "shots", "seed")
 OWN = ("folder", "table", "tars", "shards", "parquet", "digits", "subset")  # all other sources are published data sets
+COUNTED_SAMPLES = "data.extras.known_sets.archive:samples_of_archive"
 KNOWN_SETS = "data.extras.known_sets.known:known_archive"
+SOURCES = "data.extras.sources."  # of images that are neither in folders of classes nor in a known set
 VTAB_TASKS = "data.extras.known_sets.vtab_prepared:VTAB"
 UNLABELLED = ("folder", "table", "tars", "shards", "parquet")  # sources of images of a user's own
 
@@ -226,18 +220,27 @@ def source_names(cfg: SetConfig) -> Names:
     check_paths(cfg)
     assert cfg.path is not None, "every other source has a path: SetConfig sees to it"
     if cfg.source == "table":
-        return table_classes(cfg.path)
+        names: Names = reader_of(cfg, "tables:table_classes")(cfg.path)
+        return names
     # Labels of shards stay as they are: their names are known when they have been indexed (pack.run).
     if cfg.source == "shards":
         return ()
     if cfg.source == "tars":
-        return tars_classes(cfg.path)
+        names = reader_of(cfg, "tars:tars_classes")(cfg.path)
+        return names
     known = known_set(cfg)
     if known is not None:
         return known.classes(Path(cfg.path))
     if cfg.source == "folder":
         return folder_classes(cfg.path)
-    return parquet_classes(cfg.path)
+    names = reader_of(cfg, "tables:parquet_classes")(cfg.path)
+    return names
+
+
+def reader_of(cfg: SetConfig, function: str) -> Callable[..., Any]:
+    """Return a function that reads this kind of source; raises DataError if its extra is not installed."""
+    reader: Callable[..., Any] = load_optional(SOURCES + function, f"source: {cfg.source}")
+    return reader
 
 
 def numbering_of(cfg: SetConfig, name: str, first: Numbering | None = None, giver: str = "") -> Numbering:
@@ -279,24 +282,25 @@ def samples_of(cfg: SetConfig, numbering: Numbering) -> Iterator[Sample]:
     if cfg.unlabelled and cfg.source == "folder":
         samples = unlabelled_folder(cfg.path)
     elif cfg.source == "table":
-        samples = path_table(cfg.path, cfg.root, unlabelled=cfg.unlabelled)
+        samples = reader_of(cfg, "tables:path_table")(cfg.path, cfg.root, unlabelled=cfg.unlabelled)
     elif cfg.source == "tars":
-        ids = ids_of(tars_classes(cfg.path) or numbering.names)
+        ids = ids_of(source_names(cfg) or numbering.names)
         # A text of the tars that the numbering calls otherwise.
         for text, renamed in cfg.rename.items():
             if renamed in ids:
                 ids[text] = ids[renamed]
-        samples = tars(cfg.path, ids, unlabelled=cfg.unlabelled)
+        samples = reader_of(cfg, "tars:tars")(cfg.path, ids, unlabelled=cfg.unlabelled)
     elif known is not None:
         label: str = cfg.source
         # The word for a split says nothing where there is no choice of them.
         if cfg.source != "imagenet-validation":
             label = f"{cfg.task or cfg.source}, {cfg.split}"
-        samples = samples_of_archive(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
+        counted_samples = load_optional(COUNTED_SAMPLES, f"source: {cfg.source}")
+        samples = counted_samples(known, Path(cfg.path), cfg.split, label, partial=cfg.partial)
     elif cfg.source == "folder":
         samples = class_folders(cfg.path)
     else:
-        samples = image_parquet(cfg.path, unlabelled=cfg.unlabelled)
+        samples = reader_of(cfg, "tables:image_parquet")(cfg.path, unlabelled=cfg.unlabelled)
     return numbered(samples, numbering)
 
 

@@ -15,7 +15,7 @@ from data.errors import ConfigError
 from data.images.augment import AugmentConfig
 from data.images.preprocess import shape_of
 from data.order import shares as check_shares  # raises ValueError if a set would get none
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from models import ModelConfig
 from pipeline.config import Tags, require, tags
 from pipeline.optimization import Loss, OptimConfig

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from data.errors import ConfigError
 from data.index.index import Index, exclude, join
 from data.order import Mixture, Order
-from data.remote.cache import remote_ahead
+from data.remote.config import remote_ahead
 from pipeline.config import require
 from pipeline.training_config import DataConfig, TrainConfig
 

@@ -31,10 +31,9 @@ from typing import Any
 
 from data.errors import DataError, StorageError
 from data.files import locked, refusal, state_folder, write_whole
-from data.index.index import Index, Origin, digest_of
+from data.index.index import Index, Origin, Refusals, digest_of
 from data.index.names import Names
-from data.index.shard import MappedShards, Shard, open_columns, write_columns
-from data.index.tar import Refusals, is_image
+from data.index.shard import MappedShards, Shard, is_image, open_columns, write_columns
 
 SCHEMA = 1
 SUFFIX = ".index.json"

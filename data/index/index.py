@@ -36,12 +36,60 @@ from typing import Any
 
 import numpy as np
 
+from data.checks import printable
 from data.errors import DataError
 from data.index.names import Names, agreed, ids_of
 from data.index.shard import FIELDS, MappedShards, Shard, table_path
-from data.index.tar import Refusals
 
+MOST_TYPES = 12  # types of members that are counted apart; what others have made may hold any number
+OTHER_TYPES = "member of another type"
+MEMBER_TYPE = "member type ."
+MOST_EXTENSION = 16  # letters of an extension that are shown
+MOST_NAME = 160  # letters of a member's name that are kept
 DIGEST_VERSION = 1  # of what a digest stands for; it is in the digest itself
+
+
+@dataclass
+class Refusals:
+    """What was passed over: reasons with how often each came, and the first member or sample that it came with.
+
+    refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
+                                              first    {"member type .tiff": "a/b.tiff"}
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
+        """Count something that was passed over; its name is kept where it is the first of its reason."""
+        if isinstance(name, bytes):
+            name = name.decode("utf-8", "replace")
+        # Each shard of a set may have types of its own: the set as a whole has no more lines than one shard.
+        is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
+        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
+            reason = OTHER_TYPES
+        self.counts[reason] += count
+        self.first.setdefault(reason, name[:MOST_NAME])
+
+    def add_type(self, extension: str, name: str | bytes) -> None:
+        """Count a member whose extension is none of those that are read."""
+        self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
+
+    def add_all(self, other: Refusals, shard: str) -> None:
+        """Count what was passed over in a shard."""
+        for reason, count in other.counts.items():
+            first = other.first.get(reason, "")
+            self.add(reason, f"{first} of {shard}" if first else shard, count)
+
+    def lines(self, label: str = "") -> list[str]:
+        """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
+        lines = []
+        for reason, count in self.counts.most_common():
+            line = f"{label}{count:,} × {reason}"
+            if reason in self.first:
+                line += f", first {self.first[reason]}"
+            lines.append(printable(line))
+        return lines
 
 
 @dataclass(frozen=True)
@@ -330,32 +378,3 @@ def called(name: str, sets: Sequence[Index]) -> dict[str, list[tuple[int, int]]]
             if f"/{place}".endswith(f"/{name}"):
                 shards.setdefault(place, []).append((set_number, number))
     return shards
-
-
-# ------------------------------------------------------------------------------- samples that two sets share
-
-
-def shared_samples(index: Index, other: Index) -> tuple[int, int]:
-    """Return how many samples of a set are in another one: the same places of the same tars, and the same bytes.
-
-    Subsets share places with their set and with each other. A set that was packed twice shares bytes alone, and so do
-    the copies of an image that many sets hold.
-    """
-    places_of_tar: dict[str, np.ndarray] = {}
-    digests_of_shards = [np.zeros(0, np.uint64)]
-    for number, shard in enumerate(index.shards):
-        table = index.table(number)
-        places_of_tar[shard.sha256] = table["image"]
-        digests_of_shards.append(table["digest"])
-    digests = np.concatenate(digests_of_shards)
-    in_order = np.unique(digests)
-    is_found = np.zeros(len(in_order), bool)
-    same_places = 0
-    for number, shard in enumerate(other.shards):
-        table = other.table(number)
-        if shard.sha256 in places_of_tar:
-            same_places += int(np.isin(places_of_tar[shard.sha256], table["image"]).sum())
-        if len(in_order):
-            nearest = np.minimum(np.searchsorted(in_order, table["digest"]), len(in_order) - 1)
-            is_found[nearest[in_order[nearest] == table["digest"]]] = True
-    return same_places, int(np.isin(digests, in_order[is_found]).sum())

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -34,6 +34,8 @@ from data.seal import DIGEST_BYTES
 
 # n shards
 
+# Extensions of images that are read.
+IMAGES = ("jpg", "jpeg", "png", "webp")
 # What tars are called when they have been compressed; they are read from the middle, which no compression allows.
 COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar.lz4")
 
@@ -64,7 +66,30 @@ class Shard:
     table: str = ""  # the sha256 of its table
 
 
+def is_image(path: Path) -> bool:
+    """Return whether a file is called as an image is."""
+    return path.suffix[1:].lower() in IMAGES
+
+
 # ----------------------------------------------------------------------------------------------- the table
+
+
+class SampleRow(NamedTuple):
+    """Where the bytes of one sample lie in its tar: offsets and sizes in bytes, 0 and 0 where there is no member."""
+
+    key: bytes
+    image: int
+    image_size: int
+    label: int
+    label_size: int
+
+    def image_in(self, tar: memoryview) -> memoryview:
+        """Return the bytes of the image in the tar that was walked; they are not copied."""
+        return tar[self.image : self.image + self.image_size]
+
+    def label_in(self, tar: memoryview) -> memoryview:
+        """Return the bytes of the label in the tar that was walked; they are not copied."""
+        return tar[self.label : self.label + self.label_size]
 
 
 def sample_digest(image: memoryview | bytes, label: memoryview | bytes) -> int:

@@ -23,22 +23,20 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 
-from data.checks import printable
 from data.errors import DataError
+from data.index.index import Refusals
 from data.index.names import some
-from data.index.shard import COMPRESSED, FIELDS, label_digest, sample_digest
+from data.index.shard import COMPRESSED, FIELDS, IMAGES, SampleRow, label_digest, sample_digest
 
 Part = TypeVar("Part")  # what is known of a member of a sample
-IMAGES = ("jpg", "jpeg", "png", "webp")
 LABELS = ("cls", "json")  # the first that a sample has, in this order
 IGNORED = ("txt", "id", "idx", "index", "url", "width", "height")
 BLOCK = 512  # bytes; headers and contents begin at multiples of it (POSIX ustar)
@@ -48,78 +46,7 @@ MAX_LABEL = 1 << 20  # bytes; JFT images carry a few labels, not a million
 MAX_IMAGE = 1 << 32  # bytes; a table holds a size in 32 bits
 USUAL_PADDING = (2 + 20) * BLOCK  # bytes of zeros after the last member: two blocks, and up to a record of 20 (POSIX)
 LARGEST_RECORD = 2048  # blocks; GNU tar's --blocking-factor goes further for tapes alone
-MOST_TYPES = 12  # types of members that are counted apart; what others have made may hold any number
-OTHER_TYPES = "member of another type"
-MEMBER_TYPE = "member type ."
-MOST_EXTENSION = 16  # letters of an extension that are shown
-MOST_NAME = 160  # letters of a member's name that are kept
 ABSENT = (0, 0)  # offset and size of a member that a sample does not have
-
-
-def is_image(path: Path) -> bool:
-    """Return whether a file is called as an image is."""
-    return path.suffix[1:].lower() in IMAGES
-
-
-@dataclass
-class Refusals:
-    """What was passed over: reasons with how often each came, and the first member or sample that it came with.
-
-    refusals.add_type("tiff", "a/b.tiff")     counts   {"member type .tiff": 1}
-                                              first    {"member type .tiff": "a/b.tiff"}
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-
-    def add(self, reason: str, name: str | bytes, count: int = 1) -> None:
-        """Count something that was passed over; its name is kept where it is the first of its reason."""
-        if isinstance(name, bytes):
-            name = name.decode("utf-8", "replace")
-        # Each shard of a set may have types of its own: the set as a whole has no more lines than one shard.
-        is_new_type = reason.startswith(MEMBER_TYPE) and reason not in self.counts
-        if is_new_type and sum(known.startswith(MEMBER_TYPE) for known in self.counts) >= MOST_TYPES:
-            reason = OTHER_TYPES
-        self.counts[reason] += count
-        self.first.setdefault(reason, name[:MOST_NAME])
-
-    def add_type(self, extension: str, name: str | bytes) -> None:
-        """Count a member whose extension is none of those that are read."""
-        self.add(f"{MEMBER_TYPE}{extension[:MOST_EXTENSION]}", name)
-
-    def add_all(self, other: Refusals, shard: str) -> None:
-        """Count what was passed over in a shard."""
-        for reason, count in other.counts.items():
-            first = other.first.get(reason, "")
-            self.add(reason, f"{first} of {shard}" if first else shard, count)
-
-    def lines(self, label: str = "") -> list[str]:
-        """Return a line a reason, the most frequent first; names are printed so that no terminal acts on them."""
-        lines = []
-        for reason, count in self.counts.most_common():
-            line = f"{label}{count:,} × {reason}"
-            if reason in self.first:
-                line += f", first {self.first[reason]}"
-            lines.append(printable(line))
-        return lines
-
-
-class SampleRow(NamedTuple):
-    """Where the bytes of one sample lie in its tar: offsets and sizes in bytes, 0 and 0 where there is no member."""
-
-    key: bytes
-    image: int
-    image_size: int
-    label: int
-    label_size: int
-
-    def image_in(self, tar: memoryview) -> memoryview:
-        """Return the bytes of the image in the tar that was walked; they are not copied."""
-        return tar[self.image : self.image + self.image_size]
-
-    def label_in(self, tar: memoryview) -> memoryview:
-        """Return the bytes of the label in the tar that was walked; they are not copied."""
-        return tar[self.label : self.label + self.label_size]
 
 
 @dataclass

@@ -18,14 +18,13 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 
+from data.checks import redacted
 from data.errors import StorageError
-from data.index.tar import SampleRow
-from data.remote.cache import PIECE, Cache, no_progress
-from data.remote.urls import redacted
+from data.index.shard import SampleRow
+from data.remote.cache import Cache, no_progress
 
 AT_ONCE = 8  # requests of a process
 ATTEMPTS = 3  # at a range, before whole shards are waited for
-SMALLEST = PIECE  # bytes of a shard: what comes in one piece is not worth ranges
 LONGEST_S = 120.0  # that a sample is waited for: some more than all attempts of a silent store take
 REPORT_EVERY_S = 0.25  # signs of life to the loader while a sample is waited for
 LARGEST_GAP = 1 << 16  # bytes between image and label that are read along rather than asked for apart

@@ -32,6 +32,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
+from data.checks import redacted
 from data.errors import DataError, StorageError
 from data.index.names import some
 from data.index.shard import COMPRESSED
@@ -57,15 +58,6 @@ def check_url(url: str) -> None:
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
         raise Refused(f"{redacted(url)}: scheme {scheme!r} is refused; use one of {', '.join(SCHEMES)} or a path")
-
-
-def redacted(url: str) -> str:
-    """Return the URL without user, password, query and fragment, any of which may be a secret."""
-    parts = urlsplit(url)
-    if not parts.scheme:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
 
 
 # ------------------------------------------------------------------------------------ the three questions

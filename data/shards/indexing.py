@@ -33,16 +33,17 @@ from urllib.parse import urlsplit
 
 from braceexpand import braceexpand
 
-from data.checks import check_name, printable
+from data.checks import check_name, printable, redacted
 from data.errors import DataError
 from data.images.decode import MAX_BYTES, BadImage, decode_whole, read_header
 from data.index.document import SUFFIX, image_folders, load_index
-from data.index.index import Index
+from data.index.index import Index, Refusals
 from data.index.names import MAX_CLASSES, Names, NoLabel, ids_of, parse_labels, some
-from data.index.shard import table_path, write_table
-from data.index.tar import Refusals, SampleRow, Walk, check_nothing_excluded, mapped, walk
-from data.remote.cache import Cache, CacheConfig
-from data.remote.urls import check_url, list_tars, redacted, size_of
+from data.index.shard import SampleRow, table_path, write_table
+from data.index.tar import Walk, check_nothing_excluded, mapped, walk
+from data.remote.cache import Cache
+from data.remote.config import CacheConfig
+from data.remote.urls import check_url, list_tars, size_of
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, in_parallel, setting_at_error
 

@@ -19,10 +19,9 @@ import psutil
 
 from data.errors import DataError
 from data.index.document import SUFFIX, write_index
-from data.index.index import Index
+from data.index.index import Index, Refusals
 from data.index.names import NO_NAME, Names, some
 from data.index.shard import Shard
-from data.index.tar import Refusals
 from data.seal import Journal
 
 FEW_NAMES = 1000  # of classes, up to which each may have a single image; beyond, texts that hardly repeat are captions

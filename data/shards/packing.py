@@ -34,10 +34,10 @@ from data.errors import DataError, Preempted
 from data.files import whole_file
 from data.images.decode import add_restarts, require_binding
 from data.index.document import SUFFIX, load_index
-from data.index.index import Index, digest_of
+from data.index.index import Index, Refusals, digest_of
 from data.index.names import MAX_CLASSES, Names
 from data.index.shard import Shard, table_path, write_table
-from data.index.tar import Refusals, mapped, walk
+from data.index.tar import mapped, walk
 from data.shards.indexing import count_unreadable
 from data.shards.journal import IndexJournal, Record
 from data.shards.parallel import Progress, setting_at_error

@@ -19,22 +19,25 @@ import resource
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from data.checks import redacted
 from data.errors import DataError, PatchlineError
 from data.files import state_folder
 from data.images.decode import MAX_BYTES, BadImage
 from data.index.index import Index, called
 from data.index.names import parse_labels
-from data.index.shard import label_digest, sample_digest
-from data.index.tar import SampleRow
-from data.remote.cache import Cache, CacheConfig
-from data.remote.ranges import SMALLEST, Ranges
-from data.remote.urls import redacted
+from data.index.shard import SampleRow, label_digest, sample_digest
+from data.remote.config import SMALLEST, CacheConfig
+
+if TYPE_CHECKING:
+    from data.remote.cache import Cache
+    from data.remote.ranges import Ranges
 
 MOST_OPEN = 4096  # shards that a process keeps mapped; a lane has two or three in use, or more if they are small
 MOST_LINES = 10  # unusable shards that an error names with their problems
@@ -143,15 +146,28 @@ class ShardReader:
     def __init__(self, index: Index, *, verify: bool = True, cache: CacheConfig | None = None, by_range: bool = False):
         self.index = index
         self.verify = verify
-        self.cache = Cache(cache or CacheConfig())
+        self.cache_config = cache or CacheConfig()
         # By the number of the shard, the longest unused first.
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._tables: OrderedDict[int, np.ndarray] = OrderedDict()
-        self.ranges = Ranges(self.cache) if by_range and index.remote else None
+        self.ranges: Ranges | None = self.new_ranges() if by_range and index.remote else None
 
     def __getstate__(self) -> dict[str, object]:
         """Return the reader without its open shards, for another process: a mapping cannot be sent to it."""
         return self.__dict__ | {"_open": OrderedDict(), "_tables": OrderedDict()}
+
+    @cached_property
+    def cache(self) -> Cache:
+        """What fetches remote shards; local ones are read without it and its clients."""
+        from data.remote.cache import Cache
+
+        return Cache(self.cache_config)
+
+    def new_ranges(self) -> Ranges:
+        """Return what reads samples of remote shards by range."""
+        from data.remote.ranges import Ranges
+
+        return Ranges(self.cache)
 
     @property
     def given_up(self) -> str:
@@ -168,7 +184,7 @@ class ShardReader:
         if self.ranges is not None:
             given_up = self.ranges.given_up
             # A new object: the threads of the stopped one still read its `stopped`.
-            self.ranges = Ranges(self.cache)
+            self.ranges = self.new_ranges()
             self.ranges.given_up = given_up
 
     def expect(self, places: np.ndarray) -> None:

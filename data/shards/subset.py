@@ -34,15 +34,17 @@ from data.draws import few_shot_rows, stratified
 from data.errors import ConfigError, DataError
 from data.index.document import SUFFIX, load_index, write_index
 from data.index.index import Index, Origin
-from data.index.names import Names, kept_ids, parse_labels
+from data.index.names import Names, parse_labels
 from data.index.shard import Shard, label_digest, table_path, write_table
-from data.remote.cache import CacheConfig
-from data.shards.listed import listed_rows
+from data.optional import load_optional
+from data.remote.config import CacheConfig
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import ShardReader, check_sizes
+from data.sources.numbering import kept_ids
 
 # N samples of the set
 
+LISTED_ROWS = "data.extras.listed:listed_rows"
 NO_LABEL = -1  # stands for the label of a sample that has none that could be used
 AT_ONCE = 1 << 22  # samples whose labels are looked through at once
 BOUND = r"-?\d+|\d+(?:\.\d+)?%|"  # of a part: a number of samples, a share, or nothing
@@ -53,7 +55,7 @@ class Rule:
     """Which samples a subset has; at least one of its parts is given. Raises ConfigError where they do not fit."""
 
     keep: Sequence[int | str] = ()  # classes, by id or by name: samples that have one of them
-    only: str | None = None  # path of a list of samples (data.shards.listed)
+    only: str | None = None  # path of a list of samples (data.extras.listed)
     but: str | None = None  # path of a list of samples to leave out, or of a leaks.json
     part: str | None = None  # first:stop, in samples or percent: ":98%"; with a seed so much of each class
     shots: int | None = None  # samples of each class
@@ -285,6 +287,7 @@ def choose(index: Index, labels: Labels | None, rule: Rule) -> np.ndarray:
     for path, is_wanted in ((rule.only, True), (rule.but, False)):
         if path is not None:
             listed = np.zeros(index.samples, bool)
+            listed_rows = load_optional(LISTED_ROWS, "a list of samples")
             listed[listed_rows(path, index)] = True
             chosen &= listed == is_wanted
     if rule.part is not None:

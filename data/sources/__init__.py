@@ -1,1 +1,1 @@
-"""Where samples come from: folders, tables, tars, and data sets as their owners distribute them."""
+"""Where samples come from: folders of classes, how their classes are numbered, and the digits."""

@@ -1,17 +1,12 @@
-"""Samples on their way into shards: an encoded image with its class ids; the digits; what a known set must hold.
+"""Samples on their way into shards: an encoded image with its class ids; the digits; what a known set is.
 
 A source is a generator of `Sample`, always in the same order; lists of files are shuffled by the hash of their names,
 so that a shard mixes classes whatever order the files were in. Nothing is unpickled. A function `…_classes` beside a
 source gives the names of its classes, in the order of its ids.
-
-    encode(pixels)                                   an array of RGB pixels, or of grey pixels → PNG
-    as_image(raw, "cat_1.jpg", others)               a JPEG stays as it is, whatever its name says; a GIF becomes a PNG
 """
 
 from __future__ import annotations
 
-import io
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.checks import printable
 from data.errors import DataError
 from data.images.decode import MAX_BYTES
-from data.index.names import Names, Numbering
-from data.index.tar import Refusals
+from data.index.names import Names
+from data.sources.numbering import Numbering
 
 # scikit-learn's copy of UCI's "Optical Recognition of Handwritten Digits", byte for byte; digits.LICENSE beside it.
 DIGITS_FILE = Path(__file__).with_name("digits.csv.gz")
@@ -92,43 +86,6 @@ def kind_of(encoded: bytes) -> str:
     return "jpg"
 
 
-def encode(pixels: np.ndarray) -> bytes:
-    """Return a PNG of uint8 pixels of shape (H, W, 3) in RGB, or (H, W) in grey; same pixels give the same bytes."""
-    import cv2
-
-    # OpenCV encodes BGR.
-    ordered = pixels[..., ::-1] if pixels.ndim == 3 else pixels
-    return cv2.imencode(".png", np.ascontiguousarray(ordered))[1].tobytes()
-
-
-def as_image(raw: bytes, name: str, changed: Refusals) -> tuple[bytes, str]:
-    """Return an encoded image and its extension, by what its bytes are; kinds that no decoder here reads become PNG.
-
-    Each change is counted in `changed`. Raises DataError where it is no image at all.
-    """
-    kind = kind_of(raw)
-    if kind != "jpg" or raw.startswith(b"\xff\xd8"):
-        return raw, kind
-
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(raw)) as image:
-            # Of a GIF with several frames, the first: what TensorFlow's data sets and Pillow show of it.
-            pixels = np.asarray(image.convert("RGB"))
-            changed.add(f"{image.format} made a PNG, pixel by pixel", name)
-    except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{printable(name)}: no image ({error}); download the archive again") from None
-    return encode(pixels), "png"
-
-
-def warn_of(source: Path, notes: Refusals) -> None:
-    """Log a warning of what was passed over in a source, or changed, a line a reason."""
-    log = logging.getLogger(__name__)
-    for line in notes.lines():
-        log.warning("%s: %s", source, line)
-
-
 # ------------------------------------------------------------------------------------------------ digits
 
 
@@ -158,9 +115,6 @@ def digits(train: bool, image_size: int = 32) -> Iterator[Sample]:
 
 # ------------------------------------------------------------------------------------------- known data sets
 
-# Archives are downloaded by hand, cut short, mixed up and thinned out; a number on half a test set is no number. So the
-# samples and classes of every known set are counted while they are packed, and compared before there is an index.
-
 
 @dataclass(frozen=True)
 class Published:
@@ -179,40 +133,3 @@ class Archive(NamedTuple):
     classes: Callable[[Path], Names]  # in the order of their ids
     published: dict[str, Published]  # split → what it is known to hold; other splits there are none
     counted: Callable[[Path], Names] | None = None  # the classes that are published, where they are others than those
-
-
-def samples_of_archive(
-    archive: Archive, path: Path, split: str, name: str, *, partial: bool = False
-) -> Iterator[Sample]:
-    """Give the samples of a known data set, counted and compared with what is published.
-
-    `name` is the set's, for messages. Raises DataError where they differ: before the first sample in the classes, after
-    the last in the samples; and where the archive is damaged or another. Of a `partial` set what differs is logged.
-    """
-    published = archive.published[split]
-    expected = f"expected {published.samples:,} samples of {published.classes:,} classes ({published.source})"
-    way_out = (
-        "\n  compare the archive's size or checksum with its owners', and download it again\n"
-        "  if it is a part on purpose: --partial, in a recipe partial: true"
-    )
-    log = logging.getLogger(__name__)
-
-    names = (archive.counted or archive.classes)(path)
-    samples = archive.samples(path, split)  # which may refuse what lies there, in better words than a count
-    if names and len(names) != published.classes:
-        difference = f"{name}: found {len(names):,} classes, {expected}"
-        if not partial:
-            raise DataError(difference + way_out)
-        log.warning("%s", difference)
-
-    count = 0
-    seen: set[int] = set()
-    for sample in samples:
-        count += 1
-        seen.update(sample.labels or ())
-        yield sample
-    if count not in (published.samples, *published.also):
-        difference = f"{name}: found {count:,} samples of {len(seen):,} classes, {expected}"
-        if not partial:
-            raise DataError(difference + way_out)
-        log.warning("%s", difference)

@@ -19,7 +19,8 @@ import typer
 import models
 from data.errors import DataError, UsageError
 from data.files import whole_file
-from data.index.names import read_class_list, some
+from data.index.names import some
+from data.sources.numbering import read_class_list
 from jobs.commands.arguments import Debug
 from jobs.commands.weights import find_weights, refuse_missing
 from jobs.named_stages import stage_at, stages_in

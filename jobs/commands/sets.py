@@ -19,7 +19,7 @@ from pipeline.values import counted
 if TYPE_CHECKING:
     from data.index.index import Index
     from data.index.names import Names
-    from data.remote.cache import CacheConfig
+    from data.remote.config import CacheConfig
 
 SOURCES = (
     "folder (one sub-folder a class), table (CSV or parquet with columns path and label), tars (WebDataset, "
@@ -104,8 +104,8 @@ def pack(
     _debug: Debug = False,
 ) -> int:
     """Pack images of many kinds into shards with their index."""
-    from data.index.names import Numbering
     from data.shards.packing import pack
+    from data.sources.numbering import Numbering
     from jobs.sets import SetConfig, check_apart, expected_samples, numbering_of, samples_of
     from pipeline import config
 
@@ -190,8 +190,8 @@ def index(
 ) -> int:
     """Index existing WebDataset tars, unchanged; exit 65 where nothing of them can be used."""
     from data.index.document import load_index
-    from data.index.names import check_unmistakable, read_class_list
     from data.shards.indexing import build_index, decoded_samples
+    from data.sources.numbering import check_unmistakable, read_class_list
 
     if output is not None:
         refuse_file(Path(output))
@@ -273,7 +273,7 @@ def check(context: typer.Context, index: "Index", *, workers: int, cache: str | 
 
 def cache_config(folder: str | None) -> "CacheConfig":
     """Return how remote shards are fetched, into a folder if one is given, as `data.cache` of a recipe says it."""
-    from data.remote.cache import CacheConfig
+    from data.remote.config import CacheConfig
 
     if folder is None:
         return CacheConfig()

@@ -35,8 +35,8 @@ from data.errors import DataError
 from data.files import write_whole
 from data.images.preprocess import corrections
 from data.index.document import load_index
-from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, in_pairs, read_leaks
+from data.optional import load_optional
+from data.remote.config import CacheConfig
 from jobs.cluster.supervisor import supervise
 from jobs.cluster.worker import Task
 from jobs.resolved_recipe import (
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.evaluator import Request
     from pipeline.evaluation.worker import WorkerConfig
 
+LEAKS_DOCUMENT = "data.extras.leaks.document"
 Digests = tuple[str | None, ...]  # what a result depends on: test set, training set, protocol, leaks
 # Of a trained stage, what its accuracy is of, and what its few-shot accuracy is of.
 ACCURACY_FIELDS = ("data.evaluate", "data.preprocess")
@@ -176,7 +177,7 @@ class LeaksFile:
 
     path: str
     digest: str  # sha256 of the file
-    leaks: Leaks
+    leaks: Any  # a data.extras.leaks.document.Leaks
 
 
 class Evaluate(StageKind):
@@ -201,6 +202,7 @@ class Evaluate(StageKind):
         leaks = None
         leaks_path = context.campaign.path_of(cfg.leaks)
         if leaks_path is not None:
+            read_leaks = load_optional(f"{LEAKS_DOCUMENT}:read_leaks", f"{context.stage.name}.leaks")
             leaks = LeaksFile(leaks_path, artifacts.digest_of(Path(leaks_path))["sha256"], read_leaks(leaks_path))
         # The pixels that the weights were judged on, where their maker recorded that and the recipe says nothing else.
         preprocess = f"resize({context.model.image_size})"
@@ -359,6 +361,7 @@ def requests_of(cfg: EvaluateConfig, context: Context, preprocess: str, leaks: L
         leaked = None
         if leaks is not None:
             try:
+                in_pairs = load_optional(f"{LEAKS_DOCUMENT}:in_pairs", f"{context.stage.name}.leaks")
                 leaked = np.flatnonzero(in_pairs(leaks.leaks, index, "test")).tolist()
             except DataError as error:
                 raise DataError(f"leaks {leaks.path} knows nothing of the set {name}: {error}") from None

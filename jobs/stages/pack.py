@@ -13,13 +13,14 @@ from data.checks import at_least, check_name
 from data.errors import DataError
 from data.index.document import SUFFIX, load_index
 from data.index.index import Index
-from data.index.names import Names, Numbering
+from data.index.names import Names
 from data.index.shard import table_path
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import MOST_LINES, unusable_shards
 from data.shards.subset import Part, make_subsets, summary
 from data.sources.folders import files_of, folder_classes, images_below
+from data.sources.numbering import Numbering
 from jobs.resolved_recipe import Available, CheckResult, Context, Reads, Stage, StageKind
 from jobs.sets import (
     SetConfig,

@@ -33,7 +33,7 @@ from data.errors import DataError, PatchlineError, Preempted, exit_code
 from data.evaluation import EvaluationBatch, EvaluationSet
 from data.index.document import load_index
 from data.index.index import Index
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from pipeline.evaluation import document
 from pipeline.evaluation.features import Beat, FeatureStore, collect
 from pipeline.evaluation.probes import COMPUTE, Inputs

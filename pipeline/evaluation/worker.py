@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from data.checks import printable_lines
 from data.errors import Preempted
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.storage import open_storage
 from pipeline import config
 from pipeline.evaluation import any_weights

@@ -19,7 +19,7 @@ from data.extras.leaks.search import Embeddings, Match, ShardMatches, key_of, ma
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
 from data.index.index import Index
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.seal import Journal
 from data.shards.parallel import Progress
 from data.shards.reader import ShardReader

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -258,3 +259,11 @@ def store(scheme: str, files: Files, proxy: Proxy | None = None) -> Iterator[Pro
     start = {"s3": s3, "gs": gs, "az": az}[scheme]
     with served(proxy.handler()) as port, start(proxy, port, files):
         yield proxy
+
+
+def objects(bucket: Any, run: str) -> dict[str, bytes]:
+    """What boto3 finds below a run's URL, by name."""
+    prefix = run.removeprefix(f"s3://{bucket.name}/") + "/"
+    return {
+        entry.key.removeprefix(prefix): entry.get()["Body"].read() for entry in bucket.objects.filter(Prefix=prefix)
+    }

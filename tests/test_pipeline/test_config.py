@@ -8,7 +8,7 @@ import pytest
 
 from data.errors import ConfigError
 from data.images.augment import AugmentConfig
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from jobs.cluster_config import ClusterConfig
 from jobs.extras.studies import table
 from jobs.extras.studies.expand import SweepConfig

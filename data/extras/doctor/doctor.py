@@ -34,10 +34,11 @@ from data.checks import one_line
 from data.errors import DataError, StorageError
 from data.extras.doctor.report import Report, ShardReport
 from data.images.decode import BadImage, decode_whole, is_damaged, read_header
-from data.index.index import Index
+from data.index.index import Index, Refusals
 from data.index.shard import sample_digest
-from data.index.tar import Refusals, mapped, walk
-from data.remote.cache import Cache, CacheConfig
+from data.index.tar import mapped, walk
+from data.remote.cache import Cache
+from data.remote.config import CacheConfig
 from data.shards.packing import pack
 from data.shards.parallel import Progress, in_parallel
 from data.shards.reader import read_labels

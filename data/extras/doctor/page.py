@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from data import page
 from data.extras.doctor.report import Report
+from data.extras.pages import page
 from data.images.decode import decode
 
 MOST_SHARDS = 1000  # rows of the table

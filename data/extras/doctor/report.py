@@ -11,9 +11,8 @@ import numpy as np
 
 from data.checks import printable
 from data.images.decode import Header
-from data.index.index import Index
+from data.index.index import Index, Refusals
 from data.index.names import some
-from data.index.tar import Refusals
 
 FEW_SHARDS = 16  # so few shards are no trouble if they are small
 SMALL_SHARD = 32 << 20  # bytes; below it a network mostly waits for the next request

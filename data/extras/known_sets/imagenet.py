@@ -24,11 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError
+from data.extras.known_sets.archive import read_members, warn_of
+from data.extras.sources.members import is_compressed
+from data.index.index import Refusals
 from data.index.names import Names, some
-from data.index.tar import IMAGES, Refusals, is_image, mapped, members
+from data.index.shard import IMAGES, is_image
+from data.index.tar import mapped, members
 from data.sources.folders import folder_classes
-from data.sources.members import is_compressed, read_members
-from data.sources.samples import Published, Sample, warn_of
+from data.sources.samples import Published, Sample
 
 PAGE = "https://image-net.org/download.php"
 SOURCE = "Russakovsky et al. 2015, table 2"

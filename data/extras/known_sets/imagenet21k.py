@@ -20,10 +20,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from data.errors import DataError
+from data.extras.known_sets.archive import warn_of
+from data.extras.sources.members import Member, members, tar_members
+from data.index.index import Refusals
 from data.index.names import Names, some
-from data.index.tar import Refusals
-from data.sources.members import Member, members, tar_members
-from data.sources.samples import Published, Sample, kind_of, warn_of
+from data.sources.samples import Published, Sample, kind_of
 
 WNID = re.compile(r"n\d{8}")
 WINTER21 = Published(13_153_500, 19_167, "the winter 2021 release, image-net.org/update-sep-17-2019")

@@ -23,11 +23,12 @@ import numpy as np
 
 from data.errors import DataError
 from data.extras.known_sets import imagenet, imagenet21k, objectnet
+from data.extras.known_sets.archive import as_image, encode, first_present, read_members, text_of, warn_of
 from data.extras.known_sets.vtab_prepared import VTAB
+from data.extras.sources.members import members
+from data.index.index import Refusals
 from data.index.names import Names, some
-from data.index.tar import Refusals
-from data.sources.members import first_present, members, read_members, text_of
-from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
+from data.sources.samples import Archive, Published, Sample
 
 # ------------------------------------------------------------------------------------------------ CIFAR
 

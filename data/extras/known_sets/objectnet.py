@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
+from data.extras.known_sets.archive import encode, read_members, warn_of
+from data.extras.sources.members import members
+from data.index.index import Refusals
 from data.index.names import Names
-from data.index.tar import Refusals
-from data.sources.members import members, read_members
-from data.sources.samples import Published, Sample, encode, warn_of
+from data.sources.samples import Published, Sample
 
 FOLDERS = "folder_to_objectnet_label.json"
 TO_IMAGENET = "objectnet_to_imagenet_1k.json"

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from data.errors import DataError
+from data.extras.known_sets.archive import as_image, encode, warn_of
 from data.extras.known_sets.vtab_records import features, records
 from data.extras.known_sets.vtab_tasks import NAMES, TASKS, Split, VtabTask, label_of
+from data.index.index import Refusals
 from data.index.names import Names
-from data.index.tar import Refusals
-from data.sources.samples import Archive, Published, Sample, as_image, encode, warn_of
+from data.sources.samples import Archive, Published, Sample
 
 INFO = "dataset_info.json"
 CLASS_NAMES = "label.labels.txt"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data import page
 from data.checks import printable
+from data.extras.leaks.document import Leaks, Pair, Side, in_pairs
+from data.extras.pages import page
 from data.images.decode import BadImage, decode
 from data.index.index import Index
-from data.remote.cache import CacheConfig
-from data.shards.leaks import Leaks, Pair, Side, in_pairs
+from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader
 
 MOST_EXAMPLES = 5  # pairs that the lines name

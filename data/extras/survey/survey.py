@@ -29,25 +29,22 @@ from statistics import median
 from data.checks import printable
 from data.errors import DataError, UsageError
 from data.extras.known_sets.known import known_archive
-from data.images.decode import BadImage, read_header
-from data.index.document import SUFFIX, load_index
-from data.index.names import NoLabel, parse_labels, some
-from data.index.shard import COMPRESSED
-from data.index.tar import IMAGES, first_part, is_image, mapped, walk
-from data.sources.folders import (
-    HIDDEN,
+from data.extras.sources.tables import (
     IMAGE_COLUMNS,
     TABLE_PATH_COLUMNS,
     ImageParquet,
     classes_in,
-    files_of,
     first_of,
-    images_below,
     label_text,
     naming_parquet,
-    refuse_loop,
     table_columns,
 )
+from data.images.decode import BadImage, read_header
+from data.index.document import SUFFIX, load_index
+from data.index.names import NoLabel, parse_labels, some
+from data.index.shard import COMPRESSED, IMAGES, is_image
+from data.index.tar import first_part, mapped, walk
+from data.sources.folders import HIDDEN, files_of, images_below, refuse_loop
 
 TRAIN = ("train", "training")
 # What is evaluated on, in this order: a test set stays untouched where there is a validation set.

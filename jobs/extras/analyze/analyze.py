@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from data.errors import DataError, UsageError
+from data.extras.sources.tars import tars
 from data.files import write_whole
 from data.images.decode import BadImage, decode
 from data.images.preprocess import preprocess
-from data.index.tar import IMAGES
-from data.sources.tars import tars
+from data.index.shard import IMAGES
 from jobs.commands.conversion import load, verify
 from jobs.terminal import ProgressMeter, activity, echo
 from models.catalog import normalise

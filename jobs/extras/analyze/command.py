@@ -29,7 +29,7 @@ def analyze(weights: AnyWeights, images: Images, output: Output, limit: Limit = 
         )
     if Path(output).is_file():
         raise UsageError(f"--output {output} is a file\n  expected a folder, which is made where there is none")
-    from data.index.tar import IMAGES
+    from data.index.shard import IMAGES
 
     # Of a path without an image it is told before torch is imported.
     images_or_tars = tuple(f".{suffix}" for suffix in (*IMAGES, "tar"))

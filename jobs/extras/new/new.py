@@ -25,7 +25,7 @@ from data.errors import DataError, UsageError
 from data.extras.survey.survey import FoundSet, Sets, one_place, survey
 from data.files import write_whole
 from data.index.names import some
-from data.index.tar import IMAGES
+from data.index.shard import IMAGES
 from jobs.named_stages import find_stage, near_path
 from jobs.recipe.key import model_at
 from jobs.terminal import ProgressMeter, activity, as_typed, echo

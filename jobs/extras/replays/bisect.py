@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import UsageError
+from data.extras.pages.page import jpeg_bytes
 from data.files import write_whole
-from data.page import jpeg_bytes
 from data.shards.reader import ShardReader
 from jobs.cluster.supervisor import supervise
 from jobs.extras.replays.stretch import Replays

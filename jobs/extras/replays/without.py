@@ -18,8 +18,8 @@ import torch
 
 import models
 from data.errors import DataError, UsageError
+from data.extras.listed import listed_rows
 from data.index.index import Index, called
-from data.shards.listed import listed_rows
 from jobs.extras.replays.stretch import Replays
 from jobs.terminal import activity, echo
 from pipeline import artifacts

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from data.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
+from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, charted, svg
 from pipeline.values import amount
 
 BUCKETS = 360  # of a curve; two points each

@@ -1,4 +1,4 @@
-"""Writes the page of a run, or of several runs side by side (data/templates/run.html and compare.html).
+"""Writes the page of a run, or of several runs side by side (data/extras/pages/templates/run.html and compare.html).
 
 1. The runs are read (jobs/extras/history.py) and, if there are several, compared (jobs/extras/diff).
 2. What the template shows is gathered: the stages as they were read, charts, rows of numbers, pictures.
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import page
 from data.checks import one_line
 from data.errors import PatchlineError
+from data.extras.pages import page
 from data.index.document import load_index
 from data.index.index import Index
 from data.storage import Storage

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from data.errors import PatchlineError
+from data.extras.pages.page import jpeg
 from data.images.decode import BadImage, decode
 from data.index.index import Index
-from data.page import jpeg
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.shards.reader import ShardReader
 from jobs.extras.history import RunHistory, StageHistory
 from jobs.terminal import COMMAND, as_typed

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
-from data.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
+from data.extras.pages.page import DASHES, GRID, INK, LINES, MARKERS, ON_PAPER, STYLE, charted, svg
 from pipeline.values import amount
 
 WIDTH = 4.9  # inches of a panel

@@ -32,8 +32,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from data.errors import ConfigError, DataError, Diverged
+from data.extras.shared_samples import shared_samples
 from data.files import write_whole
-from data.index.index import shared_samples
 from jobs.extras.studies import expand
 from jobs.extras.studies.axes import axes_of
 from jobs.extras.studies.law import check_budget

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from data.remote.reach import Reach, read_some
+from data.extras.reach import Reach, read_some
 from pipeline.extras.preflight.folder import FolderReport, report_on
 from pipeline.extras.preflight.network import Network, measure
 from pipeline.identity import Identity, identity

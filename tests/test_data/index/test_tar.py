@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.index.index import Refusals
 from data.index.names import parse_labels
-from data.index.tar import Refusals, check_end, members, read_pax, walk
+from data.index.tar import check_end, members, read_pax, walk
 from tests.support.tars import tar_of
 
 pytestmark = pytest.mark.quick

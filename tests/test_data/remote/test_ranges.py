@@ -16,12 +16,13 @@ import torch
 from data.decoder import DecoderProcess
 from data.errors import DataError, StorageError
 from data.index.index import Index
-from data.index.tar import SampleRow
+from data.index.shard import SampleRow
 from data.loader import TrainLoader
 from data.order import Order
 from data.remote import cache as cache_module
 from data.remote import ranges, urls
-from data.remote.cache import Ahead, Cache, CacheConfig
+from data.remote.cache import Ahead, Cache
+from data.remote.config import CacheConfig
 from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.reader import ShardReader

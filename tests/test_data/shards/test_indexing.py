@@ -13,13 +13,13 @@ import webdataset
 
 from data.errors import DataError
 from data.extras.doctor.doctor import check
+from data.extras.sources.tars import tars
 from data.index.document import load_index
-from data.index.tar import MOST_TYPES
+from data.index.index import MOST_TYPES
 from data.shards.indexing import build_index, local_tars
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.sources.samples import Sample
-from data.sources.tars import tars
 from jobs.__main__ import main
 from tests.support.tars import picture, write_tar
 

@@ -1,11 +1,9 @@
 """Packing is deterministic, resumable, and makes the same index that indexing its tars does."""
 
-import contextlib
 import io
 import os
 import struct
 import tarfile
-import time
 import zlib
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +20,8 @@ from data.errors import DataError
 from data.extras.doctor.doctor import check
 from data.extras.known_sets.imagenet import train as imagenet_train
 from data.extras.known_sets.imagenet import validation as imagenet_validation
-from data.files import write_whole
+from data.extras.sources.tables import image_parquet, path_table
+from data.extras.sources.tars import tars
 from data.images.decode import decode, library
 from data.index.document import load_index
 from data.index.index import exclude
@@ -30,9 +29,8 @@ from data.shards import reader
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
-from data.sources.folders import class_folders, image_parquet, path_table
+from data.sources.folders import class_folders
 from data.sources.samples import Sample, digits
-from data.sources.tars import tars
 from jobs.__main__ import main
 from tests.support.tars import open_tar, picture, tar_of
 
@@ -53,49 +51,6 @@ def test_the_same_samples_give_the_same_bytes(tmp_path):
     first, second = (pack(samples(25), tmp_path / name, shard_samples=10) for name in "ab")
     assert first.digest == second.digest and contents(tmp_path / "a") == contents(tmp_path / "b")
     assert first.shard_samples.tolist() == [10, 10, 5] and first.class_counts == (5, 5, 5, 5, 5)
-
-
-def test_a_killed_packing_goes_on_and_ends_with_the_same_bytes(tmp_path):
-    def dying():
-        yield from samples(25)[:17]
-        raise KeyboardInterrupt
-
-    pack(samples(25), tmp_path / "whole", shard_samples=5)
-    with pytest.raises(KeyboardInterrupt):
-        pack(dying(), tmp_path / "killed", shard_samples=5)
-    assert len(list((tmp_path / "killed").glob("*.tar"))) == 3 and not list((tmp_path / "killed").glob("*.json"))
-    kept = (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns
-    pack(samples(25), tmp_path / "killed", shard_samples=5)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
-    assert (tmp_path / "killed" / "train-000000.tar").stat().st_mtime_ns == kept
-
-
-def test_a_kill_while_a_journal_is_taken_over_loses_no_finished_shard(tmp_path, monkeypatch):
-    wrong = [*samples(16), Sample("last", picture(0), (7,))]
-    with pytest.raises(DataError, match="labels"):
-        pack(wrong, tmp_path, shard_samples=5, classes=5)
-    partial = tmp_path / "train.index.json.partial"
-    before = partial.read_text()
-    assert len(before.splitlines()) == 4, "the setting and three shards"
-
-    def killed(path, content):
-        write_whole(path, content)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("data.seal.write_whole", killed)
-        pack(wrong, tmp_path, shard_samples=5, classes=5)
-    assert partial.read_text() == before
-
-
-def test_a_packing_whose_journal_lost_half_a_line_goes_on_too(tmp_path):
-    pack(samples(25), tmp_path / "whole", shard_samples=5)
-    with pytest.raises(DataError, match="labels"):
-        pack([*samples(15), Sample("last", picture(0), (1_000,))], tmp_path / "killed", shard_samples=5, classes=5)
-    journal = tmp_path / "killed" / "train.index.json.partial"
-    journal.write_bytes(journal.read_bytes()[:-20])
-    pack(samples(25), tmp_path / "killed", shard_samples=5, classes=5)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
 def test_a_shard_that_is_left_out_may_be_missing(tmp_path):
@@ -275,68 +230,6 @@ def test_packing_in_parallel_gives_the_same_bytes(tmp_path):
     assert alone == replace(in_parallel, directory=alone.directory)
     assert contents(tmp_path / "one") == contents(tmp_path / "four")
     assert reports[-1][1] == 47 and sorted(reports) == reports
-
-
-def test_a_journal_of_other_samples_is_not_trusted(tmp_path):
-    def dying():
-        yield from samples(17)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pack(dying(), tmp_path, shard_samples=5)
-    others = [Sample(f"x{s.key[1:]}", s.image, s.labels) for s in samples(8)]
-    assert ShardReader(made := pack(others, tmp_path, shard_samples=5)).read(0, 0)[0] == "x00000"
-    assert made.samples == 8
-
-
-def test_labels_corrected_after_a_stop_are_in_the_shards_that_were_finished_before(tmp_path):
-    wrong = [*samples(16), Sample("last", picture(0), (7,))]
-    with pytest.raises(DataError, match="labels"):
-        pack(wrong, tmp_path / "one", shard_samples=5, classes=5)
-    right = [replace(sample, labels=(0,)) for sample in wrong]
-    pack(right, tmp_path / "one", shard_samples=5, classes=5)
-    pack(right, tmp_path / "two", shard_samples=5, classes=5)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-@pytest.mark.parametrize("restarts", [False, pytest.param(True, marks=needs_binding)])
-def test_images_corrected_after_a_stop_are_too(tmp_path, restarts):
-    for name in "abcd":
-        (tmp_path / f"{name}.jpg").write_bytes(picture(1))
-    originals = [Sample(name, tmp_path / f"{name}.jpg", (0,)) for name in "abcd"]
-    with pytest.raises(DataError, match="labels"):
-        pack(
-            [*originals, Sample("e", picture(0), (7,))], tmp_path / "one", shard_samples=2, classes=5, restarts=restarts
-        )
-    (tmp_path / "c.jpg").write_bytes(picture(2))
-    os.utime(tmp_path / "c.jpg", (time.time() + 5, time.time() + 5))
-    for folder in ("one", "two"):
-        pack(originals, tmp_path / folder, shard_samples=2, classes=5, restarts=restarts)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-def test_images_in_memory_that_changed_after_a_stop_are_packed_again(tmp_path):
-    originals = samples(6)
-    for label in (7, 0):
-        with contextlib.suppress(DataError):
-            pack([*originals, Sample("last", picture(0), (label,))], tmp_path / "one", shard_samples=3, classes=5)
-        originals[0] = replace(originals[0], image=originals[0].image[::-1])
-    originals[0] = replace(originals[0], image=originals[0].image[::-1])
-    pack([*originals, Sample("last", picture(0), (0,))], tmp_path / "two", shard_samples=3, classes=5)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-def test_a_stopped_packing_is_not_taken_for_a_set(tmp_path):
-    wrong = [*samples(5), Sample("last", picture(0), (7,))]
-    with pytest.raises(DataError, match="labels"):
-        pack(wrong, tmp_path, name="set", shard_samples=5, classes=5)
-    (tmp_path / ".tmp-4000000-4000000-set-000001.tar").write_bytes(b"half")
-    with pytest.raises(DataError, match="a packing was stopped here; run the same `jobs pack` again"):
-        build_index(tmp_path, name="set")
-    with pytest.raises(DataError, match=r"set\.index\.json\.partial is of a packing or indexing that was stopped"):
-        load_index(tmp_path)
-    made = pack([replace(sample, labels=(0,)) for sample in wrong], tmp_path, name="set", shard_samples=5, classes=5)
-    assert made.samples == 6 and not list(tmp_path.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from data.index.index import Index
 from data.index.shard import Shard
 from data.loader import TrainLoader
 from data.order import Order
-from data.remote.cache import Cache, CacheConfig
+from data.remote.cache import Cache
+from data.remote.config import CacheConfig
 from data.shards.indexing import build_index
 from data.shards.packing import pack
 from data.shards.reader import ShardReader

@@ -19,13 +19,13 @@ from data.draws import stratified
 from data.errors import ConfigError, DataError
 from data.evaluation import EvaluationSet
 from data.extras.doctor.doctor import check, repair
+from data.extras.leaks.document import SCHEMA
 from data.index.document import load_index
 from data.index.index import Index, exclude, join
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.seal import seal
 from data.shards import subset
 from data.shards.indexing import build_index
-from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.shards.reader import ShardReader, check_sizes
 from data.shards.subset import Labels, Rule, bounds_of, count_classes

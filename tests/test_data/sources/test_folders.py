@@ -1,21 +1,11 @@
-"""Folders, tables and parquet of images, written by hand."""
+"""Folders of images, written by hand."""
 
 import cv2
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from data.errors import DataError
-from data.sources.folders import (
-    class_folders,
-    folder_classes,
-    image_parquet,
-    parquet_classes,
-    path_table,
-    table_classes,
-    unlabelled_folder,
-)
+from data.sources.folders import class_folders, folder_classes, unlabelled_folder
 
 pytestmark = pytest.mark.quick
 
@@ -51,42 +41,3 @@ def test_without_labels_the_folders_mean_nothing(photos):
     samples = list(unlabelled_folder(photos))
     assert len(samples) == 3
     assert {sample.labels for sample in samples} == {None}
-
-
-@pytest.mark.parametrize(
-    ("rows", "names", "labels"),
-    [
-        ("dog/1.png,dog\ncat/a.b.png,cat\n", ("cat", "dog"), {"dog/1": (1,), "cat/a_b": (0,)}),
-        ("dog/1.png,3\ncat/a.b.png,0 2\n", (), {"dog/1": (3,), "cat/a_b": (0, 2)}),
-    ],
-)
-def test_a_table_has_ids_or_names(rows, names, labels, photos):
-    table = photos / "table.csv"
-    table.write_text(f"path,label\n{rows}", encoding="utf-8-sig")
-    assert table_classes(table) == names
-    assert {sample.key: sample.labels for sample in path_table(table)} == labels
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("path,label\ndog/1.png,3\ncat/a.b.png,cat\n", "some labels are class ids"),
-        ("file,class_id\n", "expected columns path and label, found"),
-        ("path,label\ndog/9.png,1\n", "there is no file"),
-    ],
-)
-def test_a_table_that_cannot_be_packed_is_refused(text, message, photos):
-    (photos / "table.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
-        list(path_table(photos / "table.csv"))
-
-
-def test_parquet_of_hugging_face_has_images_labels_and_names(tmp_path):
-    rows = {"image": [{"bytes": IMAGE, "path": None}] * 3, "label": [1, 0, 1]}
-    features = '{"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}'
-    table = pyarrow.table(rows).replace_schema_metadata({"huggingface": features})
-    parquet.write_table(table, tmp_path / "train.parquet")
-    assert parquet_classes(tmp_path) == ("cat", "dog")
-    samples = list(image_parquet(tmp_path))
-    assert [sample.labels for sample in samples] == [(1,), (0,), (1,)]
-    assert {sample.image for sample in samples} == {IMAGE}

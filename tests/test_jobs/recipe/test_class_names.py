@@ -15,9 +15,9 @@ from data.evaluation import EvaluationSet
 from data.extras.doctor.doctor import check, repair
 from data.index.document import load_index, seal_of
 from data.index.index import join
-from data.index.names import number, read_class_list
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
+from data.sources.numbering import number, read_class_list
 from data.sources.samples import Sample
 from jobs.__main__ import main
 from jobs.recipe import class_names

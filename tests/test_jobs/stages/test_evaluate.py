@@ -14,10 +14,10 @@ import torch
 
 import models
 from data.evaluation import EvaluationSet
+from data.extras.leaks.document import SCHEMA
 from data.images import preprocess
 from data.index.document import load_index
 from data.seal import seal
-from data.shards.leaks import SCHEMA
 from data.shards.packing import pack
 from data.shards.subset import Rule
 from data.sources.samples import DIGITS, digits

@@ -13,7 +13,7 @@ import models
 from data.errors import ExitCode
 from data.evaluation import EvaluationSet
 from data.index.document import load_index
-from data.remote.cache import CacheConfig
+from data.remote.config import CacheConfig
 from data.shards.packing import pack
 from data.sources.samples import digits
 from jobs.cluster.failure import WorkerGroupError

@@ -10,7 +10,6 @@ import cv2
 import numpy as np
 import pytest
 
-from data.extras.doctor import page
 from data.extras.doctor.doctor import check, repair
 from data.extras.doctor.page import write_page
 from data.extras.doctor.report import Report, ShardReport
@@ -122,19 +121,6 @@ def test_the_page_needs_nothing_else(sick, tmp_path):
     assert text.index("<td>s2.tar") < text.index("<td>s0.tar") < text.index("<td>s5.tar"), "the worst first"
     assert "k6: 6" in text and text.count("data:image/jpeg;base64,") >= 10 and "<script" not in text
     assert "http://" not in text and "https://" not in text
-
-
-def test_the_charts_are_of_the_classes_and_of_each_measure(tmp_path, monkeypatch):
-    report = check(pack(GOOD[:20], tmp_path / "set", classes=10))
-    figures = []
-    monkeypatch.setattr(page.Figure, "savefig", lambda figure, file, **_: figures.append(figure))
-    write_page(report, tmp_path / "page.html")
-    classes, *measures = figures[0].axes
-    (area,) = classes.collections
-    assert area.get_paths()[0].vertices[:, 1].max() == max(Counter(s.labels[0] for s in GOOD[:20]).values())
-    names = [axis.get_title().partition(" of an image, median ")[0] for axis in measures]
-    assert names == ["shorter side", "width / height", "kB"]
-    assert all(sum(bar.get_height() for bar in axis.patches) >= 20 for axis in measures)
 
 
 def test_a_shards_images_are_measured_and_counted_as_numpy_does():

@@ -1,4 +1,4 @@
-"""Accuracy over label lists: the ReaL protocol, from the distributed files to the number."""
+"""ImageNet's archives, as downloaded and as unpacked; accuracy over ReaL's label lists, from files to the number."""
 
 import io
 import json
@@ -14,11 +14,16 @@ from torch import Tensor, nn
 
 from data.errors import DataError
 from data.extras.known_sets.imagenet import labelled_images, real
+from data.extras.sources.members import members
+from data.index.document import load_index
 from data.shards.packing import pack
 from data.sources.samples import Sample
+from jobs.__main__ import main
 from pipeline.evaluation.evaluator import EvaluationGroup, Evaluator, Request
 from pipeline.evaluation.protocols import Protocol
 from pipeline.monitoring.watchdog import Phases
+from tests.support import archives
+from tests.support.archives import packed, picture, tar_bytes, write_folder
 from tests.support.golden import read_golden
 
 pytestmark = pytest.mark.quick
@@ -91,3 +96,65 @@ def test_as_many_label_lists_as_images_are_asked_for(files, tmp_path):
     (tmp_path / "short.json").write_text("[[1], [2]]")
     with pytest.raises(DataError, match=r"300 images, .*short\.json: 2 labels"):
         next(real(tmp_path / "short.json", files / "val.tar"))
+
+
+def test_imagenet_s_training_images_are_the_same_from_a_tar_of_tars_a_folder_of_tars_and_class_folders(tmp_path):
+    tars = archives.class_tars()
+    (tmp_path / "train.tar").write_bytes(tar_bytes(tars))
+    write_folder(tmp_path / "tars", tars)
+    for name in tars:
+        for member in members(tmp_path / "tars" / name):
+            write_folder(tmp_path / "folders" / name.removesuffix(".tar"), {member.name: member.read()})
+    whole = packed(tmp_path, "imagenet-train", tmp_path / "train.tar")
+    by_hand = {
+        f"{wnid}_{n}": (picture(50 * i + n), b"%d" % i) for i, wnid in enumerate(archives.WNIDS) for n in range(3)
+    }
+    assert whole == by_hand
+    labels = [sample[1] for sample in whole.values()]
+    assert labels != sorted(labels) and list(whole) != sorted(whole), "classes are mixed"
+    for form in ("tars", "folders"):
+        assert list(packed(tmp_path, "imagenet-train", tmp_path / form).items()) == list(whole.items())
+    assert load_index(tmp_path / "set1").names == archives.WNIDS
+
+
+def test_imagenet_s_validation_images_get_their_classes_from_the_devkit_a_list_or_their_folders(tmp_path, capsys):
+    images = archives.validation_images()
+    (tmp_path / "val.tar").write_bytes(tar_bytes(images))
+    write_folder(tmp_path / "flat", images)
+    by_class = {f"{archives.TRUTH[int(name[15:23]) - 1]}/{name}": body for name, body in images.items()}
+    write_folder(tmp_path / "classes", by_class)
+    devkit = archives.devkit(tmp_path / "ILSVRC2012_devkit_t12.tar.gz")
+    (tmp_path / "wnids.txt").write_text("\n".join(archives.TRUTH))
+    expected = {}
+    for number, wnid in enumerate(archives.TRUTH, start=1):
+        expected[f"ILSVRC2012_val_{number:08d}"] = (picture(number), b"%d" % archives.WNIDS.index(wnid))
+    ways = [("val.tar", devkit), ("flat", devkit), ("val.tar", "wnids.txt"), ("classes", devkit), ("classes", None)]
+    for form, wnids in ways:
+        options = [] if wnids is None else ["--wnids", str(tmp_path / wnids)]
+        assert packed(tmp_path, "imagenet-validation", tmp_path / form, *options) == expected, (form, wnids)
+        assert load_index(sorted(tmp_path.glob("set*"))[-1]).names == archives.WNIDS
+    (tmp_path / "wnids.txt").write_text("\n".join(archives.TRUTH[::-1]))
+    command = ["pack", "imagenet-validation", str(tmp_path / "classes"), str(tmp_path / "OUT")]
+    assert main([*command, "--wnids", str(tmp_path / "wnids.txt")]) == 65
+    said = capsys.readouterr().err
+    assert "ILSVRC2012_val_00000002.JPEG lies in the folder n01440764" in said and "says n02096294" in said
+    assert main(["pack", "imagenet-validation", str(tmp_path / "flat"), str(tmp_path / "OUT")]) == 65
+    assert "nothing says of which classes these images are" in capsys.readouterr().err
+
+
+def test_real_labels_are_all_of_an_image_s_and_images_without_any_are_left_out(tmp_path, capsys):
+    (tmp_path / "val.tar").write_bytes(tar_bytes(archives.validation_images()))
+    (tmp_path / "real.json").write_text(json.dumps([[1], [], [0, 2], [1]]))
+    options = ["--real", str(tmp_path / "real.json")]
+    labels = {
+        key: label
+        for key, (_, label) in packed(tmp_path, "imagenet-validation", tmp_path / "val.tar", *options).items()
+    }
+    assert labels == {f"ILSVRC2012_val_0000000{n}": label for n, label in ((1, b"1"), (3, b"0 2"), (4, b"1"))}
+    command = ["pack", "imagenet-validation", str(tmp_path / "val.tar"), str(tmp_path / "OUT"), *options]
+    assert main(command) == 65
+    said = capsys.readouterr().err
+    assert "found 3 samples of 3 classes, expected 46,837 samples of 1,000 classes (Beyer et al. 2020" in said
+    (tmp_path / "real.json").write_text(json.dumps([[1], [], [0, 2]]))
+    assert main(command) == 65
+    assert "4 images" in (said := capsys.readouterr().err) and "3 labels; they must be as many" in said

@@ -14,17 +14,17 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 from data.errors import DataError, ExitCode
 from data.extras.leaks import matching, search
+from data.extras.leaks.document import (
+    Leaks,
+    in_pairs,
+    read_leaks,
+)
 from data.extras.leaks.search import find_leaks
 from data.extras.leaks.signature import signature, trimmed
 from data.images.preprocess import preprocess
 from data.index.document import load_index
 from data.index.index import Index
 from data.shards.indexing import build_index
-from data.shards.leaks import (
-    Leaks,
-    in_pairs,
-    read_leaks,
-)
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.shards.subset import Rule

@@ -5,7 +5,7 @@ import re
 
 import models
 from data.errors import ExitCode
-from data.remote.reach import read_some
+from data.extras.reach import read_some
 from jobs.__main__ import main
 
 # ------------------------------------------------------------------------ real parts

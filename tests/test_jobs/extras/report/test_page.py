@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
+from data.extras.pages.page import jpeg
 from data.images.decode import decode
 from data.index.document import load_index, write_index
-from data.page import jpeg
 from data.shards.packing import pack
 from data.shards.reader import ShardReader
 from data.shards.subset import Rule

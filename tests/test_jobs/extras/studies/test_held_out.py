@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.extras.shared_samples import shared_samples
 from data.index.document import load_index
-from data.index.index import shared_samples
 from data.shards.packing import pack
 from data.shards.subset import Rule
 from data.sources.samples import digits

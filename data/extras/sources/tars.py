@@ -17,16 +17,16 @@ from itertools import groupby
 from pathlib import Path
 
 from data.errors import DataError
+from data.extras.sources.members import Member, is_compressed, members
 from data.images.decode import MAX_BYTES
 from data.index.document import SUFFIX, load_index
+from data.index.index import Refusals
 from data.index.names import NO_NAMES, Names, NoLabel, parse_labels
-from data.index.shard import COMPRESSED
+from data.index.shard import COMPRESSED, IMAGES
 from data.index.tar import (
     IGNORED,
-    IMAGES,
     LABELS,
     MAX_LABEL,
-    Refusals,
     check_nothing_excluded,
     compressed_in,
     first_part,
@@ -35,7 +35,6 @@ from data.index.tar import (
     walk,
 )
 from data.sources.folders import files_of
-from data.sources.members import Member, is_compressed, members
 from data.sources.samples import RawSample, Sample, kind_of
 
 TOO_LARGE = "image file too large"  # as `data.images.decode.read_header` says it

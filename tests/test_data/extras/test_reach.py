@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.remote.reach import read_some
+from data.extras.reach import read_some
 from data.shards.packing import pack
 from data.sources.samples import digits
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from data.page import COLOURS, INK, THUMBNAIL, jpeg, jpeg_bytes, shown, svg
+from data.extras.pages.page import COLOURS, INK, THUMBNAIL, jpeg, jpeg_bytes, shown, svg
 
 pytestmark = pytest.mark.quick
 

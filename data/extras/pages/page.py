@@ -2,9 +2,10 @@
 
     write_page(Path("report.html"), "check.html", title="…", chart=svg(figure, "samples a class"), …)
 
-The templates lie in data/templates; each fills the body of base.html. Nothing on a page is asked of anybody: its policy
-(CSP) forbids scripts and requests. Names come out of files that others made: every value is escaped, and written as
-`printable` text, which cannot turn the direction of the line; `| lines` is for texts of several.
+The templates lie beside this file, in `templates`; each fills the body of base.html. Nothing on a page is asked of
+anybody: its policy (CSP) forbids scripts and requests. Names come out of files that others made: every value is
+escaped, and written as `printable` text, which cannot turn the direction of the line; `| lines` is for texts of
+several.
 
 A chart is a matplotlib Figure drawn in INK, GRID and LINES. They stand for the page's own colours, light or dark.
 """
@@ -81,7 +82,7 @@ def svg(figure: Figure, title: str) -> Markup:
 
 
 def write_page(path: Path, template: str, **values: object) -> None:
-    """Write a page of a template in data/templates; it appears whole or not at all."""
+    """Write a page of a template in data/extras/pages/templates; it appears whole or not at all."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
     # How values are written, for all templates.

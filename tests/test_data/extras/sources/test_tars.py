@@ -10,10 +10,10 @@ import tarfile
 import pytest
 
 from data.errors import DataError
+from data.extras.sources.members import Member
+from data.extras.sources.tars import tars
 from data.shards.indexing import build_index
-from data.sources.members import Member
 from data.sources.samples import Sample
-from data.sources.tars import tars
 from tests.support.archives import packed, picture, tar_bytes
 from tests.support.tars import open_tar
 
@@ -83,7 +83,7 @@ def test_a_member_of_gigabytes_in_a_small_archive_is_refused_in_little_memory(tm
         file.write(bytes(1024))
     code = f"""
 import resource
-from data.sources.tars import tars
+from data.extras.sources.tars import tars
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print([sample.key for sample in tars({str(path)!r})])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.errors import DataError
-from data.sources.members import members, tar_members
+from data.extras.sources.members import members, tar_members
 from tests.support import archives
 from tests.support.archives import picture, tar_bytes, write_folder
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.shards.listed import listed_rows
+from data.extras.listed import listed_rows
 from data.shards.packing import pack
 from data.sources.samples import digits
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
+from data.extras.leaks.document import Compared, Leaks, Pair, in_pairs, read_leaks, write_leaks
 from data.seal import seal
-from data.shards.leaks import Compared, Leaks, Pair, in_pairs, read_leaks, write_leaks
 from data.shards.packing import pack
 from data.shards.subset import Rule
 from data.sources.samples import Sample

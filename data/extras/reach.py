@@ -5,9 +5,10 @@ import time
 from contextlib import suppress
 from typing import TypedDict
 
+from data.checks import redacted
 from data.errors import PatchlineError
 from data.index.document import load_index
-from data.remote.urls import read_range, redacted
+from data.remote.urls import read_range
 
 PIECE_BYTES = 2**22  # of a shard
 TIMEOUT_S = 20.0  # of one request to an object store

@@ -20,8 +20,8 @@ import numpy as np
 
 from data.checks import few, printable
 from data.errors import DataError
+from data.extras.leaks.document import SIDES, in_pairs, numbers_of, read_leaks
 from data.index.index import Index, called
-from data.shards.leaks import SIDES, in_pairs, numbers_of, read_leaks
 
 Listed = tuple[str, str]  # shard and key; the shard is "" where the list does not say
 MOST_SHOWN = 5  # samples that an error names of many

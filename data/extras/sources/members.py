@@ -24,7 +24,7 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +56,6 @@ EXTENSIONS = (
 )
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
 CHUNK = 1 << 20  # bytes that are read at once where they are not kept
-MOST_OF_A_LIST = 1 << 30  # bytes of a file that is no image; CIFAR-100's train.bin has 154 MB
 
 
 @dataclass(frozen=True)
@@ -125,42 +124,6 @@ def is_compressed(path: Path) -> bool:
     """Return whether a file is compressed in a way that is read here."""
     with open(path, "rb") as file:
         return file.read(8).startswith(tuple(COMPRESSIONS))
-
-
-def read_members(
-    path: str | os.PathLike[str],
-    bases: Collection[str],
-    way_out: str = "; is this the archive that its owners call so?",
-) -> dict[str, bytes]:
-    """Read the files of a small archive by the last parts of their paths.
-
-    Raises DataError, which ends with `way_out`, where one is missing.
-    """
-    contents: dict[str, bytes] = {}
-    for member in members(path):
-        if member.base in bases:
-            contents[member.base] = member.read(MOST_OF_A_LIST)
-    lacking = [base for base in bases if base not in contents]
-    if lacking:
-        raise DataError(f"{path}: has no {', '.join(lacking)}{way_out}")
-    return contents
-
-
-def text_of(content: bytes, name: str) -> str:
-    """Return the text of a file of an archive; raises DataError where it is none."""
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 at byte {error.start}; download the archive again") from None
-
-
-def first_present(folder: str | os.PathLike[str], names: Collection[str], page: str) -> Path:
-    """Return the first of these files or folders that lies in a folder; raises DataError saying where to get them."""
-    folder = Path(folder)
-    for name in names:
-        if (folder / name).exists():
-            return folder / name
-    raise DataError(f"{folder}: has none of {', '.join(names)}\n  download it from {page}")
 
 
 # --------------------------------------------------------------------------------------- each kind of archive

@@ -1,0 +1,1 @@
+"""Pages of HTML that open offline, for the extras that report."""

@@ -1,0 +1,189 @@
+"""Class lists, and how a source's class ids become those that are written.
+
+1. A source knows its names (`data.sources`), or a class list gives them (`read_class_list`), in the order of
+   their ids.
+2. `number` compares them with the names that are to be followed, those of another set, and says which id of the source
+   becomes which; what these names lack is refused, renamed by a table, or left out (`keep`).
+
+    number(("bird", "kitty"), ("airplane", "bird", "cat"), rename={"kitty": "cat"}).ids    {0: 1, 1: 2}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.checks import printable
+from data.errors import DataError
+from data.index.names import Names, some
+
+LIST_KEYS = ("names", "id2label", "label_names")  # what holds the class names in JSON that holds other things too
+
+
+def read_class_list(path: str | os.PathLike[str]) -> Names:
+    """Return the class names of a file, in the order of their ids; raises DataError where it holds none.
+
+    One name a line; or a `.jsonl` of a JSON text, or an object with `name`, a line; or a `.json`: a list of names,
+    {"0": name, …} as Hugging Face's `id2label`, or an object that has such as `names` (our indexes), `id2label` or
+    `label_names` (config.json of Hugging Face and of timm).
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".json":
+            content = json.loads(text)
+            for key in LIST_KEYS:
+                if isinstance(content, dict) and key in content:
+                    content = content[key]
+            if isinstance(content, dict):
+                content = [content.get(str(label)) for label in range(len(content))]
+        else:
+            content = []
+            for line in text.rstrip().splitlines():
+                content.append(json.loads(line) if path.suffix == ".jsonl" else line.strip())
+
+        if not isinstance(content, list) or not content:
+            raise ValueError("it names no classes")
+        names = []
+        for label, entry in enumerate(content):
+            name = entry.get("name") if isinstance(entry, dict) else entry
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"class {label} has no name")
+            names.append(name)
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such class list; expected a file of one class name a line") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; expected one class name a line, in the order of their ids") from None
+    return tuple(names)
+
+
+def check_unmistakable(names: Sequence[str], path: str) -> None:
+    """Raise DataError where a name is a number, and not its own id: as a label it would be taken for another class."""
+    for label, name in enumerate(names):
+        if name.isascii() and name.isdigit() and int(name) != label:
+            raise DataError(
+                f"{path}: class {label} is called {name}, which as a label is the id of class {int(name)}\n"
+                "  expected names that are no numbers, or ids in the labels: leave the class list out"
+            )
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """How a source's class ids become those that are written."""
+
+    names: Names = ()  # of the ids that are written; none where nobody knows them
+    ids: Mapping[int, int] | None = None  # of the source → written; others are left out; None: all, as they are
+    known: int | None = None  # ids of the source are below; None: unknown
+
+    def labels(self, labels: Sequence[int], key: str) -> tuple[int, ...]:
+        """Return what is written for the labels of a sample; raises DataError on an id that has no name."""
+        if self.known is not None and max(labels, default=0) >= self.known:
+            raise DataError(
+                f"sample {printable(key)} has label {max(labels)}, and there are {self.known} class names\n"
+                f"  expected labels from 0 to {self.known - 1}: are these the class names of this set?"
+            )
+        if self.ids is None:
+            return tuple(labels)
+        written: list[int] = []
+        for label in labels:
+            # Two classes that are now one give one label, not two.
+            if label in self.ids and self.ids[label] not in written:
+                written.append(self.ids[label])
+        return tuple(written)
+
+
+def number(
+    own: Names,
+    target: Names = (),
+    *,
+    rename: Mapping[str, str] | None = None,
+    keep: Sequence[int | str] | None = None,
+    name: str = "the set",
+    giver: str = "the class list",
+) -> Numbering:
+    """Say how a source with its `own` names is numbered as `target` says; without `target`, as it numbers itself.
+
+    Ids of a source without names are taken for those of `target`. `rename` and `keep` speak of the source's classes;
+    `name` and `giver` say which sets are meant. Raises DataError naming the classes that `target` lacks.
+    """
+    rename = rename or {}
+    check_known(rename, own, f"{name}: rename")
+    if not own:
+        kept = kept_ids(target, keep, name)
+        unchanged_ids = None if kept is None else dict(zip(kept, kept, strict=True))
+        return Numbering(target, unchanged_ids, len(target) or None)
+
+    renamed = [rename.get(entry, entry) for entry in own]
+    kept = kept_ids(renamed, keep, name)
+    if kept is None:
+        kept = list(range(len(own)))
+    if not target:
+        # A class that was given another's name has become that class; all others keep their order.
+        merged: list[str] = []
+        for class_name in renamed:
+            if class_name not in rename.values() or class_name not in merged:
+                merged.append(class_name)
+        target = tuple(merged)
+
+    label_in_target = {name_in_target: label for label, name_in_target in enumerate(target)}
+    times_in_target = Counter(target)
+    ids: dict[int, int] = {}
+    lacking = []
+    for label in kept:
+        name_in_target = renamed[label]
+        # Of two classes with one name (ImageNet has two cranes) the class at the same place is meant.
+        if label < len(target) and target[label] == name_in_target:
+            ids[label] = label
+        elif times_in_target[name_in_target] == 1:
+            ids[label] = label_in_target[name_in_target]
+        else:
+            lacking.append(name_in_target)
+    if lacking:
+        raise DataError(
+            f"{name}: {giver} lacks {len(lacking)} of the {len(own)} classes here: {some(lacking)}\n"
+            f"  expected classes of {giver}: {some(target)}\n"
+            f"  rename them (--rename {shlex.quote(lacking[0] + '=NAME')}; in a recipe rename: "
+            f"{{{json.dumps(lacking[0], ensure_ascii=False)}: NAME}}), or pack this set with a numbering of its own"
+        )
+    is_as_it_was = ids == dict(enumerate(range(len(own))))
+    return Numbering(target, None if is_as_it_was else ids, len(own))
+
+
+def kept_ids(
+    names: Sequence[str], keep: Sequence[int | str] | None, name: str, classes: int | None = None
+) -> list[int] | None:
+    """Return the ids of classes to keep, by id or name; None for all. Raises DataError on an unknown class."""
+    if keep is None:
+        return None
+    check_known([entry for entry in keep if isinstance(entry, str)], names, f"{name}: keep")
+    classes = classes or len(names)
+    ids = set()
+    for entry in keep:
+        if not isinstance(entry, int):
+            continue
+        if classes and not 0 <= entry < classes:
+            raise DataError(f"{name}: keep has class {entry}, and there are {classes} classes (0 … {classes - 1})")
+        ids.add(entry)
+    # Of two classes with one name (ImageNet has two cranes) both are meant.
+    for label, class_name in enumerate(names):
+        if class_name in keep:
+            ids.add(label)
+    return sorted(ids)
+
+
+def check_known(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Raise DataError unless all of these are names of the source."""
+    unknown = [name for name in wanted if name not in names]
+    if not unknown:
+        return
+    there_are = f"expected some of its {len(names)} classes: {some(names)}"
+    if not names:
+        there_are = "nobody knows its class names: give class ids, or the names in a file (names: FILE)"
+    raise DataError(f"{what} has {some(unknown)}, no class of this source\n  {there_are}")

@@ -1,0 +1,47 @@
+"""Fixtures of runs in an object store: moto, which speaks S3's protocol on loopback, behind a proxy that can fail."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data import bucket as bucket_module
+from data.remote import urls
+from pipeline.checkpoints import saver
+from tests.support.stores import Proxy, store
+
+BUCKET = "images"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    urls.forget_credentials()
+    with store("s3", {}) as proxy:
+        yield proxy
+    urls.forget_credentials()
+
+
+@pytest.fixture
+def proxy(server: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The proxy before the store; requests are made again at once, and are given up after a second."""
+    monkeypatch.setattr(bucket_module, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(saver, "dist", torch.distributed)  # savers.WorkerGroup puts its own in its place
+    yield server
+    server.fault_of_any = lambda method, path: None
+    server.fault = lambda path: None
+
+
+@pytest.fixture
+def run(proxy: Proxy, tmp_path: Path) -> str:
+    """A run's URL that no other test has."""
+    return f"s3://{BUCKET}/runs/{tmp_path.name}"
+
+
+@pytest.fixture
+def bucket(proxy: Proxy) -> Any:
+    import boto3
+
+    return boto3.resource("s3").Bucket(BUCKET)

@@ -1,0 +1,20 @@
+"""Samples that two sets share, counted by place and by content."""
+
+import pytest
+
+from data.extras.shared_samples import shared_samples
+from data.shards.packing import pack
+from data.shards.subset import Part, Rule, make_subsets
+from data.sources.samples import digits
+
+pytestmark = pytest.mark.quick
+
+
+def test_a_subset_shares_places_and_a_copy_shares_content_alone(tmp_path) -> None:
+    images = list(digits(train=False, image_size=16))[:30]
+    whole = pack(images, tmp_path / "whole", shard_samples=10)
+    copy = pack(images[:12], tmp_path / "copy", shard_samples=12)
+    (part,) = make_subsets(whole, [Part(tmp_path / "part", Rule(part="5:17"), "part")])
+    assert shared_samples(part, whole) == (12, 12)
+    assert shared_samples(copy, whole) == (0, 12)
+    assert shared_samples(copy, part)[0] == 0

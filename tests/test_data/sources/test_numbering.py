@@ -1,0 +1,91 @@
+"""Class lists, and what a source's numbering becomes."""
+
+import pytest
+
+from data.errors import DataError
+from data.sources.numbering import Numbering, kept_ids, read_class_list
+
+pytestmark = pytest.mark.quick
+
+CRANES = ("crane", "gull", "crane", "owl")  # two classes of one name, as in ImageNet
+
+
+@pytest.mark.parametrize(
+    ("names", "keep", "classes", "expected"),
+    [
+        (CRANES, None, None, None),
+        (CRANES, ["crane"], None, [0, 2]),
+        (CRANES, [3, "gull"], None, [1, 3]),
+        (CRANES, [0], None, [0]),
+        ((), [6, 0], 7, [0, 6]),
+        ((), [6], None, [6]),  # nobody knows how many classes there are
+        ((), [7], 7, r"^s: keep has class 7, and there are 7 classes \(0 … 6\)$"),
+        ((), [-1], 7, r"^s: keep has class -1, and there are 7 classes \(0 … 6\)$"),
+        (CRANES, [4], None, r"^s: keep has class 4, and there are 4 classes \(0 … 3\)$"),
+        (
+            CRANES,
+            ["stork"],
+            None,
+            "^s: keep has 'stork', no class of this source\n  expected some of its 4 classes: 'cra",
+        ),
+        ((), ["stork"], 7, "^s: keep has 'stork', no class of this source\n  nobody knows its class names"),
+    ],
+)
+def test_classes_are_kept_by_id_or_name(names, keep, classes, expected) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            kept_ids(names, keep, "s", classes)
+    else:
+        assert kept_ids(names, keep, "s", classes) == expected
+
+
+@pytest.mark.parametrize(
+    ("numbering", "labels", "expected"),
+    [
+        (Numbering(), [7, 7], (7, 7)),
+        (Numbering(known=5), [4, 0], (4, 0)),
+        (Numbering(known=5), [], ()),
+        (Numbering(known=5), [5], "label 5, and there are 5 class names\n  expected labels from 0 to 4"),
+        (Numbering(known=8), [2, 9, 3], "label 9, and there are 8 class names\n  expected labels from 0 to 7"),
+        (Numbering(ids={1: 0, 2: 0, 4: 3}), [1, 2, 3, 4], (0, 3)),  # two classes become one, one is left out
+        (Numbering(ids={1: 0}), [2], ()),
+    ],
+)
+def test_labels_are_numbered_anew_and_refused_beyond_the_names(numbering, labels, expected) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            numbering.labels(labels, "key")
+    else:
+        assert numbering.labels(labels, "key") == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        ("n.txt", "crane\n gull \n\n", ("crane", "gull")),
+        ("n.txt", "", "it names no classes"),
+        ("n.txt", "crane\n\ngull", "class 1 has no name"),
+        ("n.jsonl", '"crane"\n{"name": "gull"}\n', ("crane", "gull")),
+        ("n.jsonl", "7", "class 0 has no name"),
+        ("n.json", '["crane", "gull"]', ("crane", "gull")),
+        ("n.json", '{"1": "gull", "0": "crane"}', ("crane", "gull")),
+        ("n.json", '{"names": ["crane"], "other": 3}', ("crane",)),
+        ("n.json", '{"id2label": {"0": "crane"}}', ("crane",)),
+        ("n.json", '{"label_names": ["owl"]}', ("owl",)),
+        ("n.json", "[]", "it names no classes"),
+        ("n.json", "{}", "it names no classes"),
+        ("n.json", "7", "it names no classes"),
+        ("n.json", '"crane"', "it names no classes"),
+        ("n.json", '["crane", ""]', "class 1 has no name"),
+        ("n.json", '{"1": "gull"}', "class 0 has no name"),
+        ("n.json", "[3", "n.json: "),
+    ],
+)
+def test_a_class_list_is_read_in_every_form(file, text, expected, tmp_path) -> None:
+    path = tmp_path / file
+    path.write_text(text)
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            read_class_list(path)
+    else:
+        assert read_class_list(path) == expected

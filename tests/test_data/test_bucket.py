@@ -1,0 +1,156 @@
+"""Single files in an object store: whole or not there, created once, whatever the store does meanwhile."""
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from data import bucket as bucket_module
+from data.bucket import Bucket, check_store_url
+from data.errors import ConfigError, StorageError
+from data.remote import urls
+from tests.support.stores import objects, store
+
+BUCKET = "images"
+SCRATCH = Path("/nowhere")  # of a store that is asked for small files alone
+FLAKY = [500, 503, 429, "deaf", "stall"]
+
+
+def test_what_is_put_is_what_another_client_reads(run, bucket, tmp_path) -> None:
+    content = random.Random(0).randbytes(100_000)
+    (tmp_path / "file").write_bytes(content)
+    folder = Bucket(run, SCRATCH)
+    folder.put("a.json", b"{}")
+    folder.put("a.json", b"[]")
+    folder.put_file("b/file", tmp_path / "file")
+    assert objects(bucket, run) == {"a.json": b"[]", "b/file": content}
+    assert folder.list() == {"a.json": 2, "b/file": 100_000} and folder.list("b") == {"b/file": 100_000}
+    assert folder.read("a.json") == b"[]" and folder.read("nothing") is None and folder.list("nothing") == {}
+    folder.fetch("b/file", tmp_path / "fetched", 100_000)
+    assert (tmp_path / "fetched").read_bytes() == content
+    folder.delete(["b/file", "nothing"])
+    assert objects(bucket, run) == {"a.json": b"[]"}
+
+
+def test_of_twenty_who_create_a_name_one_has_created_it(run, bucket) -> None:
+    def create(number: int) -> bool:
+        return Bucket(run, SCRATCH).create_once("attempts/000001.json", f"{number}".encode())
+
+    with ThreadPoolExecutor(20) as threads:
+        answers = list(threads.map(create, range(20)))
+    assert answers.count(True) == 1
+    assert objects(bucket, run)["attempts/000001.json"] == str(answers.index(True)).encode()
+
+
+def test_who_created_a_name_knows_it_though_the_answer_was_lost(run, proxy) -> None:
+    faults = iter(["deaf"])
+    proxy.fault_of_any = lambda method, path: next(faults, None) if method == "PUT" else None
+    assert Bucket(run, SCRATCH).create_once("name", b"mine")
+    assert not Bucket(run, SCRATCH).create_once("name", b"another's")
+
+
+def test_a_refusal_that_does_not_name_its_condition_is_one(run, proxy) -> None:
+    """MinIO answers so; the proxy's 412 has no content at all."""
+    assert Bucket(run, SCRATCH).create_once("name", b"mine")
+    asked = []
+
+    def refuse(method: str, path: str) -> int | None:
+        if method != "PUT":
+            return None
+        asked.append(path)
+        return 412
+
+    proxy.fault_of_any = refuse
+    assert not Bucket(run, SCRATCH).create_once("name", b"another's") and len(asked) == 1
+    assert Bucket(run, SCRATCH).create_once("name", b"mine")
+
+
+def test_a_store_that_fails_often_costs_time_and_nothing_else(run, proxy, bucket, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(bucket_module, "PIECE", 10_000)
+    monkeypatch.setattr(bucket_module, "ATTEMPTS", 30)
+    monkeypatch.setattr(bucket_module, "TIMEOUT_S", 0.5)
+    chance = random.Random(0)
+    proxy.fault_of_any = lambda method, path: chance.choice(FLAKY) if chance.random() < 0.2 else None
+    proxy.fault = lambda path: chance.choice([500, "short"]) if chance.random() < 0.2 else None
+    folder = Bucket(run, SCRATCH)
+    contents = {f"file-{number}": chance.randbytes(30_000) for number in range(5)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        folder.put_file(name, tmp_path / name)
+        assert folder.create_once(f"{name}.json", name.encode())
+        folder.fetch(name, tmp_path / "fetched", 30_000)
+        assert (tmp_path / "fetched").read_bytes() == content
+    assert len(folder.list()) == 10
+    folder.delete(f"{name}.json" for name in contents)
+    proxy.fault_of_any = lambda method, path: None
+    assert objects(bucket, run) == contents
+
+
+@pytest.mark.parametrize(("code", "remedy"), [(503, "run again"), (403, "credentials come from the environment")])
+def test_a_store_that_never_answers_is_named_without_secrets(code, remedy, run, proxy) -> None:
+    proxy.fault_of_any = lambda method, path: code
+    with pytest.raises(StorageError, match=rf"{run}/a.json: no answer after 3 attempts, last \w+; {remedy}") as error:
+        Bucket(run, SCRATCH, 3).put("a.json", b"{}")
+    assert "very-secret" not in str(error.value)
+
+
+def test_patience_that_is_taken_back_ends_a_request_that_is_under_way(run, proxy) -> None:
+    folder = Bucket(run, SCRATCH, 1000)
+    asked: list[str] = []
+
+    def refuse(method: str, path: str) -> int:
+        asked.append(path)
+        if len(asked) == 5:
+            folder.retry.attempts = 3
+        return 503
+
+    proxy.fault_of_any = refuse
+    with pytest.raises(StorageError, match="no answer after 5 attempts"):
+        folder.put("a.json", b"{}")
+
+
+def test_a_forked_process_has_a_client_of_its_own(run) -> None:
+    Bucket(run, SCRATCH).put("name", b"content")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if Bucket(run, SCRATCH).read("name") == b"content" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_the_other_stores_clients_do_what_a_run_asks_of_them(scheme, proxy, tmp_path) -> None:
+    """And a store that would let two owners commit is refused: Google's emulator takes no notice of conditions."""
+    urls.forget_credentials()
+    with store(scheme, {}):
+        folder = Bucket(f"{scheme}://images/run", SCRATCH)
+        (tmp_path / "file").write_bytes(b"content")
+        folder.put_file("a/file", tmp_path / "file")
+        folder.fetch("a/file", tmp_path / "fetched", 7)
+        assert (tmp_path / "fetched").read_bytes() == b"content" and folder.list("a") == {"a/file": 7}
+        folder.delete(["a/file", "nothing"])
+        assert folder.list("a") == {} and folder.read("a/file") is None
+        if scheme == "gs":
+            with pytest.raises(StorageError, match="lets a second object take the place of one"):
+                folder.check_creates_once("attempts/000000.json")
+        else:
+            folder.check_creates_once("attempts/000000.json")
+            assert folder.create_once("name", b"mine") and not folder.create_once("name", b"another's")
+            assert folder.read("name") == b"mine"
+    urls.forget_credentials()
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3://bucket", "s3://bucket/", "s3://bucket/a/../b", "s3://key:secret@bucket/a"]
+)
+def test_a_url_that_names_no_folder_in_a_bucket_is_refused(url) -> None:
+    with pytest.raises(ConfigError, match="expected a bucket and a folder in it") as error:
+        check_store_url(url)
+    assert "secret" not in str(error.value)
+
+
+def test_a_url_has_one_spelling_and_other_schemes_are_refused() -> None:
+    assert check_store_url("s3://bucket/a/b/") == check_store_url("s3://bucket/a/b") == "s3://bucket/a/b"
+    with pytest.raises(ConfigError, match="expected a folder, or one of s3://, gs://, az://"):
+        check_store_url("https://host/a")
