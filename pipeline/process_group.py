@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from data.checks import few
-from data.errors import ClusterError, UnlikeNodes
+from data.errors import ClusterError, MismatchedNodes
 from data.files import SAME_STORAGE, look_for
 from data.storage import Storage
 from pipeline import artifacts
@@ -367,17 +367,19 @@ def check_device_memory(arrivals: Sequence[Arrival], device_bytes: int) -> None:
 
 
 def refuse_unlike(arrivals: Sequence[Arrival], code: str, claim: Path, attempt_folder: Path, is_shared: bool) -> None:
-    """Raise ClusterError where these workers may not train together; UnlikeNodes where others may."""
+    """Raise ClusterError where these workers may not train together; MismatchedNodes where others may."""
     # Other code or other versions would make other bits.
     workers = [arrival.identity for arrival in arrivals]
     text = other_code(workers, code)
     if text:
-        raise UnlikeNodes(
+        raise MismatchedNodes(
             f"{text}\n  expected: the same checkout everywhere, unchanged since the command started\n"
             "  run the same command again; where the node has a checkout of its own on PYTHONPATH, bring it up to date"
         )
     for difference in differences(workers, MUST_BE_EQUAL):
-        raise UnlikeNodes(f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins")
+        raise MismatchedNodes(
+            f"{difference}\n  expected: the same on all nodes\n  install there what constraints.txt pins"
+        )
     if not is_shared:
         return
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import models
 from data.errors import DataError, Preempted
-from data.files import whole_file
+from data.files import atomic_file
 from data.loader import Batch
 from data.order import Ids
 from pipeline import artifacts, config
@@ -72,7 +72,7 @@ def train(task: Mapping[str, Any]) -> StageResult:
     """Run or resume the stage on this worker of the group; return its result. Collective.
 
     `task` holds the plain "config", the fields of "job", and "hooks". Raises Preempted after committing if asked to
-    stop, WentBack, Diverged, CheckpointError, DataError.
+    stop, RolledBack, Diverged, CheckpointError, DataError.
     """
     # 1. Everything that the loop works with, and the step that it starts from.
     worker, progress = set_up(read_task(task))
@@ -219,7 +219,7 @@ def take_step(worker: Worker, step: int, batches: Iterator[Batch]) -> TakenStep:
 def count_step(worker: Worker, progress: Progress, taken: TakenStep) -> None:
     """Collective: count the step that has just become complete, and end a run that can no longer succeed.
 
-    Raises WentBack and Diverged after too many steps that are not finite, DataError after too many bad samples,
+    Raises RolledBack and Diverged after too many steps that are not finite, DataError after too many bad samples,
     CheckpointError if the save in flight is the last that may fail.
     """
     health = worker.health
@@ -398,7 +398,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         weights,
         directory,
         worker.model_config,
-        writing=whole_file,
+        writing=atomic_file,
         class_names=worker.job.class_names,
         preprocessing=preprocessing_of(worker.cfg.data.preprocess, worker.model_config),
     )
@@ -413,7 +413,7 @@ def export_weights(worker: Worker, progress: Progress) -> StageResult:
         kind = f"weights of step {kept['step']}, the best {kept['metric']} {kept['value']:.4f},"
     worker.group.telemetry.log(f"done at step {progress.step}: {kind} in {directory / 'weights.safetensors'}")
     for name in artifacts.WEIGHT_FILES:
-        checkpoints.storage.send(f"{checkpoints.stage}/{name}")
+        checkpoints.storage.upload(f"{checkpoints.stage}/{name}")
     result: StageResult = {
         "step": progress.step,
         "samples_seen": last.samples_seen,

@@ -48,7 +48,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from data.errors import ExitCode, Preempted, UnlikeNodes
+from data.errors import ExitCode, MismatchedNodes, Preempted
 from jobs.cluster.elastic import Growth, Sizes
 from jobs.cluster.failure import StageFailed, WorkerGroupError
 from jobs.cluster.nodes import Nodes, nodes_of
@@ -320,7 +320,7 @@ def recover(
         context.log(f"{failure}; restarting from {restart_point(context)}")
         return
     # c. Before d, which would not exclude the nodes by name.
-    if failure.kind == UnlikeNodes.__name__ and not context.stop_requested():
+    if failure.kind == MismatchedNodes.__name__ and not context.stop_requested():
         leave_out_unlike(context, nodes, failure, min(history.sizes.worlds))
         return
     # d. Back to the workers and nodes of the last attempt that committed.

@@ -154,7 +154,7 @@ class Training(StageKind):
             extra.after(cfg, context, outcome)
         # Rank 0 may have worked on another node: the weights that it has written are brought here.
         for name, record in outcome["files"].items():
-            campaign.storage.bring(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
+            campaign.storage.ensure_local(f"{context.directory.name}/{name}", record["bytes"], record["sha256"])
         return outcome
 
     def model(self, cfg: TrainConfig, source_model: SourceModel) -> ModelConfig | None:

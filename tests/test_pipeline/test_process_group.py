@@ -85,7 +85,7 @@ def test_a_worker_that_does_not_fit_is_refused(act, message, tmp_path) -> None:
         pytest.skip(hosts.missing())
     with pytest.raises(WorkerGroupError) as caught:
         start(tmp_path, act)
-    kind = "UnlikeNodes" if act.startswith("other") else "ClusterError"
+    kind = "MismatchedNodes" if act.startswith("other") else "ClusterError"
     assert re.match(f"{kind}: {message}", caught.value.cause), caught.value.cause
     assert caught.value.exit_code == ExitCode.UNAVAILABLE
     assert "\n  expected: " in caught.value.cause

@@ -332,7 +332,7 @@ def test_nodes_that_are_unlike_most_are_left_out_where_enough_are_left(
     context = pretrain_context(tmp_path, ClusterConfig(workers=4), log=lines.append)
     nodes: Any = NodesByHand(versions, code)
     failure = WorkerGroupError(
-        0, "n0", "UnlikeNodes: worker 1 on n1 has torch 3", exit_code=ExitCode.UNAVAILABLE, kind="UnlikeNodes"
+        0, "n0", "MismatchedNodes: worker 1 on n1 has torch 3", exit_code=ExitCode.UNAVAILABLE, kind="MismatchedNodes"
     )
     try:
         leave_out_unlike(context, nodes, failure, least)
